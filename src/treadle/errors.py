@@ -78,7 +78,7 @@ class ConfigError(TreadleError, ValueError):
         self.value = value
 
     def about(self, argument: str | None, value: Any = MISSING) -> ConfigError:
-        """Sets argument and value where the text names them in other words; returns the same error.
+        """Set argument and value where the text names them in other words; return the same error.
 
         Example:
             >>> ConfigError("unknown setting 'lr'").about("lr").argument
@@ -89,7 +89,7 @@ class ConfigError(TreadleError, ValueError):
         return self
 
     def renamed(self, argument: str) -> ConfigError:
-        """Returns a copy that begins with another name of the argument, such as its dotted name in a configuration.
+        """Return a copy that begins with another name of the argument, such as its dotted name in a configuration.
 
         An error about no argument gets the name in front; one that names its argument in other words stays as it is.
 
@@ -102,7 +102,7 @@ class ConfigError(TreadleError, ValueError):
         return ConfigError(self._after, argument=argument).about(argument, self.value)
 
     def extended(self, place: str) -> ConfigError:
-        """Returns a copy with more text at its end, such as the line of a file."""
+        """Return a copy with more text at its end, such as the line of a file."""
         error = type(self)(f"{self}{place}").about(self.argument, self.value)
         error._after, error._leading = f"{self._after}{place}", self._leading
         return error
@@ -185,7 +185,7 @@ def _remake_non_finite(
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Returns a sentence that names the known word nearest to ``name``, and all of them if none is near.
+    """Return a sentence that names the known word nearest to ``name``, and all of them if none is near.
 
     Args:
         name: what was given.
@@ -204,7 +204,7 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 
 def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ConfigError for the first key of ``given`` that is not in ``known``, naming the nearest.
+    """Raise ConfigError for the first key of ``given`` that is not in ``known``, naming the nearest.
 
     Example:
         >>> refuse_unknown("TrainerConfig", ["amp"], ["amp", "device"])
@@ -216,7 +216,7 @@ def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def __getattr__(name: str) -> Any:
-    """Makes OutOfMemoryError, whose base is torch's, when it is first asked for: the command line loads no torch."""
+    """Make OutOfMemoryError, whose base is torch's, when it is first asked for: the command line loads no torch."""
     if name != "OutOfMemoryError":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch

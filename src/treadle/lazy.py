@@ -10,7 +10,7 @@ from typing import Any
 def lazy_names(
     package: dict[str, Any], homes: Mapping[str, Collection[str]], *, modules: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` of a package (PEP 562).
+    """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562).
 
     Args:
         package: its ``globals()``, where a name is kept once it was loaded.

@@ -81,7 +81,7 @@ class _Sum:
             self._fold()
 
     def add_column(self, values: Tensor, weight: float) -> None:
-        """Does with values (N,) of one weight what :meth:`add` does, one by one."""
+        """Do with values (N,) of one weight what :meth:`add` does, one by one."""
         self.flush()
         if weight == 0:
             return
@@ -95,7 +95,7 @@ class _Sum:
                 self._fold()
 
     def flush(self) -> None:
-        """Does with all that waits in ``log`` what :meth:`add` does, one by one."""
+        """Do with all that waits in ``log`` what :meth:`add` does, one by one."""
         if not self.log:
             return
         log, self.log = self.log, []
@@ -119,7 +119,7 @@ class _Sum:
         self.pending, self.num_pending = [], 0
 
     def _folded(self) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the device part with the pending block added, changing nothing."""
+        """Return the device part with the pending block added, changing nothing."""
         if not self.pending:
             return self.device_value, self.device_weight
         tensors, weights = zip(*self.pending, strict=True)
@@ -141,7 +141,7 @@ class _Sum:
         return _plus(self.device_value, block_value), _plus(self.device_weight, block_weight)
 
     def _stacked(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """Returns 0-d tensors as one wide one; those of one kind, the usual case, are widened together.
+        """Return 0-d tensors as one wide one; those of one kind, the usual case, are widened together.
 
         It is on the accelerator if one is in use, so that adding a record made on the CPU does not wait for it.
         """
@@ -153,7 +153,7 @@ class _Sum:
         return torch.hstack([_widen(value, device) for value in values])
 
     def include(self, other: _Sum) -> None:
-        """Adds the sums of another one."""
+        """Add the sums of another one."""
         self.flush()
         other.flush()
         value, weight = other._folded()
@@ -161,7 +161,7 @@ class _Sum:
         self.device_value, self.device_weight = _plus(self.device_value, value), _plus(self.device_weight, weight)
 
     def parts(self) -> list[float | Tensor]:
-        """Returns [value, device value, weight, device weight]; reading them changes nothing."""
+        """Return [value, device value, weight, device weight]; reading them changes nothing."""
         self.flush()
         value, weight = self._folded()
         return [self.value, 0.0 if value is None else value, self.weight, 0.0 if weight is None else weight]
@@ -185,7 +185,7 @@ class RunningMeans:
         self._sums: dict[tuple[str, ...], _Sum] = {}
 
     def add(self, record: Mapping[str, Any], weight: float | Tensor = 1.0, *, below: tuple[str, ...] = ()) -> None:
-        """Adds one nested record.
+        """Add one nested record.
 
         Args:
             record: nested dict of numbers, 0-d tensors, :class:`Weighted` or :class:`Total`.
@@ -205,7 +205,7 @@ class RunningMeans:
     def add_value(
         self, path: tuple[str, ...], value: float | Tensor | Weighted | Total, weight: float | Tensor = 1.0
     ) -> None:
-        """Adds one value of a record, as :meth:`add` does.
+        """Add one value of a record, as :meth:`add` does.
 
         Args:
             path: the names that lead to it.
@@ -232,7 +232,7 @@ class RunningMeans:
             self._entry(path, is_total=False).add(as_number(path, value), weight)
 
     def add_column(self, path: tuple[str, ...], values: Tensor, weight: float) -> None:
-        """Adds values (N,) of a record of one weight in their order, as :meth:`add_value` does one by one.
+        """Add values (N,) of a record of one weight in their order, as :meth:`add_value` does one by one.
 
         Example:
             >>> means = RunningMeans()
@@ -243,7 +243,7 @@ class RunningMeans:
         self._entry(path, is_total=False).add_column(values, weight)
 
     def add_total(self, path: tuple[str, ...], value: float | Tensor) -> None:
-        """Adds one value that is summed, as :meth:`add` does for a :class:`Total`.
+        """Add one value that is summed, as :meth:`add` does for a :class:`Total`.
 
         Example:
             >>> means = RunningMeans()
@@ -269,7 +269,7 @@ class RunningMeans:
         return entry
 
     def compute(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """Returns the nested means and totals as floats; a mean with total weight 0 is NaN.
+        """Return the nested means and totals as floats; a mean with total weight 0 is NaN.
 
         Args:
             reduce: sums a float64 CPU tensor over ranks, on which every rank has the same names; by default nothing.
@@ -286,7 +286,7 @@ class RunningMeans:
         return unflatten(flat)
 
     def sums(self, *path: str) -> tuple[float, float]:
-        """Returns the weighted sum and the total weight of one record; reads the device, changes nothing.
+        """Return the weighted sum and the total weight of one record; read the device, changes nothing.
 
         Example:
             >>> means = RunningMeans()
@@ -301,25 +301,25 @@ class RunningMeans:
         return value + on_device, weight + weight_on_device
 
     def include(self, other: RunningMeans) -> None:
-        """Adds all that was added to another one."""
+        """Add all that was added to another one."""
         for path, theirs in other._sums.items():
             self._entry(path, is_total=theirs.is_total).include(theirs)
 
     def names(self) -> list[tuple[tuple[str, ...], bool]]:
-        """Returns the paths of the records, and of each whether it is a total."""
+        """Return the paths of the records, and of each whether it is a total."""
         return [(path, entry.is_total) for path, entry in self._sums.items()]
 
     def align_keys(self, names: Iterable[Iterable[tuple[tuple[str, ...], bool]]]) -> None:
-        """Takes over the names of every rank, in the order of the ranks; what was not added here counts nothing."""
+        """Take over the names of every rank, in the order of the ranks; what was not added here counts nothing."""
         every = dict.fromkeys(name for of_rank in names for name in of_rank)
         self._sums = {path: self._entry(path, is_total=is_total) for path, is_total in every}
 
     def reset(self) -> None:
-        """Forgets everything that was added."""
+        """Forget everything that was added."""
         self._sums = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the sums as plain values; restoring them continues to the bit."""
+        """Return the sums as plain values; restoring them continues to the bit."""
         for entry in self._sums.values():
             entry.flush()
         return {
@@ -336,7 +336,7 @@ class RunningMeans:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, device: torch.device | None = None) -> None:
-        """Restores what :meth:`state_dict` returned, tensors on ``device``."""
+        """Restore what :meth:`state_dict` returned, tensors on ``device``."""
 
         def place(value: Any) -> Any:
             return value.to(device) if isinstance(value, Tensor) else value
@@ -351,7 +351,7 @@ class RunningMeans:
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns whether a value can be added as it is: a number, or a 0-d tensor without a graph."""
+    """Return whether a value can be added as it is: a number, or a 0-d tensor without a graph."""
     kind = type(value)
     if kind is float:
         return True
@@ -383,7 +383,7 @@ def _plus(total: Tensor | None, value: Tensor | None) -> Tensor | None:
 
 
 def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
-    """Reads numbers and 0-d tensors into one float64 CPU tensor, with one transfer per device.
+    """Read numbers and 0-d tensors into one float64 CPU tensor, with one transfer per device.
 
     Example:
         >>> read_scalars([1.0, torch.tensor(2)])
@@ -393,7 +393,7 @@ def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
 
 
 def _numbers(items: Sequence[float | Tensor]) -> list[float]:
-    """Reads numbers and 0-d tensors, with one transfer per device."""
+    """Read numbers and 0-d tensors, with one transfer per device."""
     by_kind: dict[torch.device, dict[torch.dtype, list[int]]] = {}
     for index, item in enumerate(items):
         if type(item) is not float and isinstance(item, Tensor):
@@ -409,6 +409,6 @@ def _numbers(items: Sequence[float | Tensor]) -> list[float]:
 
 
 def _joined(scalars: Sequence[Any]) -> Tensor:
-    """Returns tensors of one number each, of one type and device, as one."""
+    """Return tensors of one number each, of one type and device, as one."""
     shaped = [scalar for scalar in scalars if scalar.dim()]
     return torch.stack([scalar.reshape(()) for scalar in scalars] if shaped else list(scalars)).detach()

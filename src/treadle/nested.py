@@ -16,7 +16,7 @@ _LEAVES = (float, int, tuple, Tensor)  # the usual ones: whether a value is a Ma
 
 
 def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T, *, special: Callable[[Any], Any] | None = None) -> T:
-    """Applies ``fn`` to every tensor in dicts, lists, tuples, named tuples and dataclasses.
+    """Apply ``fn`` to every tensor in dicts, lists, tuples, named tuples and dataclasses.
 
     Types are kept, other values are passed through, and the input is not changed.
 
@@ -73,7 +73,7 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
 
 
 def flatten_nested_dict(d: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Flattens nested dicts into one dict keyed by the path.
+    """Flatten nested dicts into one dict keyed by the path.
 
     Example:
         >>> flatten_nested_dict({"a": {"b": 1}, "c": 2})
@@ -120,7 +120,7 @@ def _both_kinds(path: Sequence[str]) -> str:
 def key_average(
     records: Sequence[Mapping[str, Any]], *, skip_nan: bool = False, exclude_nan: bool = False
 ) -> dict[str, Any]:
-    """Averages nested dicts key by key, each key over the dicts that have it.
+    """Average nested dicts key by key, each key over the dicts that have it.
 
     Args:
         records: nested dicts of numbers or 0-d tensors.
@@ -155,7 +155,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def as_number(path: Sequence[str], value: Any) -> float | Tensor:
-    """Returns a number or a detached 0-d tensor, or raises TypeError naming the record's path."""
+    """Return a number or a detached 0-d tensor, or raise TypeError naming the record's path."""
     if type(value) is float:
         return value
     if isinstance(value, Tensor):
@@ -173,7 +173,7 @@ def as_number(path: Sequence[str], value: Any) -> float | Tensor:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Returns a tensor as it is, and of a sparse one what it stores, every place once.
+    """Return a tensor as it is, and of a sparse one what it stores, every place once.
 
     Example:
         >>> elements(torch.eye(3).to_sparse())

@@ -17,7 +17,7 @@ TORCH = (2, 7)
 
 
 def installed_torch() -> str:
-    """Returns the version of the PyTorch that an import would load, without loading it; "unknown" if no file has it.
+    """Return the version of the PyTorch that an import would load, without loading it; "unknown" if no file has it.
 
     Raises:
         ImportError: there is none.
@@ -42,7 +42,7 @@ def installed_torch() -> str:
 
 
 def refuse_old_torch(version: str) -> None:
-    """Raises if a version of PyTorch is too old.
+    """Raise if a version of PyTorch is too old.
 
     Args:
         version: ``torch.__version__``.
@@ -66,7 +66,7 @@ def refuse_old_torch(version: str) -> None:
 
 
 def _is_command(program: str, words: list[str]) -> bool:
-    """Returns whether a process was started as ``treadle`` or ``python -m treadle``.
+    """Return whether a process was started as ``treadle`` or ``python -m treadle``.
 
     Example:
         >>> _is_command("/usr/bin/treadle", []), _is_command("-m", ["python", "-m", "treadle", "train"])
@@ -79,14 +79,14 @@ def _is_command(program: str, words: list[str]) -> bool:
 
 
 def __getattr__(name: str) -> str:
-    """Returns the version of treadle as ``__version__``; reading it costs a search through the installed packages."""
+    """Return the version of treadle as ``__version__``; reading it costs a search through the installed packages."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return own_version()
 
 
 def own_version() -> str:
-    """Returns the version of treadle; "unknown" where it is used from a source tree that is not installed."""
+    """Return the version of treadle; "unknown" where it is used from a source tree that is not installed."""
     from importlib import metadata
 
     try:

@@ -21,7 +21,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def as_seed(name: str, seed: Any) -> int:
-    """Returns a seed as an int, whatever kind of whole number it is.
+    """Return a seed as an int, whatever kind of whole number it is.
 
     Args:
         name: names it in errors.
@@ -46,7 +46,7 @@ def as_seed(name: str, seed: Any) -> int:
 
 
 def set_seed(seed: int = 42, deterministic: bool = False) -> None:
-    """Seeds python, numpy and torch (all devices).
+    """Seed python, numpy and torch (all devices).
 
     Args:
         seed: an integer from -2**63 to 2**64 - 1; numpy gets it modulo 2**32.
@@ -89,7 +89,7 @@ class RngState:
 
     @classmethod
     def capture(cls) -> RngState:
-        """Reads the present state; an accelerator that was never used is left alone."""
+        """Read the present state; an accelerator that was never used is left alone."""
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),
@@ -99,12 +99,12 @@ class RngState:
 
     @classmethod
     def seeded(cls, seed: int) -> RngState:
-        """Returns the state that :func:`set_seed` makes; the present one stays."""
+        """Return the state that :func:`set_seed` makes; the present one stays."""
         with forked_rng(seed):
             return cls.capture()
 
     def restore(self) -> None:
-        """Sets every generator to this state."""
+        """Set every generator to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -114,7 +114,7 @@ class RngState:
                 _write_accelerator(name, states)
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns the state as lists, numbers and tensors, loadable with ``weights_only=True``."""
+        """Return the state as lists, numbers and tensors, loadable with ``weights_only=True``."""
         version, words, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         return {
@@ -170,7 +170,7 @@ def _write_accelerator(name: str, states: list[Tensor]) -> None:
 
 
 def mix_seed(*numbers: int) -> int:
-    """Mixes integers into one 63-bit seed (SplitMix64), so that neighbours give unrelated streams.
+    """Mix integers into one 63-bit seed (SplitMix64), so that neighbours give unrelated streams.
 
     Example:
         >>> mix_seed(1, 2) != mix_seed(2, 1)
@@ -187,7 +187,7 @@ def mix_seed(*numbers: int) -> int:
 
 @contextlib.contextmanager
 def forked_rng(seed: int | None = None) -> Iterator[None]:
-    """Runs a block under its own random streams and puts the outer ones back afterwards.
+    """Run a block under its own random streams and put the outer ones back afterwards.
 
     Args:
         seed: seeds the inner streams; None starts them as copies of the outer ones.

@@ -45,7 +45,7 @@ class Task(Protocol):
     """A loss for a kind of data; ``weights`` and ``new_metrics`` are optional."""
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Turns a batch into a loss, in training and evaluation alike."""
+        """Turn a batch into a loss, in training and evaluation alike."""
         ...
 
 
@@ -57,7 +57,7 @@ class WeighsTerms(Protocol):
     """
 
     def weights(self, batch: Any) -> Mapping[str, float] | None:
-        """Returns the count of each term, computable without the model."""
+        """Return the count of each term, computable without the model."""
         ...
 
 
@@ -68,7 +68,7 @@ class PreparesBatches(Protocol):
     """
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Does the host's part of a training step.
+        """Do the host's part of a training step.
 
         Returns:
             Tensors, tuples, dicts or a dataclass of them, their shapes the same in every step, and the weight that the
@@ -81,7 +81,7 @@ class TakesReplays(Protocol):
     """A task that keeps more of a training step than what its ``step`` returns, such as outputs for metrics."""
 
     def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
-        """Takes what a replay gave, in place of the call of ``step`` that is not made.
+        """Take what a replay gave, in place of the call of ``step`` that is not made.
 
         Args:
             batch: as ``prepare_batch`` returned it.
@@ -100,13 +100,13 @@ class Metrics(Protocol):
     """
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Adds the outputs of one micro-batch."""
+        """Add the outputs of one micro-batch."""
 
     def compute(self) -> Mapping[str, Any]:
-        """Returns the metrics as numbers."""
+        """Return the metrics as numbers."""
 
 
 @runtime_checkable
@@ -114,7 +114,7 @@ class HasMetrics(Protocol):
     """A task with epoch metrics."""
 
     def new_metrics(self) -> Metrics:
-        """Returns a fresh metrics object."""
+        """Return a fresh metrics object."""
         ...
 
 
@@ -128,12 +128,12 @@ class TakesMetrics(Protocol):
         ...
 
     def with_metrics(self, metrics: Any) -> Task:
-        """Returns the task of an evaluation with these metrics."""
+        """Return the task of an evaluation with these metrics."""
         ...
 
 
 def update_of(metrics: Metrics) -> Callable[[Any], Any]:
-    """Returns a function that gives the outputs of a micro-batch to metrics as their ``update`` takes them.
+    """Return a function that gives the outputs of a micro-batch to metrics as their ``update`` takes them.
 
     Prediction and target apart, as those of torchmetrics take them, where it has more than one argument: a tuple or a
     list in its order, a mapping by its names.
@@ -172,7 +172,7 @@ def _takes_several(metrics: Metrics) -> bool:
 
 
 def as_step_output(result: Any, *, training: bool) -> StepOutput:
-    """Turns what a forward pass returned into a StepOutput and checks its loss.
+    """Turn what a forward pass returned into a StepOutput and check its loss.
 
     Args:
         result: a StepOutput, ``(loss, records)`` or ``(loss, records, weight)``.
@@ -216,7 +216,7 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
 
 
 def add_output(means: RunningMeans, output: StepOutput) -> None:
-    """Adds a micro-batch's ``loss`` and ``records`` to running means, by the output's weight and reduction."""
+    """Add a micro-batch's ``loss`` and ``records`` to running means, by the output's weight and reduction."""
     weight = 1.0 if output.weight is None else output.weight
     if type(weight) is not float:
         weight = as_number(("weight",), weight)

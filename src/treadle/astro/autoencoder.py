@@ -165,20 +165,20 @@ class BaseTokenizer(ABC):
 
     @abstractmethod
     def train(self, *args: Any, **kwargs: Any) -> None:
-        """Fits the tokenizer."""
+        """Fit the tokenizer."""
 
     @abstractmethod
     def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the tokens of data."""
+        """Return the tokens of data."""
 
     @abstractmethod
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the tokenizer to a file."""
+        """Write the tokenizer to a file."""
 
     @classmethod
     @abstractmethod
     def load(cls, path: str | os.PathLike[str]) -> BaseTokenizer:
-        """Reads a tokenizer from a file."""
+        """Read a tokenizer from a file."""
 
 
 class CutoutTokenizer(BaseTokenizer):
@@ -220,7 +220,7 @@ class CutoutTokenizer(BaseTokenizer):
         return self._trained().restore(self._trained().codebook)
 
     def train(self, images: Tensor, *, batch_size: int = 32, seed: int = 0, max_iter: int = 50) -> None:
-        """Fits the codebook to the latents of pictures (N, C, H, W) by k-means.
+        """Fit the codebook to the latents of pictures (N, C, H, W) by k-means.
 
         Raises:
             ConfigError: there are fewer latent vectors than entries.
@@ -230,7 +230,7 @@ class CutoutTokenizer(BaseTokenizer):
         self._book = Standardised.fit(vectors, self.codebook_size, seed=seed, max_iter=max_iter)
 
     def encode(self, images: Tensor, *, batch_size: int = 32) -> Tokens:
-        """Returns the tokens (N, h, w) of pictures (N, C, H, W).
+        """Return the tokens (N, h, w) of pictures (N, C, H, W).
 
         Raises:
             ConfigError: the tokenizer is not trained.
@@ -241,13 +241,13 @@ class CutoutTokenizer(BaseTokenizer):
 
     @torch.no_grad()
     def decode(self, tokens: ArrayLike) -> Tensor:
-        """Returns the pictures (N, C, H, W) of tokens (N, h, w), on the CPU."""
+        """Return the pictures (N, C, H, W) of tokens (N, h, w), on the CPU."""
         vectors = self._trained().decode(as_indices("tokens", tokens, self.codebook_size))
         latents = torch.from_numpy(vectors).permute(0, 3, 1, 2).to(self.device)
         return self.autoencoder.decode(latents).cpu()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes autoencoder and codebook to one file, whole or not at all."""
+        """Write autoencoder and codebook to one file, whole or not at all."""
         book, model = self._trained(), self.autoencoder
         sizes = {"in_channels": model.in_channels, "latent_dim": model.latent_dim, "proj_channels": model.proj_channels}
         payload = {
@@ -258,7 +258,7 @@ class CutoutTokenizer(BaseTokenizer):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | int | None = None) -> CutoutTokenizer:
-        """Reads what :meth:`save` wrote.
+        """Read what :meth:`save` wrote.
 
         Raises:
             CheckpointError: it is missing, damaged or another kind of file.

@@ -30,7 +30,7 @@ _PICKLED = (".joblib", ".pkl", ".pickle")
 def load_codebook(
     path: str | os.PathLike[str], key_candidates: Sequence[str] = CODEBOOK_KEYS, *, allow_pickle: bool = False
 ) -> NDArray[np.float32]:
-    """Reads a codebook.
+    """Read a codebook.
 
     Args:
         path: an ``.npz`` or ``.safetensors`` file, whose first key out of ``key_candidates`` is read; an ``.npy`` file,
@@ -65,7 +65,7 @@ def load_codebook(
 
 
 def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) -> NDArray[Any]:
-    """Reads the first of several keys from an ``.npz`` or ``.safetensors`` file, unchanged.
+    """Read the first of several keys from an ``.npz`` or ``.safetensors`` file, unchanged.
 
     Raises:
         FileNotFoundError, ConfigError, KeyError, CheckpointError, ImportError: as :func:`load_codebook`.
@@ -83,7 +83,7 @@ def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) ->
 def load_scalar_centers(
     path: str | os.PathLike[str], key_candidates: Sequence[str] = CENTER_KEYS
 ) -> NDArray[np.float32]:
-    """Reads the centres of all scalar bins, column after column as `VocabSpec.scalar_id` counts them.
+    """Read the centres of all scalar bins, column after column as `VocabSpec.scalar_id` counts them.
 
     Args:
         path: an ``.npz``, ``.safetensors`` or ``.npy`` file with (V,) or (columns, bins) numbers.
@@ -110,7 +110,7 @@ def load_scalar_centers(
 
 
 def save_codebook(path: str | os.PathLike[str], array: ArrayLike | Tensor, *, key: str = CODEBOOK_KEYS[0]) -> Path:
-    """Writes a codebook, or bin centres, in float32; the file is replaced as a whole or not at all.
+    """Write a codebook, or bin centres, in float32; the file is replaced as a whole or not at all.
 
     Args:
         path: an ``.npz`` or ``.safetensors`` file; its folder is created.
@@ -150,7 +150,7 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 
 
 def _read(file: Path) -> Any:
-    """Returns the array of an .npy file, else a mapping of keys to arrays."""
+    """Return the array of an .npy file, else a mapping of keys to arrays."""
     suffix = file.suffix.lower()
     if suffix == ".safetensors":
         return read_tree(file)[0]

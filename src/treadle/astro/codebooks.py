@@ -16,7 +16,7 @@ from treadle.errors import ConfigError, MissingExtraError
 
 
 def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Cuts values into bins that hold equally many of them.
+    """Cut values into bins that hold equally many of them.
 
     The bin of a value v is ``numpy.searchsorted(edges[1:-1], v, side="right")``. Where more values are equal than a
     bin holds, edges coincide and the bins between them are empty.
@@ -54,7 +54,7 @@ def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.f
 
 
 def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: int = 50) -> NDArray[np.float32]:
-    """Returns the centroids of k-means on vectors, started by k-means++ (Arthur & Vassilvitskii 2007).
+    """Return the centroids of k-means on vectors, started by k-means++ (Arthur & Vassilvitskii 2007).
 
     The same data and seed give the same centroids to the bit; scikit-learn runs on one thread for that, since the
     order in which its threads add up is free. It warns where fewer than k vectors differ.
@@ -92,7 +92,7 @@ def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: i
 
 
 def unmasked(values: Any) -> Any:
-    """Returns a masked array with NaN where it is masked, and anything else as it is.
+    """Return a masked array with NaN where it is masked, and anything else as it is.
 
     Example:
         >>> unmasked(np.ma.masked_array([1, 2], mask=[False, True])).tolist()
@@ -102,7 +102,7 @@ def unmasked(values: Any) -> Any:
 
 
 def as_array(values: ArrayLike | Tensor, name: str) -> NDArray[Any]:
-    """Returns real numbers as a NumPy array; masked numbers become NaN.
+    """Return real numbers as a NumPy array; masked numbers become NaN.
 
     Raises:
         ConfigError: they are something else.

@@ -36,7 +36,7 @@ def column_probabilities(
     scalars_last: bool = False,
     batch_size: int = 256,
 ) -> Tensor:
-    """Returns the model's distribution of a scalar given everything else in its sequence.
+    """Return the model's distribution of a scalar given everything else in its sequence.
 
     The token at the column itself is ignored. Known tokens after it count as evidence (one forward pass for
     each bin), MISS after it does not: that something was not measured is no evidence here.
@@ -103,7 +103,7 @@ def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: T
 def expected_vectors(
     model: nn.Module, sequences: Sequences, base: int, codebook: Any, *, batch_size: int = 64
 ) -> Tensor:
-    """Returns the expected patches or segments, each given all tokens before it in its sequence.
+    """Return the expected patches or segments, each given all tokens before it in its sequence.
 
     Args:
         model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
@@ -150,7 +150,7 @@ def expected_vectors(
 
 
 def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Returns sequences with MISS in the place of some scalar columns.
+    """Return sequences with MISS in the place of some scalar columns.
 
     Raises:
         ConfigError: a column is out of range, or a sequence has no place for it.
@@ -171,7 +171,7 @@ def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int])
 
 
 def _place(vocab: VocabSpec, sequence: Mapping[str, Any], number: int, column: int, section: int = 1) -> int:
-    """Returns the position of a column; the scalars are the second part of a sequence (1), or the last (-1)."""
+    """Return the position of a column; the scalars are the second part of a sequence (1), or the last (-1)."""
     vocab.scalar_id(column, 0)
     ends = (torch.as_tensor(sequence["tokens"]) == vocab.sep_id).nonzero().flatten().tolist()
     if len(ends) < 2 or ends[section] - ends[section - 1] != vocab.n_columns + 1:

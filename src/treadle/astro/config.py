@@ -306,7 +306,7 @@ def _require(ok: bool, name: str, value: Any, rule: str) -> None:
 
 
 def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:
-    """Reads settings from a YAML file, merged key by key over the packaged defaults.
+    """Read settings from a YAML file, merged key by key over the packaged defaults.
 
     Args:
         path: a ``.yaml`` file with what differs from the defaults (or whatever else `treadle.config.load_config`
@@ -331,7 +331,7 @@ def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:
 
 
 def save_config(config: AstroConfig, path: str | os.PathLike[str]) -> None:
-    """Writes all settings to a file that :func:`load_config` reads back equal, whole or not at all.
+    """Write all settings to a file that :func:`load_config` reads back equal, whole or not at all.
 
     Args:
         config: the settings.
@@ -353,7 +353,7 @@ def save_config(config: AstroConfig, path: str | os.PathLike[str]) -> None:
 
 
 def to_dict(config: Section) -> dict[str, Any]:
-    """Returns all settings, or those of a section, as nested plain values.
+    """Return all settings, or those of a section, as nested plain values.
 
     Example:
         >>> to_dict(AstroConfig())["sequences"]
@@ -363,7 +363,7 @@ def to_dict(config: Section) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], kind: type[Section] = AstroConfig) -> Section:  # type: ignore[assignment]
-    """Makes settings from nested plain values; what is not there keeps its default.
+    """Make settings from nested plain values; what is not there keeps its default.
 
     Args:
         values: not changed.

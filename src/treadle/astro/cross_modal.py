@@ -74,7 +74,7 @@ class CrossResult:
     classes: dict[str, NDArray[np.str_]]
 
     def scores(self) -> dict[str, Any]:
-        """Returns ``n`` and, for each method, ``rmse``, ``mae``, ``explained`` and the scores of classes.
+        """Return ``n`` and, for each method, ``rmse``, ``mae``, ``explained`` and the scores of classes.
 
         ``explained`` is 1 - SSE(method) / SSE(mean of the training objects): 0 for that mean, below 0 for worse.
         """
@@ -102,7 +102,7 @@ def cross_predict(
     scalars_last: bool = False,
     batch_size: int = 256,
 ) -> list[CrossResult]:
-    """Asks a model questions about test objects, and simple methods that learn from the training objects.
+    """Ask a model questions about test objects, and simple methods that learn from the training objects.
 
     They see the values behind the same tokens. The ridge regression (missing ones as their mean, with a flag) chooses
     its penalty on the training objects by leave-one-out; the trees, from 200 training objects on, see pictures by
@@ -145,7 +145,7 @@ def cross_predict(
 
 
 def token_values(tokenizers: SurveyTokenizers, survey: Survey, given: str | Sequence[str]) -> Floats:
-    """Returns the numbers behind the tokens of a modality, (N, F); NaN where a scalar is missing.
+    """Return the numbers behind the tokens of a modality, (N, F); NaN where a scalar is missing.
 
     Args:
         tokenizers: that make the tokens.
@@ -172,7 +172,7 @@ def token_values(tokenizers: SurveyTokenizers, survey: Survey, given: str | Sequ
 
 
 def ridge_prediction(x_train: ArrayLike, y_train: ArrayLike, x_test: ArrayLike) -> Floats:
-    """Returns the predictions (N,) of a ridge regression on standardised numbers.
+    """Return the predictions (N,) of a ridge regression on standardised numbers.
 
     Args:
         x_train: (training objects, F); NaN is missing.
@@ -206,7 +206,7 @@ def ridge_prediction(x_train: ArrayLike, y_train: ArrayLike, x_test: ArrayLike) 
 
 
 def features_of_trees(question: CrossPrediction, x_train: Floats, x_test: Floats) -> tuple[Floats, Floats]:
-    """Returns numbers as trees take them: of pictures the principal components, others as they are."""
+    """Return numbers as trees take them: of pictures the principal components, others as they are."""
     if question.given != "image":
         return x_train, x_test
     from sklearn.decomposition import PCA
@@ -216,7 +216,7 @@ def features_of_trees(question: CrossPrediction, x_train: Floats, x_test: Floats
 
 
 def tree_predictions(x_train: ArrayLike, x_test: ArrayLike, y_train: ArrayLike) -> dict[str, Floats]:
-    """Returns the predictions (N,) of scikit-learn's gradient-boosted trees and extremely randomised trees.
+    """Return the predictions (N,) of scikit-learn's gradient-boosted trees and extremely randomised trees.
 
     Args:
         x_train: (training objects, F); NaN is missing.
@@ -244,7 +244,7 @@ def tree_predictions(x_train: ArrayLike, x_test: ArrayLike, y_train: ArrayLike) 
 
 
 def class_scores(true: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
-    """Returns ``accuracy``, and ``balanced_accuracy``: the mean over the true classes of the share that is right.
+    """Return ``accuracy``, and ``balanced_accuracy``: the mean over the true classes of the share that is right.
 
     Example:
         >>> class_scores(["M", "M", "M", "T"], ["M", "M", "M", "M"])
@@ -274,7 +274,7 @@ def _asked(
     scalars_last: bool,
     batch_size: int,
 ) -> Floats:
-    """Returns (N, K): the model is given the inputs of the question, and MISS for everything else."""
+    """Return (N, K): the model is given the inputs of the question, and MISS for everything else."""
     shown = Survey(
         name=survey.name,
         columns=survey.columns,

@@ -22,7 +22,7 @@ _FEW = 10  # valid pixels below which all pixels of a band are taken
 
 
 def to_image_torch(flat: Any) -> Tensor:
-    """Returns a picture (H, W) float32 of a square number of pixels in one row, or of one that is (H, W) already.
+    """Return a picture (H, W) float32 of a square number of pixels in one row, or of one that is (H, W) already.
 
     Raises:
         ValueError: the pixels are not those of a square.
@@ -43,7 +43,7 @@ def to_image_torch(flat: Any) -> Tensor:
 def elliptical_mask(
     H: int, W: int, x0: float, y0: float, a: float, b: float, theta: float, *, expand_factor: float = 4.0
 ) -> Tensor:
-    """Returns (H, W) float32, 1 inside an ellipse.
+    """Return (H, W) float32, 1 inside an ellipse.
 
     Args:
         H: pixels.
@@ -104,7 +104,7 @@ class SplusDataset(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return len(self.df["theta_det"])
 
     def __getitem__(self, idx: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns picture, object mask and valid mask of an object.
+        """Return picture, object mask and valid mask of an object.
 
         Raises:
             ValueError: a picture is not ``img_size`` x ``img_size``.
@@ -124,7 +124,7 @@ class SplusDataset(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     @staticmethod
     def arcsinh_norm_per_band(x: Tensor, mask_valid: Tensor, eps: float = 1e-6) -> Tensor:
-        """Returns pictures (C, H, W) on the scale of their background, band by band.
+        """Return pictures (C, H, W) on the scale of their background, band by band.
 
         Args:
             x: (C, H, W).

@@ -25,7 +25,7 @@ def draw_spectra(
     draws: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draws new spectrum tokens for sequences, one after the other, given all tokens before the first.
+    """Draw new spectrum tokens for sequences, one after the other, given all tokens before the first.
 
     How many tokens each group has stays as it is, and only ids of the group can be drawn.
 
@@ -72,5 +72,5 @@ def draw_spectra(
 
 
 def _first_id(vocab: VocabSpec, id: int) -> int:
-    """Returns the first id of the spectrum group that an id is of."""
+    """Return the first id of the spectrum group that an id is of."""
     return max(first for first in vocab.base_spectrum.values() if first <= id)

@@ -30,16 +30,16 @@ class AstroEpochs(SelectingEpochs):
         self._weights = weights
 
     def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Trains one more epoch without evaluation and selection; returns its means."""
+        """Train one more epoch without evaluation and selection; return its means."""
         self.prepare_alone()
         return numbers_of(super().train_epoch(loader), self._weights)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns ``train_loss_total``, the terms and their counts."""
+        """Return ``train_loss_total``, the terms and their counts."""
         return {f"train_{name}": value for name, value in numbers_of(means, self._weights).items()}
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Returns ``loss_total``, the terms and their counts over a loader.
+        """Return ``loss_total``, the terms and their counts over a loader.
 
         Raises:
             ConfigError: the loader is empty.
@@ -49,7 +49,7 @@ class AstroEpochs(SelectingEpochs):
         return numbers_of({"loss": loss, "records": values}, self._weights)
 
     def step_numbers(self) -> dict[str, Any]:
-        """Returns the numbers of the present step, 0 for a term without positions; reads the device."""
+        """Return the numbers of the present step, 0 for a term without positions; read the device."""
         means = RunningMeans()
         for output in self.engine.attempt.outputs:
             add_output(means, output)

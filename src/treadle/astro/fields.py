@@ -15,7 +15,7 @@ _PLACE = "{field}"
 def discover_fields_from_template(
     tmpl: str | os.PathLike[str], prefix: str | None = None, suffix: str | None = None
 ) -> list[str]:
-    """Returns the names of the fields that there are files of, sorted.
+    """Return the names of the fields that there are files of, sorted.
 
     Args:
         tmpl: path with ``{field}`` in its last part.
@@ -47,12 +47,12 @@ def discover_fields_from_template(
 
 
 def discover_fields_from_datacubes(tmpl: str | os.PathLike[str]) -> list[str]:
-    """Returns the names of the fields that there are tables of; the same as :func:`discover_fields_from_template`."""
+    """Return the names of the fields that there are tables of; the same as :func:`discover_fields_from_template`."""
     return discover_fields_from_template(tmpl)
 
 
 def norm_splus_id(x: Any) -> str:
-    """Returns an S-PLUS id as text, "" for None and NaN.
+    """Return an S-PLUS id as text, "" for None and NaN.
 
     Example:
         >>> norm_splus_id(b"iDR4_1"), norm_splus_id(None), norm_splus_id(7)
@@ -64,7 +64,7 @@ def norm_splus_id(x: Any) -> str:
 
 
 def norm_gaia_id(x: Any) -> int | None:
-    """Returns a Gaia source id as an int, or None if it is no number.
+    """Return a Gaia source id as an int, or None if it is no number.
 
     Example:
         >>> norm_gaia_id("5853498713190525696"), norm_gaia_id(float("nan")), norm_gaia_id("?")

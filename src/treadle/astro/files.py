@@ -23,7 +23,7 @@ _ANY = re.compile(r"(ckpt_step_\d+|ckpt_epoch_\d+|best)(\.nonfinite)?\.pt")
 
 
 def layout_of(vocab: VocabSpec) -> dict[str, Any]:
-    """Returns the description of the vocabulary in a checkpoint.
+    """Return the description of the vocabulary in a checkpoint.
 
     Example:
         >>> layout_of(VocabSpec(2, 4, 2, ("a",), 2))["base_spectrum"]
@@ -66,12 +66,12 @@ class AstroFolder(CheckpointFolder):
         self.use(path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns every checkpoint, those that are not finite included; the best comes last."""
+        """Return every checkpoint, those that are not finite included; the best comes last."""
         found = [path for path in sorted(folder.glob("*.pt")) if _ANY.fullmatch(path.name)]
         return sorted(found, key=lambda path: path.name.startswith("best"))
 
     def resume(self, source: str | Path | None) -> Path | None:
-        """Loads what ``resume_from`` names, and gives an epoch its file if a kill left only ``best.pt`` of it."""
+        """Load what ``resume_from`` names, and give an epoch its file if a kill left only ``best.pt`` of it."""
         found = super().resume(source)
         if found is not None and found.name == "best.pt":
             own = found.with_name(self._epoch_name())
@@ -79,7 +79,7 @@ class AstroFolder(CheckpointFolder):
         return found
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restores a checkpoint tree in place.
+        """Restore a checkpoint tree in place.
 
         Raises:
             CheckpointError: it is of another vocabulary, or the model or the optimizer does not fit.
@@ -107,7 +107,7 @@ class AstroFolder(CheckpointFolder):
         return f"ckpt_epoch_{self.engine.epoch:03d}.pt"
 
     def write_epoch(self, *, improved: bool) -> None:
-        """Writes the checkpoint of the epoch, and ``best.pt`` if it is the best; all ranks take part."""
+        """Write the checkpoint of the epoch, and ``best.pt`` if it is the best; all ranks take part."""
         folder, name = self.path, self._epoch_name()
         if folder is None:
             return
@@ -120,18 +120,18 @@ class AstroFolder(CheckpointFolder):
         self.record_written()
 
     def write_last(self) -> None:
-        """Writes the present state under the number of its step; all ranks take part."""
+        """Write the present state under the number of its step; all ranks take part."""
         self.write_step()
 
     def write_step(self) -> None:
-        """Writes the checkpoint of the present step; all ranks take part."""
+        """Write the checkpoint of the present step; all ranks take part."""
         if self.path is not None:
             folder = self.path
             written = self.write(folder / f"ckpt_step_{self.engine.step:08d}.pt")
             on_rank_0(lambda: self._retention.prune(folder, r"ckpt_step_(\d+)\.pt", [written]))
 
     def write(self, path: Path) -> Path:
-        """Writes the present state to a file; all ranks take part."""
+        """Write the present state to a file; all ranks take part."""
         self.before_write()
         tree = self.engine.state_dict()
         written = on_rank_0(lambda: save_checkpoint(tree, path))
@@ -156,6 +156,6 @@ class StepCheckpoints(BaseHook):
         self._interval = interval
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Asks for it; it is written once every hook has seen the step."""
+        """Ask for it; it is written once every hook has seen the step."""
         if trainer.step % self._interval == 0:
             trainer.request_write(self._write)

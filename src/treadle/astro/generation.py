@@ -31,7 +31,7 @@ def generate(
     generator: torch.Generator | None,
     legal_only: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Continues sequences; `CausalTransformerLM.generate` is the public way to call this and documents it."""
+    """Continue sequences; `CausalTransformerLM.generate` is the public way to call this and documents it."""
     _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     _check_vocab(model, vocab, legal_only=legal_only)
     end = min(tokens.shape[1] + max_new_tokens, model.max_len)
@@ -64,7 +64,7 @@ class _AnyId:
         return logits_BV
 
     def follow(self, ids_B: Tensor) -> Tensor:
-        """Takes note of the ids that were drawn and returns their types."""
+        """Take note of the ids that were drawn and return their types."""
         return self._types_B if self._vocab is None else self._vocab.types_of(ids_B)
 
 
@@ -88,7 +88,7 @@ class _LegalId:
 
 
 def _choose(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draws one id a row, (B,)."""
+    """Draw one id a row, (B,)."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     ids_BK = None

@@ -51,7 +51,7 @@ class SequenceGrammar:
         self._next_SK = next_SK.to(device)
 
     def read(self, tokens_BL: Tensor) -> Tensor:
-        """Returns the states (B,) after the given beginnings of sequences.
+        """Return the states (B,) after the given beginnings of sequences.
 
         Raises:
             ConfigError: an id is not legal at its place.
@@ -75,20 +75,20 @@ class SequenceGrammar:
         )
 
     def advance(self, states_B: Tensor, ids_B: Tensor) -> Tensor:
-        """Returns the states (B,) after one more id each."""
+        """Return the states (B,) after one more id each."""
         return self._next_SK[states_B, self._kind_V[ids_B]]
 
     def legal(self, states_B: Tensor) -> Tensor:
-        """Returns (B, V) bool, True = this id may follow."""
+        """Return (B, V) bool, True = this id may follow."""
         return (self._next_SK[states_B] != _DEAD)[:, self._kind_V]
 
     def ended(self, states_B: Tensor) -> Tensor:
-        """Returns (B,) bool, True = the sequence has its EOS."""
+        """Return (B,) bool, True = the sequence has its EOS."""
         return states_B == self._ended
 
 
 def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
-    """Builds the states from the last one to the first, and returns them, the first and the last."""
+    """Build the states from the last one to the first, and return them, the first and the last."""
     pad, bos, eos, sep, miss, image = range(NUM_SPECIAL + 1)
     first_column = image + 1
     first_group = first_column + vocab.n_columns

@@ -181,7 +181,7 @@ class _HeadLogits:
 
     @staticmethod
     def _add_products(sums_KE: Tensor, gradient_RK: Tensor, hidden_RE: Tensor, factor: float) -> None:
-        """Adds ``factor`` times gradientᵀ @ hidden, some ids at a time; columns beyond the sums' are left out."""
+        """Add ``factor`` times gradientᵀ @ hidden, some ids at a time; columns beyond the sums' are left out."""
         ids = gradient_RK.shape[1]
         step = _aligned(-(-ids // max(1, -(-ids * hidden_RE.shape[1] // _PRODUCT))))
         for start in range(0, len(sums_KE), step):
@@ -229,7 +229,7 @@ def _aligned(length: int) -> int:
 
 
 def _aligned_parts(weight_VE: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns (first id, rows) of parts of aligned lengths: nearly all rows as they are, the rest filled up with 0."""
+    """Return (first id, rows) of parts of aligned lengths: nearly all rows as they are, the rest filled up with 0."""
     whole = len(weight_VE) - len(weight_VE) % _ALIGNED
     rest_KE = weight_VE[whole:]
     parts = [(0, weight_VE[:whole])] if whole else []
@@ -272,7 +272,7 @@ class _LossOfHidden(torch.autograd.Function):
 
 
 def _times(sums: Tensor | None, upstream: Tensor, *, like: Tensor) -> Tensor | None:
-    """Returns the sums times a number in the type and shape of a tensor, in their own memory where they fit."""
+    """Return the sums times a number in the type and shape of a tensor, in their own memory where they fit."""
     if sums is None:
         return None
     result = sums if sums.dtype == like.dtype else torch.empty_like(sums, dtype=like.dtype)

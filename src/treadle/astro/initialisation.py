@@ -27,7 +27,7 @@ def initialise_from_codebooks(
     spectrum_codebook: Any = None,
     std: float = 0.05,
 ) -> None:
-    """Starts the rows of embedding and head from the values behind their ids, in place.
+    """Start the rows of embedding and head from the values behind their ids, in place.
 
     Otherwise a model must learn from examples alone that two patches look alike or that two bins are neighbours. The
     values of each codebook are projected at random, as are cosines along the bins of a column; embedding, head, groups
@@ -72,7 +72,7 @@ def initialise_from_codebooks(
 
 
 def _cosines(n_bins: int) -> Tensor:
-    """Returns (K, F): low frequencies weigh most, so the nearer two bins are, the more similar are their rows."""
+    """Return (K, F): low frequencies weigh most, so the nearer two bins are, the more similar are their rows."""
     waves_F = torch.arange(1, _WAVES + 1)
     places_K = (torch.arange(n_bins) + 0.5) / n_bins
     return torch.cos(math.pi * places_K[:, None] * waves_F) / waves_F.sqrt()

@@ -44,17 +44,17 @@ class Mixture:
     scales: Tensor
 
     def mean(self) -> Tensor:
-        """Returns the expected values (...)."""
+        """Return the expected values (...)."""
         return (self.log_weights.exp() * self.means).sum(-1)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        """Returns the logarithms of the densities at ``values`` (...)."""
+        """Return the logarithms of the densities at ``values`` (...)."""
         off = (values[..., None] - self.means) / self.scales
         parts = self.log_weights - 0.5 * off.square() - self.scales.log() - 0.5 * math.log(2 * math.pi)
         return parts.logsumexp(-1)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """Returns the probabilities (...) of being at most ``values``: the PIT values of true numbers."""
+        """Return the probabilities (...) of being at most ``values``: the PIT values of true numbers."""
         off = (values[..., None] - self.means) / self.scales
         below: Tensor = (self.log_weights.exp() * torch.special.ndtr(off)).sum(-1)
         return below
@@ -126,7 +126,7 @@ class SurveyInputs(nn.Module):
         self.back = nn.Linear(d_model, channels * _PATCH**2)
 
     def fit(self, survey: Survey) -> None:
-        """Takes scales from training objects."""
+        """Take scales from training objects."""
         table = survey.scalars
         with torch.no_grad():
             self.mean.copy_(torch.from_numpy(np.nanmean(table, axis=0)))
@@ -139,15 +139,15 @@ class SurveyInputs(nn.Module):
                 self.flux_deviation.copy_(flux.std(0).clamp(min=1e-6))
 
     def standardised(self, scalars: Tensor) -> Tensor:
-        """Returns numbers (B, C) in deviations from the mean of the training objects; NaN stays."""
+        """Return numbers (B, C) in deviations from the mean of the training objects; NaN stays."""
         return (scalars - self.mean) / self.deviation
 
     def fluxes(self, spectra: Tensor) -> Tensor:
-        """Returns arcsinh fluxes (B, L) in deviations of each point, cut off at 5."""
+        """Return arcsinh fluxes (B, L) in deviations of each point, cut off at 5."""
         return ((torch.asinh(spectra / 0.5) - self.flux_mean) / self.flux_deviation).clamp(-5, 5)
 
     def tokens(self, scalars: Tensor, seen: Tensor, data: Tensor | None, hide_data: Tensor | None) -> Tensor:
-        """Returns the tokens (B, C and others, D), columns first; columns that are not ``seen`` (B, C) are not read."""
+        """Return the tokens (B, C and others, D), columns first; columns that are not ``seen`` (B, C) are not read."""
         plain = self.standardised(scalars).clamp(-6, 6)
         rank = (scalars.nan_to_num()[..., None] >= self.quantiles).float().mean(-1)
         both = torch.stack([plain, torch.special.ndtri(rank.clamp(0.004, 0.996))], dim=-1)
@@ -176,7 +176,7 @@ class SurveyInputs(nn.Module):
         return tokens
 
     def given_back(self, hidden: Tensor) -> Tensor:
-        """Returns the expected picture or spectrum from the last states (B, C and others, D)."""
+        """Return the expected picture or spectrum from the last states (B, C and others, D)."""
         out: Tensor = self.back(hidden[:, len(self.columns) :])
         if self.kind == "spectrum":
             return out.flatten(1)
@@ -236,12 +236,12 @@ class JointRegressor(nn.Module):
             self.biases[name] = nn.Parameter(bias.flatten(1))
 
     def fit(self, surveys: Mapping[str, Survey]) -> None:
-        """Takes the scales of all inputs from training objects."""
+        """Take the scales of all inputs from training objects."""
         for name, survey in surveys.items():
             self.survey(name).fit(survey)
 
     def survey(self, name: str) -> SurveyInputs:
-        """Returns the inputs of a survey."""
+        """Return the inputs of a survey."""
         found = self.inputs[name]
         assert isinstance(found, SurveyInputs)
         return found
@@ -284,7 +284,7 @@ class JointRegressor(nn.Module):
 def joint_loss(
     answer: Answer, target: Tensor, counted: Tensor, *, likelihood: float = 1.0, squared: float = 1.0
 ) -> Tensor:
-    """Returns minus the log likelihood and the squared error of the expected value, a mean over the counted numbers.
+    """Return minus the log likelihood and the squared error of the expected value, a mean over the counted numbers.
 
     Args:
         answer: with mixtures (B, C).

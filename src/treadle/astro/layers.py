@@ -29,7 +29,7 @@ class LayerCache:
         self._memory_2BHTE: Tensor | None = None
 
     def extend(self, keys_BHLE: Tensor, values_BHLE: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of further positions and returns those of all, (B, H, T, E)."""
+        """Add the keys and values of further positions and return those of all, (B, H, T, E)."""
         batch, heads, new, width = keys_BHLE.shape
         if self._memory_2BHTE is None:
             self._memory_2BHTE = keys_BHLE.new_empty(2, batch, heads, self.capacity, width)
@@ -76,7 +76,7 @@ class CausalLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_BLD: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """Transforms positions, each of which sees itself and those before it.
+        """Transform positions, each of which sees itself and those before it.
 
         Args:
             hidden_BLD: (B, L, D).
@@ -119,7 +119,7 @@ class CausalLayer(nn.Module):
 
 
 def padding_last(valid_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the order that puts the valid positions of each row first, and where each position went.
+    """Return the order that puts the valid positions of each row first, and where each position went.
 
     Both halves keep the order that they had. The host reads nothing.
 

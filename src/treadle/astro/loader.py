@@ -20,7 +20,7 @@ def build_loader(
     shuffle: bool = True,
     batch_sampler: Iterable[list[int]] | None = None,
 ) -> DataLoader[Any]:
-    """Makes a loader of padded batches.
+    """Make a loader of padded batches.
 
     Memory is pinned where CUDA is there to copy from it; without workers nothing persists or is prefetched.
 

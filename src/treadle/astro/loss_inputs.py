@@ -63,7 +63,7 @@ class LossConfig:
 
     @classmethod
     def read(cls, config: Any) -> LossConfig:
-        """Reads a mapping or a dataclass with these fields; ``sample_k_per_modality`` is ``sample_k``.
+        """Read a mapping or a dataclass with these fields; ``sample_k_per_modality`` is ``sample_k``.
 
         Raises:
             ConfigError: an unknown key, ``sample_k`` given twice and differently, or a value outside its range.
@@ -90,14 +90,14 @@ class LossConfig:
         return cls(**settings)
 
     def term_weights(self, vocab: VocabSpec) -> dict[str, float]:
-        """Returns the weights of ``img``, ``sca`` and ``spec``; 0 for a term that is off or has no ids."""
+        """Return the weights of ``img``, ``sca`` and ``spec``; 0 for a term that is off or has no ids."""
         spectrum = self.weight_spectrum if vocab.spectrum_groups else 0.0
         weights = {"img": self.weight_image, "sca": self.weight_scalar, "spec": spectrum}
         return {term: float(weight) if self.enabled else 0.0 for term, weight in weights.items()}
 
 
 def check_sample_k(k: int) -> int:
-    """Returns k as an int if it is a whole number >= 1.
+    """Return k as an int if it is a whole number >= 1.
 
     Raises:
         ConfigError: it is not.
@@ -121,7 +121,7 @@ class Codebook:
     num_dims: tuple[int, ...]
 
     def to(self, device: torch.device | str) -> Codebook:
-        """Returns the codebook on a device."""
+        """Return the codebook on a device."""
         return Codebook(self.values_GKD.to(device), self.num_dims)
 
 
@@ -141,7 +141,7 @@ def prepare_codebooks(
     scalar: Any = None,
     device: torch.device | str | None = None,
 ) -> Codebooks:
-    """Checks codebooks against the vocabulary once, so that no step has to look at their values again.
+    """Check codebooks against the vocabulary once, so that no step has to look at their values again.
 
     The losses accept the results wherever they accept arrays.
 
@@ -179,7 +179,7 @@ def needed_codebooks(
     *,
     each_batch: bool = False,
 ) -> Codebooks:
-    """Prepares those of the image, spectrum and scalar codebooks whose terms have a weight.
+    """Prepare those of the image, spectrum and scalar codebooks whose terms have a weight.
 
     With ``each_batch`` a warning comes once for one vocabulary, which a loop passes with every batch.
     """

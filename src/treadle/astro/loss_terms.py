@@ -45,7 +45,7 @@ class LossValues:
     counts: Mapping[str, int]
 
     def stats(self) -> dict[str, Tensor | int]:
-        """Returns ``loss_ce``, ``loss_img``, ``loss_sca``, ``loss_spec`` and ``n_ce``, …; the spectrum over its groups.
+        """Return ``loss_ce``, ``loss_img``, ``loss_sca``, ``loss_spec`` and ``n_ce``, …; the spectrum over its groups.
 
         The value of a term without positions is 0.
         """
@@ -61,7 +61,7 @@ class LossValues:
 def term_scales(
     counts: Mapping[str, int], weights: Mapping[str, float], totals: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Returns the factor of each term's sum in the loss: its weight over its total.
+    """Return the factor of each term's sum in the loss: its weight over its total.
 
     The spectrum term is the mean over the groups that occur, each a mean over its own positions.
 
@@ -95,7 +95,7 @@ def term_scales(
 
 
 def require_codebooks(positions: LossPositions, codebooks: Codebooks) -> None:
-    """Raises ConfigError when positions were chosen for a modality that has no codebook."""
+    """Raise ConfigError when positions were chosen for a modality that has no codebook."""
     arguments = {"img": "image_codebook", "sca": "scalar_centers", "spec": "spectrum_codebook"}
     given = {"img": codebooks.image, "sca": codebooks.scalar, "spec": codebooks.spectrum}
     for term in positions.terms:
@@ -121,19 +121,19 @@ class LogitSource(Protocol):
     piece_logits: int
 
     def at(self, rows: Rows) -> Tensor:
-        """Returns the logits (R, V) of rows, or wider and -inf beyond V; they may be written over for a gradient."""
+        """Return the logits (R, V) of rows, or wider and -inf beyond V; they may be written over for a gradient."""
         ...
 
     def of(self, block: Block) -> Tensor:
-        """Returns the logits (G, M, K) of a block."""
+        """Return the logits (G, M, K) of a block."""
         ...
 
     def add_at(self, rows: Rows, gradient_RV: Tensor, *, scale: float) -> None:
-        """Adds ``scale`` times a gradient with respect to what `at` returned."""
+        """Add ``scale`` times a gradient with respect to what `at` returned."""
         ...
 
     def add_of(self, block: Block, gradient_GMK: Tensor, *, scale: float) -> None:
-        """Adds ``scale`` times a gradient with respect to what `of` returned; it is 0 in empty slots."""
+        """Add ``scale`` times a gradient with respect to what `of` returned; it is 0 in empty slots."""
         ...
 
 
@@ -146,7 +146,7 @@ def sum_terms(
     *,
     with_gradient: bool,
 ) -> dict[str, Tensor]:
-    """Sums each term over its positions, and adds the gradient of Σ scale·sum to the source.
+    """Sum each term over its positions, and add the gradient of Σ scale·sum to the source.
 
     Args:
         source: the logits.
@@ -189,7 +189,7 @@ def _cross_entropy(source: LogitSource, positions: LossPositions, scale: float, 
 
 
 def _negative_log_likelihoods(logits_RV: Tensor, targets_R: Tensor, with_gradient: bool) -> list[Tensor]:
-    """Returns the sums of parts of the rows; writes their gradient, softmax - 1[target], over the logits."""
+    """Return the sums of parts of the rows; write their gradient, softmax - 1[target], over the logits."""
     if logits_RV.is_cuda and logits_RV.dtype in _HALF and _has_triton():
         from treadle.astro.nll_kernel import negative_log_likelihoods
 
@@ -209,7 +209,7 @@ def _negative_log_likelihoods(logits_RV: Tensor, targets_R: Tensor, with_gradien
 def _squared_errors(
     source: LogitSource, block: Block, book: Codebook, scales: Mapping[str, float], with_gradient: bool
 ) -> list[Tensor]:
-    """Returns the sums of squared errors of a block by term, each averaged over its dimensions."""
+    """Return the sums of squared errors of a block by term, each averaged over its dimensions."""
     groups = slice(block.first_group, block.first_group + len(block.rows_GM))
     num_dims = book.num_dims[groups]
     terms = block.terms * len(num_dims) if len(block.terms) == 1 else block.terms
@@ -230,7 +230,7 @@ def _squared_errors(
 def _expected_value_errors(
     logits_GMK: Tensor, values_GKD: Tensor, block: Block, factors: list[float], with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns Σ (p·C - C[code])² by group, and the gradient of Σ factor/2 of it with respect to the logits.
+    """Return Σ (p·C - C[code])² by group, and the gradient of Σ factor/2 of it with respect to the logits.
 
     With p the softmax, e = p·C and E = factor·(e - C[code]): d/dz_k = p_k (C_k - e)·E.
     """
@@ -264,5 +264,5 @@ def _full(logits: Tensor) -> Tensor:
 
 
 def _even(rows: int) -> int:
-    """Rounds down to whole tiles of a matrix product where there are any."""
+    """Round down to whole tiles of a matrix product where there are any."""
     return rows - rows % 128 if rows > 128 else max(1, rows)

@@ -227,7 +227,7 @@ def loss_of_logits(
 
 
 def check_rows(name: str, given: Tensor, positions: LossPositions) -> None:
-    """Raises ConfigError when positions were chosen for another number of rows."""
+    """Raise ConfigError when positions were chosen for another number of rows."""
     rows = given.numel() // given.shape[-1]
     if rows != positions.num_rows:
         raise ConfigError(
@@ -237,7 +237,7 @@ def check_rows(name: str, given: Tensor, positions: LossPositions) -> None:
 
 
 def check_shapes(name: str, given: Tensor, width: int, targets: Tensor, vocab: VocabSpec | None) -> None:
-    """Raises ConfigError when targets or vocabulary do not fit logits or hidden states."""
+    """Raise ConfigError when targets or vocabulary do not fit logits or hidden states."""
     if targets.shape != given.shape[:-1]:
         raise ConfigError(
             f"targets of shape {tuple(targets.shape)} do not fit {name} of shape {tuple(given.shape)}; "
@@ -293,7 +293,7 @@ class _LogitsWithGradient(_GivenLogits):
 
 
 def _groups_of(table_NV: Tensor, block: Block) -> Tensor:
-    """Returns the ids of the block's groups (N, G, K), a view."""
+    """Return the ids of the block's groups (N, G, K), a view."""
     num_groups = len(block.rows_GM)
     ids = table_NV[:, block.first_id : block.first_id + num_groups * block.num_ids]
     return torch.unflatten(ids, 1, (num_groups, block.num_ids))
@@ -327,7 +327,7 @@ class _LossOfLogits(torch.autograd.Function):
 def weighted(
     like: Tensor, positions: LossPositions, sums: Mapping[str, Tensor], scales: Mapping[str, float], ctx: Any
 ) -> tuple[Tensor, ...]:
-    """Returns the loss of an autograd function and, not differentiable, the sums of the terms in their order."""
+    """Return the loss of an autograd function and, not differentiable, the sums of the terms in their order."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     loss = torch.zeros((), dtype=dtype, device=like.device)
     for term in positions.terms:

@@ -100,7 +100,7 @@ class CausalTransformerLM(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Returns the logits of the token that follows each position.
+        """Return the logits of the token that follows each position.
 
         Args:
             tokens: (B, L) integer ids.
@@ -119,7 +119,7 @@ class CausalTransformerLM(nn.Module):
         return logits_BLV
 
     def hidden_states(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Returns the input of the head, (B, L, D); everything else is as in :meth:`forward`."""
+        """Return the input of the head, (B, L, D); everything else is as in :meth:`forward`."""
         self._check_input(tokens, types, attn_mask)
         if attn_mask is None:
             return self._transform(tokens, types)
@@ -128,7 +128,7 @@ class CausalTransformerLM(nn.Module):
         return hidden_BLD.gather(1, place_BL[:, :, None].expand_as(hidden_BLD))
 
     def extend(self, tokens: Tensor, types: Tensor, caches: list[LayerCache]) -> Tensor:
-        """Returns the hidden states of positions that follow those in the caches, and adds them there.
+        """Return the hidden states of positions that follow those in the caches, and add them there.
 
         Args:
             tokens: (B, L) ids without padding; L must be 1 unless the caches are empty.
@@ -155,7 +155,7 @@ class CausalTransformerLM(nn.Module):
         return self._transform(tokens, types, caches=caches, start=start)
 
     def new_caches(self, capacity: int | None = None) -> list[LayerCache]:
-        """Returns empty caches for :meth:`extend`, with room for ``capacity`` positions (None: ``max_len``)."""
+        """Return empty caches for :meth:`extend`, with room for ``capacity`` positions (None: ``max_len``)."""
         return [LayerCache(capacity or self.max_len) for _ in self.layers]
 
     def _transform(
@@ -184,7 +184,7 @@ class CausalTransformerLM(nn.Module):
         self._checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keeps everything that the backward pass needs, from now on."""
+        """Keep everything that the backward pass needs, from now on."""
         self._checkpointing = False
 
     def generate(
@@ -199,7 +199,7 @@ class CausalTransformerLM(nn.Module):
         generator: torch.Generator | None = None,
         legal_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Continues sequences, with the keys and values of earlier positions kept.
+        """Continue sequences, with the keys and values of earlier positions kept.
 
         Runs in eval mode without gradients; every module's own mode is restored.
 

@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 def negative_log_likelihoods(logits_RV: Tensor, targets_R: Tensor, *, with_gradient: bool) -> Tensor:
-    """Returns -log softmax(logits)[target] of each row, and writes softmax - 1[target] over the logits.
+    """Return -log softmax(logits)[target] of each row, and write softmax - 1[target] over the logits.
 
     Args:
         logits_RV: (R, V) on a GPU, rows contiguous; -inf means no logit.

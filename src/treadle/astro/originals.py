@@ -31,7 +31,7 @@ _RENAMED = (
 
 
 def own_name(name: str) -> str:
-    """Returns the name that a weight of astromodal's transformer has in :class:`CausalTransformerLM`.
+    """Return the name that a weight of astromodal's transformer has in :class:`CausalTransformerLM`.
 
     Example:
         >>> own_name("enc.layers.0.self_attn.in_proj_weight"), own_name("ln.bias")
@@ -43,7 +43,7 @@ def own_name(name: str) -> str:
 
 
 def is_original(tree: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint tree was written by the trainer of astromodal.
+    """Return whether a checkpoint tree was written by the trainer of astromodal.
 
     Example:
         >>> is_original({"model": {"tok_emb.weight": 0}, "global_step": 1})
@@ -53,7 +53,7 @@ def is_original(tree: Mapping[str, Any]) -> bool:
 
 
 def adapt(model: CausalTransformerLM, found: ForeignCheckpoint, optimizer: Optimizer | None) -> ForeignCheckpoint:
-    """Returns weights of astromodal by the names of a model; others as they are.
+    """Return weights of astromodal by the names of a model; others as they are.
 
     Raises:
         CheckpointError: the layers of the model are pre-norm: the sizes would fit, and it would be another function.
@@ -89,7 +89,7 @@ def _own_state(
 
 
 def own_tree(tree: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
-    """Returns a checkpoint of astromodal as a tree that a run of this pack resumes from.
+    """Return a checkpoint of astromodal as a tree that a run of this pack resumes from.
 
     Its ``global_step`` counts micro-batches, and its learning rate follows from that count; here the schedule moves
     with applied steps.

@@ -27,7 +27,7 @@ _DRAWS = 64
 
 
 def draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], folder: Path) -> list[Picture]:
-    """Draws the pictures of a run.
+    """Draw the pictures of a run.
 
     Args:
         data: surveys and tokenizers.
@@ -81,7 +81,7 @@ def _curves(trainer: AstroTrainer) -> list[dict[str, Any]]:
 
 
 def _spaced(values: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Returns rows with a value, evenly spaced in its order, none picked by hand."""
+    """Return rows with a value, evenly spaced in its order, none picked by hand."""
     order = np.argsort(values, kind="stable")[: int(np.isfinite(values).sum())]
     return np.asarray(order[np.unique(np.linspace(0, len(order) - 1, _PANELS).round().astype(np.intp))], dtype=np.intp)
 
@@ -106,7 +106,7 @@ def _shown_spectra(data: AstroData, trainer: AstroTrainer) -> ShownSpectra:
 
 
 def _fluxes(data: AstroData, tokens_RL: torch.Tensor) -> NDArray[np.float32]:
-    """Returns the spectra of sequences of one layout."""
+    """Return the spectra of sequences of one layout."""
     vocab = data.tokenizers.vocab()
     codes = {}
     for group, first in vocab.base_spectrum.items():

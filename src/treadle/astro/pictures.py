@@ -58,7 +58,7 @@ class ShownSpectra:
 
 
 def plot_spectra(shown: ShownSpectra, path: Path) -> Path:
-    """Draws each spectrum, its reconstruction from tokens, and the model's draws from the scalars alone.
+    """Draw each spectrum, its reconstruction from tokens, and the model's draws from the scalars alone.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -93,7 +93,7 @@ def plot_spectra(shown: ShownSpectra, path: Path) -> Path:
 
 
 def plot_images(rows: Mapping[str, Numbers], titles: Sequence[str], path: Path) -> Path:
-    """Draws pictures of galaxies, a row for each way they were made, a column for each galaxy.
+    """Draw pictures of galaxies, a row for each way they were made, a column for each galaxy.
 
     Args:
         rows: name -> (P, 3, H, W) in 0 to 255; the others are compared with the first.
@@ -126,7 +126,7 @@ def plot_images(rows: Mapping[str, Numbers], titles: Sequence[str], path: Path) 
 
 
 def plot_scalars(results: Sequence[CrossResult], path: Path) -> Path:
-    """Draws predicted against true scalars, the medians of model and ridge regression as lines, and the scores.
+    """Draw predicted against true scalars, the medians of model and ridge regression as lines, and the scores.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -146,7 +146,7 @@ def plot_scalars(results: Sequence[CrossResult], path: Path) -> Path:
 
 
 def question_name(target: str, given: str | Sequence[str]) -> str:
-    """Returns the title of a question: what is predicted from what.
+    """Return the title of a question: what is predicted from what.
 
     Example:
         >>> question_name("sdss.redshift", ("sdss.r", "sdss.u-g"))
@@ -179,7 +179,7 @@ def _scalar_panel(axes: Axes, result: CrossResult) -> None:
 
 
 def _medians(true: Numbers, predicted: Numbers) -> tuple[list[float], list[float]]:
-    """Returns the medians of groups of as many objects each, in the order of the true values."""
+    """Return the medians of groups of as many objects each, in the order of the true values."""
     groups = [group for group in np.array_split(np.argsort(true, kind="stable"), _GROUPS) if len(group)]
     return [float(np.median(true[group])) for group in groups], [float(np.median(predicted[group])) for group in groups]
 
@@ -215,7 +215,7 @@ _TERMS = {
 
 
 def plot_terms(history: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draws each term of the loss by epoch, on the training and the validation objects; a term that is off is empty.
+    """Draw each term of the loss by epoch, on the training and the validation objects; a term that is off is empty.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -22,7 +22,7 @@ from treadle.runs.start_block import precision_line
 
 
 def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) -> dict[str, str]:
-    """Returns the decisions and their reasons, as name -> text."""
+    """Return the decisions and their reasons, as name -> text."""
     training, model, vocab = config.training, config.model, data.tokenizers.vocab()
     steps = steps_per_epoch(trainer.train_loader, training.grad_accum_steps)
     weights = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -46,7 +46,7 @@ def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) ->
 
 
 def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, out: Path) -> Results:
-    """Tests the weights that the trainer's model has, predicts one modality from others, and draws.
+    """Test the weights that the trainer's model has, predict one modality from others, and draw.
 
     Args:
         config: the settings of the run.
@@ -73,7 +73,7 @@ def _best_epoch(trainer: AstroTrainer) -> int:
 
 
 def as_values(result: CrossResult) -> dict[str, Any]:
-    """Returns a question and the scores of its answers, as ``metrics.json`` has them."""
+    """Return a question and the scores of its answers, as ``metrics.json`` has them."""
     question = result.question
     given = question.given if isinstance(question.given, str) else list(question.given)
     return {"survey": question.survey, "target": question.target, "given": given, **result.scores()}
@@ -83,7 +83,7 @@ def as_values(result: CrossResult) -> dict[str, Any]:
 
 
 def results(metrics: Mapping[str, Any], out: Path) -> Report:
-    """Returns the tables of a run from the content of ``metrics.json``."""
+    """Return the tables of a run from the content of ``metrics.json``."""
     test = metrics["test"]
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     return Report(
@@ -104,7 +104,7 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
 
 
 def predictions_table(predictions: Sequence[Mapping[str, Any]], part: str = "test") -> Table:
-    """Returns how well each question about a part was answered, from the content of ``metrics.json``."""
+    """Return how well each question about a part was answered, from the content of ``metrics.json``."""
     rows, notes = [], []
     peers = [name for name in _PEERS if all(name in found for found in predictions)]
     ahead = []

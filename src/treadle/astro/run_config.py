@@ -160,16 +160,16 @@ class AstroRunConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> AstroRunConfig:
-        """Returns the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
+        """Return the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
         return cls(mixed_precision=None if device.type == "cpu" else "bf16")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as nested plain values, without those that are not set on the command line."""
+        """Return the settings as nested plain values, without those that are not set on the command line."""
         return without(self, FLAGS)
 
 
 def loss_line(values: Mapping[str, Any]) -> str:
-    """Returns the terms of the loss in words.
+    """Return the terms of the loss in words.
 
     Args:
         values: settings, as `AstroRunConfig.to_dict` gives them.

@@ -52,7 +52,7 @@ class AstroData:
         return 4 + height * width // size**2 + vocab.n_columns + segments + len(vocab.spectrum_groups)
 
     def train_loader(self, config: AstroRunConfig) -> DataLoader[Any]:
-        """Returns the loader of the training part: some scalars hidden, and in both orders, drawn again each time."""
+        """Return the loader of the training part: some scalars hidden, and in both orders, drawn again each time."""
         dataset = ScalarDropout(
             self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
             scalars_last=config.scalars_last,
@@ -60,7 +60,7 @@ class AstroData:
         return _loader(dataset, config, shuffle=True)
 
     def loader(self, part: str, config: AstroRunConfig) -> DataLoader[Any]:
-        """Returns a loader of a part: every sequence once in each order that was trained on, nothing hidden."""
+        """Return a loader of a part: every sequence once in each order that was trained on, nothing hidden."""
         dataset: Any = list(self.sequences[part])
         if config.scalars_last:
             dataset += [move_scalars_last(sequence, self.tokenizers.vocab()) for sequence in self.sequences[part]]
@@ -73,7 +73,7 @@ def _loader(dataset: Any, config: AstroRunConfig, *, shuffle: bool) -> DataLoade
 
 
 def split_surveys(config: DataConfig) -> tuple[Surveys, Surveys, Surveys]:
-    """Loads the surveys and deals the objects of each out: galaxies, dwarfs, tiles of a picture.
+    """Load the surveys and deal the objects of each out: galaxies, dwarfs, tiles of a picture.
 
     Raises:
         ConfigError: a part would be empty.
@@ -90,7 +90,7 @@ def split_surveys(config: DataConfig) -> tuple[Surveys, Surveys, Surveys]:
 
 
 def prepare_data(config: AstroRunConfig, stored: Path | None) -> AstroData:
-    """Splits the surveys, fits the tokenizers to the training part, and makes the sequences.
+    """Split the surveys, fit the tokenizers to the training part, and make the sequences.
 
     Args:
         config: the settings.

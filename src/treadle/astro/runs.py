@@ -63,19 +63,19 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     afterwards = "the test and the pictures"
 
     def defaults(self, device: torch.device) -> AstroRunConfig:
-        """Returns the settings for a device before any is given."""
+        """Return the settings for a device before any is given."""
         return AstroRunConfig.for_device(device)
 
     def parallel(self, config: AstroRunConfig) -> str | None:
-        """Returns the setting that spreads the model over ranks."""
+        """Return the setting that spreads the model over ranks."""
         return config.training.parallel
 
     def prepare(self, run: Run[AstroRunConfig]) -> AstroData:
-        """Splits the surveys; a resumed run reads its tokenizers, a fresh one fits them."""
+        """Split the surveys; a resumed run reads its tokenizers, a fresh one fits them."""
         return prepare_data(run.config, None if run.home is None else run.home / TOKENIZERS)
 
     def build(self, run: Run[AstroRunConfig], data: AstroData) -> AstroTrainer:
-        """Seeds, and returns the trainer with a new model and its loader."""
+        """Seed, and return the trainer with a new model and its loader."""
         config, tokenizers = run.config, data.tokenizers
         vocab = tokenizers.vocab()
         set_seed(config.seed)
@@ -109,33 +109,33 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         return trainer
 
     def resume(self, run: Run[AstroRunConfig], trainer: AstroTrainer) -> str:
-        """Leaves the loading to :meth:`fit`."""
+        """Leave the loading to :meth:`fit`."""
         return f"resumes from the newest checkpoint in {run.checkpoints}"
 
     def fit(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> None:
-        """Trains to the number of epochs, from the newest checkpoint if there is one."""
+        """Train to the number of epochs, from the newest checkpoint if there is one."""
         trainer.train(val_loader=data.loader("val", run.config), resume_from="auto")
 
     def keep(self, run: Run[AstroRunConfig], data: AstroData) -> None:
-        """Writes the tokenizers beside the settings."""
+        """Write the tokenizers beside the settings."""
         super().keep(run, data)
         save_tokenizers(run.out / TOKENIZERS, data.tokenizers)
 
     def describe(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> dict[str, str]:
-        """Returns the decisions about precision, data, tokens, model, loss and schedule."""
+        """Return the decisions about precision, data, tokens, model, loss and schedule."""
         return report.decisions(run.config, data, trainer)
 
     def finish(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> Results:
-        """Tests the best weights, predicts one modality from others, and draws."""
+        """Test the best weights, predict one modality from others, and draw."""
         load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
         return report.finish_run(run.config, data, trainer, run.out)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Returns the tables of tokens and questions."""
+        """Return the tables of tokens and questions."""
         return report.results(metrics, out)
 
     def evaluate(self, opened: AstroOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
-        """Returns the losses of a split, and the scores of the report's questions about its objects."""
+        """Return the losses of a split, and the scores of the report's questions about its objects."""
         config, data = opened.run.config, opened.data
         size = batch_size or config.training.batch_size
         training = dataclasses.replace(config.training, batch_size=size, num_workers=num_workers)
@@ -157,7 +157,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         )
 
     def predict(self, opened: AstroOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Returns for each question the true numbers, and the answers of the model and of a ridge regression."""
+        """Return for each question the true numbers, and the answers of the model and of a ridge regression."""
         arrays: dict[str, Any] = {}
         for result in _asked(opened, split, batch_size):
             name = question_name(result.question.target, result.question.given)

@@ -28,7 +28,7 @@ _FREE_SLOTS = 256
 
 
 def sample_positions(mask: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draws up to k True positions of a mask, uniformly and without replacement.
+    """Draw up to k True positions of a mask, uniformly and without replacement.
 
     The draw is made on the CPU, so it is the same whatever device the mask is on; a mask on an accelerator is read.
 
@@ -106,7 +106,7 @@ class LossPositions:
         return [term for term, count in self.counts.items() if count]
 
     def to(self, device: torch.device | str) -> LossPositions:
-        """Returns the positions on a device, sent in one transfer that nothing waits for."""
+        """Return the positions on a device, sent in one transfer that nothing waits for."""
         device = torch.device(device)
         if self.ce_targets.device == device or (device.index is None and self.ce_targets.device.type == device.type):
             return self
@@ -136,7 +136,7 @@ def choose_positions(
     use_ce: bool = True,
     generator: torch.Generator | None = None,
 ) -> LossPositions:
-    """Chooses the positions of every term for one batch of targets.
+    """Choose the positions of every term for one batch of targets.
 
     Drawn in the order image, scalars, spectrum groups as in the vocabulary; a term of weight 0 draws nothing.
 
@@ -182,13 +182,13 @@ def choose_positions(
 
 
 def valid_positions(flat: Tensor, pad_id: int) -> tuple[Tensor | None, Tensor]:
-    """Returns the positions whose target is not padding, None standing for all, and their targets."""
+    """Return the positions whose target is not padding, None standing for all, and their targets."""
     rows = (flat != pad_id).nonzero().squeeze(1)
     return (None, flat) if len(rows) == len(flat) else (rows, flat[rows])
 
 
 def flat_ids(targets: Tensor, vocab_size: int) -> Tensor:
-    """Returns targets as one row of ids on the host.
+    """Return targets as one row of ids on the host.
 
     Raises:
         ConfigError: they are no ids of the vocabulary.
@@ -213,7 +213,7 @@ def _drawn(flat: Tensor, first_id: int, num_ids: int, k: int, generator: torch.G
 def _blocks(
     terms: tuple[str, ...], flat: Tensor, rows: Tensor, first_id: int, num_groups: int, num_ids: int
 ) -> list[Block]:
-    """Lays the positions of one modality out in blocks of bounded size with few empty slots."""
+    """Lay the positions of one modality out in blocks of bounded size with few empty slots."""
     rows = rows[(flat[rows] - first_id).div(num_ids, rounding_mode="floor").argsort(stable=True)]
     codes = flat[rows] - first_id
     group = codes.div(num_ids, rounding_mode="floor")
@@ -238,7 +238,7 @@ def _blocks(
 
 
 def _ranges(counts: list[int]) -> list[tuple[int, int]]:
-    """Returns ranges of groups, none of them empty at an end, that waste at most half of a block's slots."""
+    """Return ranges of groups, none of them empty at an end, that waste at most half of a block's slots."""
     found: list[tuple[int, int]] = []
     for group, count in enumerate(counts):
         if count == 0:

@@ -46,7 +46,7 @@ class ScalarTokenizer:
 
     @classmethod
     def fit(cls, table: ArrayLike, columns: Sequence[str], n_bins: int = 32) -> ScalarTokenizer:
-        """Fits bins to the finite numbers of each column of a table (N, C); those that are masked are missing.
+        """Fit bins to the finite numbers of each column of a table (N, C); those that are masked are missing.
 
         Raises:
             ConfigError: the table is not (N, columns), a name occurs twice, or a column has no two different numbers.
@@ -80,7 +80,7 @@ class ScalarTokenizer:
         return np.asarray(scaled, dtype=np.float32)
 
     def encode(self, table: ArrayLike) -> Tokens:
-        """Returns the bins (N, C) of a table; -1 where a number is masked or not finite. Beyond the edges: end bins.
+        """Return the bins (N, C) of a table; -1 where a number is masked or not finite. Beyond the edges: end bins.
 
         Raises:
             ConfigError: the table has other columns.
@@ -95,7 +95,7 @@ class ScalarTokenizer:
         return np.where(np.isfinite(values), np.stack(found, axis=1), MISSING).astype(np.int64)
 
     def decode(self, bins: ArrayLike) -> NDArray[np.float64]:
-        """Returns the centres (N, C) of bins, NaN for -1."""
+        """Return the centres (N, C) of bins, NaN for -1."""
         table = np.asarray(bins)
         known = as_indices("bins", np.where(table == MISSING, 0, table), self.n_bins)
         return np.where(table == MISSING, np.nan, self.centers[np.arange(len(self.columns)), known])

@@ -10,7 +10,7 @@ from treadle.errors import ConfigError
 def cosine_schedule_with_warmup(
     step: int, base_lr: float, warmup_steps: int, total_steps: int = 200_000, min_lr_ratio: float = 0.1
 ) -> float:
-    """Returns the learning rate of a step.
+    """Return the learning rate of a step.
 
     With n = ``step``, W = ``warmup_steps``, S = ``total_steps`` and r = ``min_lr_ratio``: base · n/W while n < W; then
     base · (r + (1 - r)/2 · (1 + cos(pi (n - W)/(S - W)))) up to n = S; base · r afterwards. W = 0 starts at the full

@@ -42,13 +42,13 @@ class WarmupCosine(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Returns the rates of the coming step."""
+        """Return the rates of the coming step."""
         shape = (self.warmup_steps, self.total_steps, self.min_lr_ratio)
         factor = cosine_schedule_with_warmup(self.last_epoch + 1, 1.0, *shape)
         return [base_lr * factor for base_lr in self.base_lrs]
 
     def use_total(self, total_steps: int) -> None:
-        """Puts another last step in force, from the coming step on.
+        """Put another last step in force, from the coming step on.
 
         Warns when steps were applied under another one, and of a warm-up that leaves no room for the cosine.
         """
@@ -67,6 +67,6 @@ class WarmupCosine(LRScheduler):
                 group["lr"] = lr
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the place on the curve and its last step; warm-up and minimum stay those of this run."""
+        """Restore the place on the curve and its last step; warm-up and minimum stay those of this run."""
         own = {"warmup_steps": self.warmup_steps, "min_lr_ratio": self.min_lr_ratio}
         super().load_state_dict({**state_dict, **own})

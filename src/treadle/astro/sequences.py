@@ -24,7 +24,7 @@ def encode_sequence(
     spectra: Mapping[str, Sequence[int] | Tensor | None] | None = None,
     max_len: int | None = None,
 ) -> dict[str, Tensor]:
-    """Lays one object out as BOS, image, SEP, scalars, SEP, then each spectrum group and SEP, and EOS.
+    """Lay one object out as BOS, image, SEP, scalars, SEP, then each spectrum group and SEP, and EOS.
 
     Whatever is absent takes one MISS in its place, so every object shows its modalities in the same order.
 
@@ -72,7 +72,7 @@ def encode_sequence(
 
 
 def move_scalars_last(sequence: Mapping[str, Any], vocab: VocabSpec) -> dict[str, Tensor]:
-    """Puts the scalars of a sequence behind its spectra: BOS, image, SEP, each group and SEP, scalars, SEP, EOS.
+    """Put the scalars of a sequence behind its spectra: BOS, image, SEP, each group and SEP, scalars, SEP, EOS.
 
     A causal model that was trained on this order too gives a scalar directly from a spectrum.
 
@@ -125,7 +125,7 @@ def _scalar_ids(vocab: VocabSpec, scalars: Sequence[int | None] | None) -> list[
 
 
 def collate_sequences(batch: Sequence[Mapping[str, Any]], pad_id: int = 0) -> dict[str, Tensor]:
-    """Pads sequences on the right to one batch.
+    """Pad sequences on the right to one batch.
 
     Args:
         batch: mappings with ``tokens`` and ``types`` (L,), as `encode_sequence` gives them, or with ``token_ids`` and

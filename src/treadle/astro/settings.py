@@ -21,7 +21,7 @@ from treadle.optim.precision import PrecisionName
 
 
 def training_settings(config: Any) -> TrainingConfig:
-    """Returns a copy of the settings as a dataclass.
+    """Return a copy of the settings as a dataclass.
 
     Args:
         config: a mapping or a dataclass, and so are the loss settings in it, whose ``sample_k`` is
@@ -52,7 +52,7 @@ def _as_mapping(given: Any) -> Any:
 
 
 def _loss_section(given: Any) -> Any:
-    """Returns loss settings by the names of `MeaningfulLossConfig`; the losses have a shorter name for one of them."""
+    """Return loss settings by the names of `MeaningfulLossConfig`; the losses have a shorter name for one of them."""
     values = _as_mapping(given)
     if not isinstance(values, Mapping) or "sample_k" not in values:
         return values
@@ -62,7 +62,7 @@ def _loss_section(given: Any) -> Any:
 
 
 def precision_of(use_amp: bool | None, amp_dtype: str, device: torch.device) -> PrecisionName | None:
-    """Returns the autocast type; ``use_amp=None`` is on for CUDA.
+    """Return the autocast type; ``use_amp=None`` is on for CUDA.
 
     Raises:
         ConfigError: ``amp_dtype`` is unknown.
@@ -80,7 +80,7 @@ def precision_of(use_amp: bool | None, amp_dtype: str, device: torch.device) -> 
 def codebooks_of(
     vocab: VocabSpec, given: tuple[Any, Any, Any], config: LossConfig, *, use_ce: bool, device: torch.device
 ) -> Codebooks:
-    """Checks the image, spectrum and scalar codebooks that have a weight, and moves them.
+    """Check the image, spectrum and scalar codebooks that have a weight, and move them.
 
     Raises:
         ConfigError: one is missing or does not fit, or no term is left.
@@ -107,7 +107,7 @@ def codebooks_of(
 
 
 def check_model(model: nn.Module, vocab: VocabSpec) -> None:
-    """Raises ConfigError if the model has another number of ids.
+    """Raise ConfigError if the model has another number of ids.
 
     Example:
         >>> check_model(nn.Linear(1, 1), VocabSpec(2, 4, 2, ("a",), 2))
@@ -118,7 +118,7 @@ def check_model(model: nn.Module, vocab: VocabSpec) -> None:
 
 
 def default_optimizer(model: nn.Module, settings: TrainingConfig) -> AdamW:
-    """Returns AdamW with betas (0.9, 0.95); matrices decay, embeddings, norms and biases do not.
+    """Return AdamW with betas (0.9, 0.95); matrices decay, embeddings, norms and biases do not.
 
     Example:
         >>> optimizer = default_optimizer(nn.Linear(2, 1), TrainingConfig())
@@ -131,7 +131,7 @@ def default_optimizer(model: nn.Module, settings: TrainingConfig) -> AdamW:
 
 
 def schedule_length(settings: TrainingConfig, loader: Iterable[Any], epochs: int) -> int:
-    """Returns the last step of the schedule: as it is set, else the steps of all epochs.
+    """Return the last step of the schedule: as it is set, else the steps of all epochs.
 
     Raises:
         ConfigError: it is not set and the loader has no length.

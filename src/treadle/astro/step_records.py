@@ -13,7 +13,7 @@ TERMS = ("ce", "img", "sca", "spec")
 
 
 def records_of(values: LossValues) -> dict[str, Any]:
-    """Returns the terms of a micro-batch, each mean with its count; those of the spectrum by group.
+    """Return the terms of a micro-batch, each mean with its count; those of the spectrum by group.
 
     Every term is there, with count 0 where it is off or has no position, so that all ranks have the same names.
 
@@ -35,7 +35,7 @@ def records_of(values: LossValues) -> dict[str, Any]:
 
 
 def records_of_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the statistics of a loss of the user's own: ``loss_…`` weighted by its ``n_…``, which is summed.
+    """Return the statistics of a loss of the user's own: ``loss_…`` weighted by its ``n_…``, which is summed.
 
     Example:
         >>> records_of_stats({"loss_ce": 2.0, "n_ce": 3, "temperature": 0.5})
@@ -52,7 +52,7 @@ def records_of_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, Any]:
-    """Returns ``loss_total``, put together from the means of its terms, then the means and their counts.
+    """Return ``loss_total``, put together from the means of its terms, then the means and their counts.
 
     Args:
         means: ``loss`` and ``records``, means of what :func:`records_of` or :func:`records_of_stats` returned.

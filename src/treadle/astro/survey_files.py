@@ -30,7 +30,7 @@ def iter_columns(
     block_rows: int = BLOCK_ROWS,
     table: str | int | None = None,
 ) -> Generator[Columns, None, None]:
-    """Reads columns of a survey file block by block.
+    """Read columns of a survey file block by block.
 
     Args:
         path: a ``.parquet`` or ``.pq`` file (pyarrow); an ``.h5``, ``.hdf5`` or ``.hdf`` file whose columns are
@@ -76,7 +76,7 @@ def read_columns(
     max_rows: int | None = None,
     table: str | int | None = None,
 ) -> Columns:
-    """Reads columns of a survey file to memory.
+    """Read columns of a survey file to memory.
 
     Args:
         path: as `iter_columns` takes it.
@@ -129,7 +129,7 @@ def read_survey(
     max_rows: int | None = None,
     table: str | int | None = None,
 ) -> Survey:
-    """Reads a file as a survey, ready for tokenizers.
+    """Read a file as a survey, ready for tokenizers.
 
     Args:
         path: as `iter_columns` takes it.

@@ -21,7 +21,7 @@ Reader = Callable[[Path, "list[str] | None", int, "str | int | None"], Blocks]
 
 
 def reader_of(file: Path) -> Reader:
-    """Returns the reader of files with this ending.
+    """Return the reader of files with this ending.
 
     Raises:
         ConfigError: nothing does.
@@ -177,7 +177,7 @@ def _same_rows(file: Path, lengths: dict[str, int]) -> int:
 
 
 def require_one_length(name: str, shapes: set[tuple[int, ...]]) -> None:
-    """Raises ConfigError where the rows of a column have different shapes."""
+    """Raise ConfigError where the rows of a column have different shapes."""
     if len(shapes) > 1:
         raise ConfigError(
             f"column {name!r} has vectors of the lengths {sorted(shape[0] for shape in shapes)}; bring them to one grid"

@@ -37,7 +37,7 @@ class SurveyTokenizers:
     spectrum: SpectrumTokenizer
 
     def vocab(self) -> VocabSpec:
-        """Returns the vocabulary that the codebooks fill."""
+        """Return the vocabulary that the codebooks fill."""
         first_group = next(iter(self.spectrum.codebooks.values()))
         return VocabSpec(
             len(self.image.codebook),
@@ -48,7 +48,7 @@ class SurveyTokenizers:
         )
 
     def encode(self, survey: Survey, *, max_len: int | None = None) -> Sequences:
-        """Returns a sequence of every object, with MISS for what it lacks.
+        """Return a sequence of every object, with MISS for what it lacks.
 
         Raises:
             ConfigError: a column of the survey has no bins, or a sequence is longer than ``max_len``.
@@ -68,11 +68,11 @@ class SurveyTokenizers:
         ]
 
     def bins(self, survey: Survey) -> NDArray[np.int64]:
-        """Returns the bins (N, C) of a survey in the columns of the vocabulary, -1 where it has no number."""
+        """Return the bins (N, C) of a survey in the columns of the vocabulary, -1 where it has no number."""
         return self.scalar.encode(_wide(survey, self.scalar.columns))
 
     def quality(self, surveys: Iterable[Survey]) -> dict[str, dict[str, float | int]]:
-        """Measures the error of the tokens and the use of the codes, for each codebook.
+        """Measure the error of the tokens and the use of the codes, for each codebook.
 
         Args:
             surveys: objects that were not fitted to, if the figures are to mean something.
@@ -118,7 +118,7 @@ def fit_tokenizers(
     segment: int = 16,
     seed: int = 0,
 ) -> SurveyTokenizers:
-    """Fits the tokenizers to the training part of surveys.
+    """Fit the tokenizers to the training part of surveys.
 
     Args:
         surveys: the objects of the training part alone; one of them with pictures and one with spectra.
@@ -155,7 +155,7 @@ def fit_tokenizers(
 
 
 def explained_variance(values: ArrayLike, decoded: ArrayLike) -> float:
-    """Returns 1 - (summed squared error) / (summed squared distance from the mean over the objects, place by place).
+    """Return 1 - (summed squared error) / (summed squared distance from the mean over the objects, place by place).
 
     Args:
         values: (N, ...) true numbers.
@@ -174,7 +174,7 @@ def explained_variance(values: ArrayLike, decoded: ArrayLike) -> float:
 
 
 def code_use(tokens: ArrayLike, size: int) -> dict[str, float | int]:
-    """Counts how the codes of a codebook are used.
+    """Count how the codes of a codebook are used.
 
     Args:
         tokens: indices of any shape, at least one.

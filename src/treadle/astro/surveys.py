@@ -61,7 +61,7 @@ class Survey:
         return len(self.scalars)
 
     def take(self, rows: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Survey:
-        """Returns the survey of some rows only."""
+        """Return the survey of some rows only."""
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
         cut = {
             name: value if value is None or name in ("name", "columns") else value[rows]
@@ -70,7 +70,7 @@ class Survey:
         return Survey(**cut)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
-        """Returns one column of scalars (N,).
+        """Return one column of scalars (N,).
 
         Raises:
             ConfigError: there is no such column.
@@ -81,7 +81,7 @@ class Survey:
 
 
 def load_surveys() -> dict[str, Survey]:
-    """Loads the three surveys of the package, which have no object in common.
+    """Load the three surveys of the package, which have no object in common.
 
     Returns:
         ``xdf``: galaxies with picture and scalars; ``spex``: cool dwarfs with spectrum and scalars (``spex.type`` is M0

@@ -70,20 +70,20 @@ class AstroTask:
         self._targets: tuple[Tensor, Tensor] | None = None  # of the present micro-batch, on the device and as given
 
     def weights(self, batch: Any) -> Mapping[str, float] | None:
-        """Returns how many positions each term is taken at; nothing is drawn to know it."""
+        """Return how many positions each term is taken at; nothing is drawn to know it."""
         if self._own_loss is not None:
             return None
         return self._counts(_targets_in(_parts_of(batch)[0]))
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Counts the weight of a loss of the user's, if the batch is on the host."""
+        """Count the weight of a loss of the user's, if the batch is on the host."""
         if self._own_loss is None:
             return batch, None
         count = self._num_targets(_targets_in(_parts_of(batch)[0]))
         return batch, None if isinstance(count, Tensor) else count
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the loss of a batch: its share of that of the step where ``totals`` are given."""
+        """Return the loss of a batch: its share of that of the step where ``totals`` are given."""
         tokens, types, attn_mask = _parts_of(batch)
         targets = _targets_in(tokens)
         # Whole parts are moved, since a copy of a slice could not go straight from pinned memory.
@@ -106,12 +106,12 @@ class AstroTask:
         return StepOutput(values.loss, records_of(values), num_samples=len(tokens))
 
     def logits(self, model: nn.Module, batch: Any) -> Tensor:
-        """Returns the logits of a batch (B, L - 1, V)."""
+        """Return the logits of a batch (B, L - 1, V)."""
         logits: Tensor = self._run(model, [moved(part, self.device)[:, :-1] for part in _parts_of(batch)], hidden=False)
         return logits
 
     def loss_and_stats(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Stats]:
-        """Returns the loss of a batch by itself and its statistics, at the positions of the present micro-batch."""
+        """Return the loss of a batch by itself and its statistics, at the positions of the present micro-batch."""
         check_shapes("logits", logits, logits.shape[-1], targets, self.vocab)
         known = self._targets  # the same ids where reading them waits for nothing
         positions = self._choose(known[1] if known is not None and known[0] is targets else targets, None)
@@ -133,7 +133,7 @@ class AstroTask:
         return as_count((targets != self.vocab.pad_id).sum())
 
     def _run(self, model: nn.Module, inputs: list[Tensor], *, hidden: bool) -> Tensor:
-        """Runs the model, compiled once where that was asked for; names of weights do not change by it."""
+        """Run the model, compiled once where that was asked for; names of weights do not change by it."""
         run: Callable[..., Tensor] = unwrap(model).hidden_states if hidden else model  # type: ignore[assignment]
         if self._compiled is not None:
             name = "hidden" if hidden else "logits"
@@ -161,7 +161,7 @@ class AstroTask:
 
 
 def offers_hidden_states(model: nn.Module) -> bool:
-    """Returns whether the losses may take a model's hidden states and multiply with its head themselves.
+    """Return whether the losses may take a model's hidden states and multiply with its head themselves.
 
     The model must have ``hidden_states`` with the arguments of its forward, and a plain linear ``head`` without bias;
     nothing may hang on its forward that would be passed over: hooks, or a wrapper other than DistributedDataParallel,
@@ -177,7 +177,7 @@ def offers_hidden_states(model: nn.Module) -> bool:
 
 
 def _targets_in(tokens: Tensor) -> Tensor:
-    """Returns the targets; on the host where they are there."""
+    """Return the targets; on the host where they are there."""
     return host_of(tokens)[:, 1:]
 
 

@@ -89,7 +89,7 @@ class FieldIndex:
         return len(self.rows)
 
     def get_row(self, idx: int) -> dict[str, Any]:
-        """Returns the tokens of a row of the table; None where there are none."""
+        """Return the tokens of a row of the table; None where there are none."""
         image_row = self._image_rows.get(self._gaia_ids[idx])
         scalar_row = self._scalar_rows.get(self._ids[idx])
         spectrum_row = self._spectrum_rows.get(self._ids[idx])
@@ -245,7 +245,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
         return len(self.index_row)
 
     def field_index(self, field: str) -> FieldIndex:
-        """Returns the objects of a field, read if they are not in memory."""
+        """Return the objects of a field, read if they are not in memory."""
         if field not in self._open:
             self._open[field] = FieldIndex(
                 field,
@@ -260,7 +260,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
         return self._open[field]
 
     def __getitem__(self, idx: int) -> dict[str, Tensor]:
-        """Returns the sequence of an object."""
+        """Return the sequence of an object."""
         found = self.field_index(self.index_field[idx]).get_row(int(self.index_row[idx]))
         vocab = self.vocab
         parts = [(found["image_tokens"], vocab.base_image, IMAGE_TYPE, self._limits[0], vocab.v_image)]

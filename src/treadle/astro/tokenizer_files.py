@@ -22,7 +22,7 @@ _SCALAR_PARTS = ("edges", "centers", "mean", "scale")
 
 
 def save_tokenizers(path: str | os.PathLike[str], tokenizers: SurveyTokenizers) -> Path:
-    """Writes tokenizers to one file, which is replaced as a whole or not at all.
+    """Write tokenizers to one file, which is replaced as a whole or not at all.
 
     The codebooks are stored as ``image``, ``spectrum.<group>`` and ``scalar.codebook`` (columns, bins), in the units
     of the losses.
@@ -61,7 +61,7 @@ def save_tokenizers(path: str | os.PathLike[str], tokenizers: SurveyTokenizers) 
 
 
 def load_tokenizers(path: str | os.PathLike[str]) -> SurveyTokenizers:
-    """Reads what `save_tokenizers` wrote; the tokenizers give the same tokens to the bit.
+    """Read what `save_tokenizers` wrote; the tokenizers give the same tokens to the bit.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds no tokenizers.

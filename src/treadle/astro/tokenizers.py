@@ -42,14 +42,14 @@ class Standardised:
 
     @classmethod
     def fit(cls, vectors: Floats, k: int, *, seed: int = 0, max_iter: int = 50) -> Standardised:
-        """Fits k centroids to vectors (T, D)."""
+        """Fit k centroids to vectors (T, D)."""
         mean, scale = float(vectors.mean(dtype=np.float64)), float(vectors.std(dtype=np.float64))
         if not np.isfinite(scale) or scale == 0:
             raise ConfigError(f"the values have the standard deviation {scale}: they must be finite and differ")
         return cls(kmeans_codebook((vectors - mean) / scale, k, seed=seed, max_iter=max_iter), mean, scale)
 
     def encode(self, vectors: Floats) -> Tokens:
-        """Returns the nearest centroid of each vector (T, D), as (T,)."""
+        """Return the nearest centroid of each vector (T, D), as (T,)."""
         codes = self.codebook.astype(np.float64)
         half_norms = 0.5 * np.square(codes).sum(axis=1)
         parts = np.array_split(vectors, max(1, -(-len(vectors) // _ROWS_AT_ONCE)))
@@ -57,11 +57,11 @@ class Standardised:
         return np.concatenate([(half_norms - part @ codes.T).argmin(axis=1) for part in scaled]).astype(np.int64)
 
     def decode(self, tokens: ArrayLike) -> Floats:
-        """Returns the vectors of tokens of any shape, (..., D), in their own units."""
+        """Return the vectors of tokens of any shape, (..., D), in their own units."""
         return self.restore(self.codebook[as_indices("tokens", tokens, len(self.codebook))])
 
     def restore(self, vectors: ArrayLike) -> Floats:
-        """Takes values of the codebook, such as expected ones, to their own units."""
+        """Take values of the codebook, such as expected ones, to their own units."""
         return (np.asarray(vectors, dtype=np.float32) * self.scale + self.mean).astype(np.float32)
 
 
@@ -90,7 +90,7 @@ class ImageTokenizer:
     def fit(
         cls, images: ArrayLike, k: int = 256, *, patch_size: int = 4, seed: int = 0, max_iter: int = 20
     ) -> ImageTokenizer:
-        """Fits a codebook of k patches.
+        """Fit a codebook of k patches.
 
         Args:
             images: (N, C, H, W) numbers in any unit, such as 0 to 255.
@@ -120,7 +120,7 @@ class ImageTokenizer:
         return self.patches.codebook
 
     def encode(self, images: ArrayLike) -> Tokens:
-        """Returns the tokens (N, T) of pictures (N, C, H, W).
+        """Return the tokens (N, T) of pictures (N, C, H, W).
 
         Raises:
             ConfigError: pictures of another shape, or not finite.
@@ -132,11 +132,11 @@ class ImageTokenizer:
         return self.patches.encode(vectors.reshape(-1, vectors.shape[-1])).reshape(vectors.shape[:2])
 
     def decode(self, tokens: ArrayLike) -> Floats:
-        """Returns the pictures (N, C, H, W) of tokens (N, T), in the units of the pictures that were fitted."""
+        """Return the pictures (N, C, H, W) of tokens (N, T), in the units of the pictures that were fitted."""
         return self.assemble(self.patches.decode(tokens))
 
     def assemble(self, vectors: ArrayLike) -> Floats:
-        """Puts patches (N, T, D) in the pictures' units together to pictures (N, C, H, W)."""
+        """Put patches (N, T, D) in the pictures' units together to pictures (N, C, H, W)."""
         (channels, height, width), size = self.shape, self.patch_size
         parts = np.asarray(vectors, dtype=np.float32).reshape(-1, height // size, width // size, channels, size, size)
         return np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5)).reshape(-1, channels, height, width)
@@ -188,7 +188,7 @@ class SpectrumTokenizer:
         seed: int = 0,
         max_iter: int = 50,
     ) -> SpectrumTokenizer:
-        """Cuts spectra into equal groups, these into segments, and fits a codebook of k segments to each group.
+        """Cut spectra into equal groups, these into segments, and fit a codebook of k segments to each group.
 
         Args:
             spectra: (N, L) finite fluxes.
@@ -227,7 +227,7 @@ class SpectrumTokenizer:
         return {name: book.codebook for name, book in self.groups.items()}
 
     def encode(self, spectra: ArrayLike) -> dict[str, Tokens]:
-        """Returns the tokens (N, T) of each group for spectra (N, L).
+        """Return the tokens (N, T) of each group for spectra (N, L).
 
         Raises:
             ConfigError: spectra of another length, or not finite.
@@ -242,19 +242,19 @@ class SpectrumTokenizer:
         }
 
     def decode(self, tokens: Mapping[str, ArrayLike]) -> Floats:
-        """Returns the spectra (N, L) of the tokens of all groups, in the unit of the flux."""
+        """Return the spectra (N, L) of the tokens of all groups, in the unit of the flux."""
         refuse_unknown("tokens", tokens, self.groups)
         return self.assemble({name: book.decode(tokens[name]) for name, book in self.groups.items()})
 
     def assemble(self, segments: Mapping[str, ArrayLike]) -> Floats:
-        """Puts segments (N, T, D) of each group, still arcsinh, together to spectra (N, L) in the unit of the flux."""
+        """Put segments (N, T, D) of each group, still arcsinh, together to spectra (N, L) in the unit of the flux."""
         parts = [np.asarray(segments[name], dtype=np.float32) for name in self.groups]
         joined = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
         return np.asarray(self.softening * np.sinh(joined), dtype=np.float32)
 
 
 def as_indices(name: str, tokens: ArrayLike, size: int) -> Tokens:
-    """Returns whole numbers in [0, size).
+    """Return whole numbers in [0, size).
 
     Raises:
         ConfigError: they are something else.

@@ -214,7 +214,7 @@ class AstroTrainer(EpochFace):
         return own
 
     def _draw_seed(self) -> int:
-        """Returns the seed of the positions of the present micro-batch: the same in a resumed run."""
+        """Return the seed of the positions of the present micro-batch: the same in a resumed run."""
         engine = self._engine
         if not torch.is_grad_enabled():
             return mix_seed(engine.eval_seed, engine.eval_cursor.position)
@@ -234,13 +234,13 @@ class AstroTrainer(EpochFace):
         return self._folder.path
 
     def get_lr(self) -> float:
-        """Returns the learning rate of the coming step, of the first parameter group."""
+        """Return the learning rate of the coming step, of the first parameter group."""
         return float(read_scalars([self.optimizer.param_groups[0]["lr"]])[0])
 
     # -- to override ----------------------------------------------------------------------------------------------
 
     def compute_loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
-        """Returns the loss of a batch and its statistics; may be overridden.
+        """Return the loss of a batch and its statistics; may be overridden.
 
         An override gets the logits of every micro-batch, in training and evaluation. Micro-batches are then weighted
         by their valid tokens, a statistic ``loss_x`` by ``n_x``, and ``n_x`` is summed.
@@ -268,7 +268,7 @@ class AstroTrainer(EpochFace):
         resume_from: str | Path | None = None,
         best_model_metric: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Trains until ``num_epochs`` epochs are completed.
+        """Train until ``num_epochs`` epochs are completed.
 
         Args:
             num_epochs: absolute target; None takes ``config.epochs``. A run that has reached it returns at once.
@@ -304,7 +304,7 @@ class AstroTrainer(EpochFace):
         return records
 
     def _rule_for(self, metric: str | None, loaders: EvalLoaders | None) -> Callable[[], BestRule] | None:
-        """Returns a function that makes the best rule of a call, or None where nothing is evaluated."""
+        """Return a function that makes the best rule of a call, or None where nothing is evaluated."""
         if loaders is None:
             if metric is not None:
                 raise ConfigError(
@@ -326,7 +326,7 @@ class AstroTrainer(EpochFace):
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Runs one optimizer step on one micro-batch, with its hooks, and reads its results.
+        """Run one optimizer step on one micro-batch, with its hooks, and read its results.
 
         Returns:
             ``loss_total`` (NaN where no term has a position), the means and counts of `combined_loss` as numbers, and
@@ -339,7 +339,7 @@ class AstroTrainer(EpochFace):
         return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.attempt.info["lr"][:1])[0])}
 
     def train_epoch(self) -> dict[str, Any]:
-        """Trains one more epoch: nothing is evaluated, selected or written at its end.
+        """Train one more epoch: nothing is evaluated, selected or written at its end.
 
         Returns:
             ``loss_total``, ``loss_ce``, …, ``n_ce``, …: means over the epoch and totals of counts.
@@ -347,7 +347,7 @@ class AstroTrainer(EpochFace):
         return self._epochs.train_epoch(self.train_loader)
 
     def evaluate(self, val_loader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the means over a loader, of the averaged weights if there is an average; twice the same to the bit.
+        """Return the means over a loader, of the averaged weights if there is an average; twice the same to the bit.
 
         Returns:
             ``loss_total``, ``loss_ce``, …, ``n_ce``, ….
@@ -358,7 +358,7 @@ class AstroTrainer(EpochFace):
         return self._epochs.evaluate(val_loader)
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Returns the logits of a loader's sequences, of the averaged weights if there is an average.
+        """Return the logits of a loader's sequences, of the averaged weights if there is an average.
 
         Returns:
             (N, L - 1, V) on the CPU: position i has those of token i + 1.
@@ -371,7 +371,7 @@ class AstroTrainer(EpochFace):
     # -- files ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, filename: str | Path) -> Path:
-        """Writes everything that a run needs to resume exactly; all ranks take part.
+        """Write everything that a run needs to resume exactly; all ranks take part.
 
         Args:
             filename: a relative one is inside ``output_dir``.
@@ -382,7 +382,7 @@ class AstroTrainer(EpochFace):
         return self._folder.write(Path(filename) if self.output_dir is None else self.output_dir / filename)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restores everything from a checkpoint, in place; :meth:`train` then continues from its step.
+        """Restore everything from a checkpoint, in place; :meth:`train` then continues from its step.
 
         Args:
             path: as given; if there is no such file, inside ``output_dir``.

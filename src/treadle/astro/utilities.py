@@ -14,7 +14,7 @@ logger = logging.getLogger("treadle.astro")
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Returns how many parameters a model has and how many of them are trained; shared ones are counted once.
+    """Return how many parameters a model has and how many of them are trained; shared ones are counted once.
 
     Example:
         >>> count_parameters(nn.Linear(10, 5))
@@ -25,7 +25,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def format_time(seconds: float) -> str:
-    """Writes a duration in hours, minutes and whole seconds; leading zeros are left out.
+    """Write a duration in hours, minutes and whole seconds; leading zeros are left out.
 
     Raises:
         ConfigError: it is negative or not finite.
@@ -44,7 +44,7 @@ def format_time(seconds: float) -> str:
 
 
 def log_gradient_stats(model: nn.Module) -> dict[str, float]:
-    """Logs and returns the size of the gradients that a backward pass left; the host reads the device once.
+    """Log and return the size of the gradients that a backward pass left; the host reads the device once.
 
     Returns:
         ``grad_norm``, the 2-norm over all, and ``grad_mean``, ``grad_max``, ``grad_min`` over all their numbers. A
@@ -73,7 +73,7 @@ def log_gradient_stats(model: nn.Module) -> dict[str, float]:
 
 
 def configure_cuda_performance() -> None:
-    """Allows TF32 in matrix products and the flash and memory-efficient attention kernels, for the whole process.
+    """Allow TF32 in matrix products and the flash and memory-efficient attention kernels, for the whole process.
 
     The plain attention kernel stays on for inputs that the others do not support. Nothing happens without CUDA.
 

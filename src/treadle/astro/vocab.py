@@ -114,7 +114,7 @@ class VocabSpec:
         return FIRST_SPECTRUM_TYPE + len(self.spectrum_groups)
 
     def image_token_to_id(self, token: int) -> int:
-        """Returns the id of an index into the image codebook.
+        """Return the id of an index into the image codebook.
 
         Raises:
             ValueError: the index is not in [0, v_image).
@@ -122,7 +122,7 @@ class VocabSpec:
         return self.base_image + _inside("image token", token, self.v_image)
 
     def scalar_token_to_id(self, token: int) -> int:
-        """Returns the id of an index into all scalar bins, column after column.
+        """Return the id of an index into all scalar bins, column after column.
 
         Raises:
             ValueError: the index is not in [0, v_scalar).
@@ -130,7 +130,7 @@ class VocabSpec:
         return self.base_scalar + _inside("scalar token", token, self.v_scalar)
 
     def scalar_id(self, column: int, bin: int) -> int:
-        """Returns the id of a bin of a scalar column.
+        """Return the id of a bin of a scalar column.
 
         Raises:
             ValueError: the column or the bin is out of range.
@@ -143,7 +143,7 @@ class VocabSpec:
         return self.base_scalar + column * self.scalar_bins + _inside("bin", bin, self.scalar_bins)
 
     def spectrum_token_to_id(self, group: str, token: int) -> int:
-        """Returns the id of an index into the codebook of a spectrum group.
+        """Return the id of an index into the codebook of a spectrum group.
 
         Raises:
             ValueError: the group is unknown or the index is not in [0, v_spectra).
@@ -155,7 +155,7 @@ class VocabSpec:
         return self.base_spectrum[group] + _inside(f"token of {group}", token, self.v_spectra)
 
     def type_of(self, id: int) -> int:
-        """Returns the type of an id: special ids are their own type, 5 image, 6 scalar, 7 + the group's number.
+        """Return the type of an id: special ids are their own type, 5 image, 6 scalar, 7 + the group's number.
 
         Raises:
             ValueError: the id is not in [0, vocab_size).
@@ -168,7 +168,7 @@ class VocabSpec:
         return int(self.types_of(torch.tensor(_inside("id", id, self.vocab_size))))
 
     def types_of(self, ids: Tensor) -> Tensor:
-        """Returns the types of ids, a long tensor of their shape and device.
+        """Return the types of ids, a long tensor of their shape and device.
 
         Ids outside the vocabulary are not looked for, since that would make the host wait for the device.
         """
@@ -185,7 +185,7 @@ def build_vocab_spec(
     *,
     scalar_bins: int | None = None,
 ) -> VocabSpec:
-    """Builds the vocabulary of images, scalars and spectra, and logs how the scalar ids are laid out.
+    """Build the vocabulary of images, scalars and spectra, and log how the scalar ids are laid out.
 
     Args:
         v_image: ids of the image codebook.

@@ -53,7 +53,7 @@ class KeptState:
         return self._copies[: self.num_weights]
 
     def grew(self) -> bool:
-        """Returns whether the optimizer made state since, and takes it away again."""
+        """Return whether the optimizer made state since, and take it away again."""
         state = self._engine.optimizer.state
         new = [parameter for parameter in state if id(parameter) not in self._sizes]
         for parameter in new:
@@ -62,14 +62,14 @@ class KeptState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts everything back."""
+        """Put everything back."""
         torch._foreach_copy_(self.live, self._copies)
         self._rng.restore()
         clear_gradients(self._engine)
 
 
 def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptState) -> str | None:
-    """Compares a replay with an eager step from the same state; returns the difference, if any."""
+    """Compare a replay with an eager step from the same state; return the difference, if any."""
 
     def state_after(run: Callable[[], list[StepOutput]]) -> _After:
         kept.restore()
@@ -117,11 +117,11 @@ class _After:
     weights: list[Tensor]
 
     def largest_difference(self, other: _After) -> float:
-        """Returns the largest difference between two tensors; 0 only where all are equal."""
+        """Return the largest difference between two tensors; 0 only where all are equal."""
         return _largest_difference([*self.losses, *self.state], [*other.losses, *other.state])
 
     def is_like(self, other: _After, *, start: Sequence[Tensor]) -> bool:
-        """Returns whether both differ by rounding only, also in half precision.
+        """Return whether both differ by rounding only, also in half precision.
 
         The weights may differ by a quarter of the step's change: Adam makes a whole step of a gradient that is 0
         but for rounding, as that of a key's bias is.
@@ -140,7 +140,7 @@ _UNORDERED = re.compile(r"(.+?) (?:defaults to a non-deterministic algorithm|doe
 
 
 def unordered_kernels(model: nn.Module, run: Callable[[], object]) -> list[str]:
-    """Calls a function and returns which of its kernels need not give the same bits twice, as torch names them.
+    """Call a function and return which of its kernels need not give the same bits twice, as torch names them.
 
     Two calls may agree all the same: which of several additions comes first also depends on what else the device does.
 
@@ -174,7 +174,7 @@ def _host_rng() -> tuple[Any, ...]:
 
 
 def _largest_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Returns the largest difference between tensors of the same shapes; 0 only where they are equal."""
+    """Return the largest difference between tensors of the same shapes; 0 only where they are equal."""
     largest = 0.0
     for one, other in zip(some, others, strict=True):
         if torch.equal(one, other) or bool((one.isnan() & other.isnan()).all()):
@@ -185,7 +185,7 @@ def _largest_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> flo
 
 
 def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Returns the Euclidean distance of all values; values finite in neither are left out."""
+    """Return the Euclidean distance of all values; values finite in neither are left out."""
     squares = [
         (one.double() - other.double()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum()
         for one, other in zip(some, others, strict=True)

@@ -21,7 +21,7 @@ Checkpointing = bool | Sequence[str]
 
 
 def check_checkpointing(setting: Any, *, name: str = "gradient_checkpointing") -> Checkpointing:
-    """Returns the setting.
+    """Return the setting.
 
     Args:
         setting: given by the user.
@@ -44,7 +44,7 @@ def check_checkpointing(setting: Any, *, name: str = "gradient_checkpointing") -
 
 
 def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Module:
-    """Makes a model compute activations again in the backward pass, in place; names in files and all bits stay.
+    """Make a model compute activations again in the backward pass, in place; names in files and all bits stay.
 
     A model with a method ``gradient_checkpointing_enable``, as those of transformers, is asked to do so itself. Of any
     other the blocks are wrapped by ``torch.utils.checkpoint``. Random numbers of torch's own generators and the
@@ -83,7 +83,7 @@ def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Modu
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Returns whether a part of a model computes its activations again, by this setting or by the model's own.
+    """Return whether a part of a model computes its activations again, by this setting or by the model's own.
 
     Example:
         >>> is_checkpointed(nn.Linear(1, 1))
@@ -115,7 +115,7 @@ class CheckpointedForward:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block, checkpointed where a backward pass may follow."""
+        """Run the block, checkpointed where a backward pass may follow."""
         module = self.module
         run = functools.partial(type(module).forward, module)
         if not (module.training and torch.is_grad_enabled()):
@@ -130,7 +130,7 @@ class CheckpointedForward:
 
 @contextlib.contextmanager
 def _with_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    """Gives buffers the values of the first pass inside the block, and those of now back afterwards.
+    """Give buffers the values of the first pass inside the block, and those of now back afterwards.
 
     Written through ``.data``: a buffer may be saved for the backward pass, and torch must not count this as a change.
     """

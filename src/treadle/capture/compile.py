@@ -25,7 +25,7 @@ Compile = bool | Literal["blocks"]
 
 
 def check_compile(setting: Any, *, name: str = "compile") -> Compile:
-    """Returns the setting.
+    """Return the setting.
 
     Args:
         setting: what the user gave.
@@ -53,7 +53,7 @@ def compile_model(
     mode: str | None = None,
     dynamic: bool | None = None,
 ) -> nn.Module:
-    """Compiles a model in place and returns it; names in files stay the same.
+    """Compile a model in place and return it; names in files stay the same.
 
     Call it before the model is spread over ranks, or after: inside DistributedDataParallel and FSDP2 it is the model
     or its blocks that are compiled, and what the wrapper does stays outside.
@@ -101,7 +101,7 @@ def _chooses_without_timing() -> bool:
 
 
 def warn_of_sharded(model: nn.Module) -> None:
-    """Warns of compiled layers of torch's own classes in a sharded model: its hooks keep them from being compiled.
+    """Warn of compiled layers of torch's own classes in a sharded model: its hooks keep them from being compiled.
 
     Example:
         >>> warn_of_sharded(nn.Linear(1, 1))
@@ -117,7 +117,7 @@ def warn_of_sharded(model: nn.Module) -> None:
 
 
 def compile_in_place(module: nn.Module, **how: Any) -> None:
-    """Compiles a module in place, as its own ``compile`` does, also one of torch's own classes.
+    """Compile a module in place, as its own ``compile`` does, also one of torch's own classes.
 
     torch does not look into the code of its own packages unless other code calls it, so the ``compile`` of a
     ``Sequential`` or a ``TransformerEncoderLayer`` compiles nothing, without a word.
@@ -142,7 +142,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def _caller_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns a function outside torch that calls a module, hooks included."""
+    """Return a function outside torch that calls a module, hooks included."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ def _code_for(look: str, code: CodeType) -> CodeType:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the items of a model's outermost ModuleLists that have parameters, in order.
+    """Return the items of a model's outermost ModuleLists that have parameters, in order.
 
     An item that is a container itself and is never called, such as a ModuleDict, is replaced by its items.
 
@@ -179,7 +179,7 @@ def _items(module: nn.Module, *, listed: bool = False) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns whether a module itself is compiled, in place or by a wrapper; those inside it are not looked at.
+    """Return whether a module itself is compiled, in place or by a wrapper; those inside it are not looked at.
 
     Example:
         >>> is_compiled(nn.Linear(1, 1)), is_compiled(compile_model(nn.Linear(1, 1), True, backend="eager"))
@@ -189,7 +189,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def makes_cuda_graphs(model: nn.Module) -> bool:
-    """Returns whether some compiled part of a model makes CUDA graphs by itself, as ``mode="reduce-overhead"`` does.
+    """Return whether some compiled part of a model makes CUDA graphs by itself, as ``mode="reduce-overhead"`` does.
 
     Example:
         >>> makes_cuda_graphs(nn.Linear(1, 1))
@@ -206,7 +206,7 @@ def makes_cuda_graphs(model: nn.Module) -> bool:
 
 
 def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Runs a compiled model as it was written inside the block.
+    """Run a compiled model as it was written inside the block.
 
     Compiled code calls no hook, and another mode of torch would compile it once more.
 

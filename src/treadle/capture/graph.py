@@ -37,7 +37,7 @@ class CudaGraph:
         self._pool = None if share is None else share._graph.pool()
 
     def record(self, function: Callable[[], Any], *, prepare: Callable[[], None]) -> Any:
-        """Calls a function a few times to warm up and once to record it; returns what the last call returned.
+        """Call a function a few times to warm up and once to record it; return what the last call returned.
 
         Tensors in it, and whatever else the function wrote, hold what the latest replay left there.
 
@@ -72,19 +72,19 @@ class CudaGraph:
             raise (reason or [error])[0] from None  # that of the recording names no cause
 
     def replay(self) -> None:
-        """Launches what was recorded."""
+        """Launch what was recorded."""
         self._graph.replay()
 
 
 @functools.cache
 def _recording_stream(device: int) -> torch.cuda.Stream:
-    """Returns the stream of a device on which its graphs are recorded; torch's own is of the device that came first."""
+    """Return the stream of a device on which its graphs are recorded; torch's own is of the device that came first."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def _noting(reason: list[BaseException]) -> Iterator[None]:
-    """Keeps the error of the block, which the end of a broken recording would replace."""
+    """Keep the error of the block, which the end of a broken recording would replace."""
     try:
         yield
     except BaseException as error:
@@ -93,7 +93,7 @@ def _noting(reason: list[BaseException]) -> Iterator[None]:
 
 
 def _end_broken_recording(stream: torch.cuda.Stream) -> None:
-    """Records nothing, and ends well: the random generator still thinks that it is being recorded."""
+    """Record nothing, and end well: the random generator still thinks that it is being recorded."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")
 
@@ -120,7 +120,7 @@ class Branch:
         self._stream = _branch_stream(torch.cuda.current_device()) if recording else None
 
     def mark(self) -> torch.cuda.Event | None:
-        """Returns a mark of what has been launched until now."""
+        """Return a mark of what has been launched until now."""
         if self._stream is None:
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class Branch:
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Lets what is launched inside the block wait for what was launched before a mark, and for no more."""
+        """Let what is launched inside the block wait for what was launched before a mark, and for no more."""
         if self._stream is None or mark is None:
             yield
             return
@@ -138,7 +138,7 @@ class Branch:
             yield
 
     def join(self) -> None:
-        """Lets what is launched from here on, or comes after the step, wait for the branch."""
+        """Let what is launched from here on, or comes after the step, wait for the branch."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -150,7 +150,7 @@ def _branch_stream(device: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Tells an optimizer that its step is being recorded, if it is; a fused one has its state on the device anyway."""
+    """Tell an optimizer that its step is being recorded, if it is; a fused one has its state on the device anyway."""
     recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     groups = [group for group in optimizer.param_groups if recording and "capturable" in group]
     before = [group["capturable"] for group in groups]
@@ -164,7 +164,7 @@ def capturable(optimizer: Optimizer) -> Iterator[None]:
 
 
 def tensors_of(nested: Any) -> list[Tensor]:
-    """Returns the tensors of a nesting, in order.
+    """Return the tensors of a nesting, in order.
 
     Example:
         >>> tensors_of([torch.tensor(1), {"b": torch.tensor(2)}])
@@ -179,7 +179,7 @@ def tensors_of(nested: Any) -> list[Tensor]:
 
 
 def _plain_tensors(nested: Any) -> list[Tensor] | None:
-    """Returns the tensors of a row or a dict of tensors, as most batches are, which is quicker to look through."""
+    """Return the tensors of a row or a dict of tensors, as most batches are, which is quicker to look through."""
     kind = type(nested)
     if kind is Tensor:
         return [nested]
@@ -193,7 +193,7 @@ def _plain_tensors(nested: Any) -> list[Tensor] | None:
 
 
 def shape_of(batch: Any) -> tuple[Any, ...] | str:
-    """Returns what a recorded step depends on besides the values of a batch's tensors: shapes, types, plain values.
+    """Return what a recorded step depends on besides the values of a batch's tensors: shapes, types, plain values.
 
     Returns:
         Something that can be compared, or the name of a type in the batch whose insides are not known.
@@ -257,7 +257,7 @@ class FixedBatch:
         self._tensors = tensors_of(self.batch)
 
     def fill(self, batch: Any) -> None:
-        """Copies the tensors of another batch of the same shape there."""
+        """Copy the tensors of another batch of the same shape there."""
         for target, tensor in zip(self._tensors, tensors_of(batch), strict=True):
             if target is not tensor and target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor, non_blocking=True)
@@ -287,16 +287,16 @@ class Rows:
         self._rows = torch.zeros(MOST, width, device=device)
 
     def takes(self, numbers: Tensor) -> bool:
-        """Returns whether the numbers of a replay are of this width and type."""
+        """Return whether the numbers of a replay are of this width and type."""
         return numbers.shape == self._rows.shape[1:] and numbers.dtype == self._rows.dtype
 
     def write(self, numbers: Tensor) -> None:
-        """Writes the next row, also in a graph; one after the last is left out."""
+        """Write the next row, also in a graph; one after the last is left out."""
         torch.where(self._numbers == self._next, numbers, self._rows, out=self._rows)
         self._next.add_(1)
 
     def collect(self, replay: Callable[[], None], count: int) -> Tensor:
-        """Replays several times; returns a copy of the row of each, (N, width)."""
+        """Replay several times; return a copy of the row of each, (N, width)."""
         self._next.zero_()
         launch_times(replay, count)
         return self._rows[:count].clone()
@@ -335,7 +335,7 @@ class Results:
         return self._packed[0][0]
 
     def read(self) -> Sequence[Tensor]:
-        """Returns copies of what the latest replay left."""
+        """Return copies of what the latest replay left."""
         if self._alike:
             if not self._places:
                 self._make_places()
@@ -349,7 +349,7 @@ class Results:
         return [found[number].view(shape) for number, shape in enumerate(self._shapes)]
 
     def _make_places(self) -> None:
-        """Makes memory for the copies of some steps at once: for each alone it costs as much as the copy."""
+        """Make memory for the copies of some steps at once: for each alone it costs as much as the copy."""
         packed = self._packed[0][0]
         block = packed.new_empty(_PLACES, len(self._shapes))
         numbers = [column.unbind() for column in block.unbind(1)]

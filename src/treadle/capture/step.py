@@ -79,7 +79,7 @@ class CapturedStep:
         return None if self._guard.weight_on_device else self._flags
 
     def prepare(self) -> None:
-        """Puts back what a trial of the step moves on besides the state of the training."""
+        """Put back what a trial of the step moves on besides the state of the training."""
         clear_gradients(self._engine)
         if self._gather is not None:
             self._gather.rewind()
@@ -101,7 +101,7 @@ class CapturedStep:
         return left
 
     def _train(self) -> Tensor | None:
-        """Trains on the batches; returns where replays will leave whether a scaled gradient was infinite."""
+        """Train on the batches; return where replays will leave whether a scaled gradient was infinite."""
         batches = [inputs.batch for inputs in self._inputs]
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
@@ -112,13 +112,13 @@ class CapturedStep:
         return found_inf
 
     def _averages_inside(self) -> Iterator[Ema]:
-        """Gives the averages that move with every step, on the device, so that the graph moves them."""
+        """Give the averages that move with every step, on the device, so that the graph moves them."""
         for average in self._engine.averages.values():
             if average.recordable and average.lies_beside(self._engine.model):
                 yield average
 
     def eager(self) -> list[StepOutput]:
-        """Runs the same step without the graph, weighed as one that is not captured; returns its outputs."""
+        """Run the same step without the graph, weighed as one that is not captured; return its outputs."""
         given = self._guard.weights
         if self._known is not None:
             self._guard.weights = KnownWeights(self._known, device=self._engine.device)
@@ -129,7 +129,7 @@ class CapturedStep:
         return outputs
 
     def replay(self, group: Group, weights: Sequence[float | None] | None = None) -> tuple[Tensor, list[StepOutput]]:
-        """Fills the memory, launches the graph and returns the norm and the outputs.
+        """Fill the memory, launch the graph and return the norm and the outputs.
 
         Args:
             group: of the shape.
@@ -151,7 +151,7 @@ class CapturedStep:
         )  # fmt: skip
 
     def check_rows(self) -> None:
-        """Tries whether replays leave their numbers in rows, to the bit; the state is for the caller to restore."""
+        """Try whether replays leave their numbers in rows, to the bit; the state is for the caller to restore."""
         results = self._left.results
         if results.rows is None:
             return
@@ -165,7 +165,7 @@ class CapturedStep:
         self._has_rows = torch.equal(rows.view(torch.int32), torch.stack(seen).view(torch.int32))
 
     def run_block(self, count: int) -> StepBlock:
-        """Replays steps that follow the latest one; the engine counts none of them."""
+        """Replay steps that follow the latest one; the engine counts none of them."""
         engine, flags = self._engine, self._told_later
         assert flags is not None
         progress, cursor = engine.progress, engine.cursor
@@ -176,7 +176,7 @@ class CapturedStep:
         return block
 
     def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
-        """Runs one step and notes what it gave, as an eager one does."""
+        """Run one step and note what it gave, as an eager one does."""
         engine = self._engine
         begin_attempt(engine, group)
         if isinstance(self._guard.weights, GivenWeights):
@@ -244,7 +244,7 @@ class _Left:
         return self._outputs[0]
 
     def read(self, weights: Sequence[float | None]) -> tuple[Tensor, list[StepOutput]]:
-        """Returns copies of the norm and the outputs, as the latest replay left them, with the weights if given."""
+        """Return copies of the norm and the outputs, as the latest replay left them, with the weights if given."""
         found = self._results.read()
         if self._is_plain:  # the usual case, in a third of the time
             output, known = self._outputs[0], weights[0]
@@ -302,7 +302,7 @@ class _RecordingGuard(FiniteGuard):
         self.weight_on_device = False
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
-        """Computes the flags."""
+        """Compute the flags."""
         self.judged = None if self.branch is None else self.branch.mark()
         self.weight_on_device = isinstance(total_weight, Tensor) and not self._knows_weight
         if self._replays is not None and not self.weight_on_device:
@@ -315,6 +315,6 @@ class _RecordingGuard(FiniteGuard):
         return Verdict(finite=True, counted=True)
 
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
-        """Steps the optimizer, which leaves the step out where a flag is set."""
+        """Step the optimizer, which leaves the step out where a flag is set."""
         assert self._skips is not None, "judge() comes first"
         step_unless(self._skips, optimizer)

@@ -31,7 +31,7 @@ _MAX_GRAPHS = 32
 
 
 def steps_of(engine: Engine) -> Steps:
-    """Returns how the steps of an engine are run.
+    """Return how the steps of an engine are run.
 
     Raises:
         ConfigError: ``capture=True`` and something makes it impossible.
@@ -57,7 +57,7 @@ def _refuse(engine: Engine, reason: str) -> None:
 
 
 def _why_not(engine: Engine) -> str | None:
-    """Returns what makes capturing impossible, as far as that is known before the first step."""
+    """Return what makes capturing impossible, as far as that is known before the first step."""
     listening = [hook.state_key for hook in listeners(engine.hooks, "on_before_optimizer_step")]
     observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
     if engine.device.type != "cuda":
@@ -108,7 +108,7 @@ class CapturedSteps(RunsAhead):
         self._flags = engine.guard.late_flags(engine.device) if engine.guard.deferred else None
 
     def __call__(self, group: Group) -> Outcome:
-        """Runs one step: by a graph, or eagerly where there is none for the shape of its data yet."""
+        """Run one step: by a graph, or eagerly where there is none for the shape of its data yet."""
         engine = self._engine
         gather = self._gather_of(group)
         if self._off:
@@ -127,7 +127,7 @@ class CapturedSteps(RunsAhead):
         return step.run(group, weights)
 
     def may_run_ahead(self) -> bool:
-        """Returns whether the next step is one of the latest graph, and nothing on the host moves in between."""
+        """Return whether the next step is one of the latest graph, and nothing on the host moves in between."""
         engine, step = self._engine, self._latest_step
         if self._off or step is None or self._latest_kind is None or not step.runs_ahead:
             return False
@@ -142,7 +142,7 @@ class CapturedSteps(RunsAhead):
         return known and self._latest_kind == (gather, self._settings())
 
     def ahead(self, count: int) -> tuple[Group, StepBlock]:
-        """Replays the next steps; returns the last batch and the numbers of all."""
+        """Replay the next steps; return the last batch and the numbers of all."""
         cursor, step = self._engine.cursor, self._latest_step
         assert step is not None
         assert self._latest_kind is not None
@@ -153,7 +153,7 @@ class CapturedSteps(RunsAhead):
         return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
     def _gather_of(self, group: Group) -> RowGather | None:
-        """Returns what the one batch of a group is gathered with, where that can be done in the graph."""
+        """Return what the one batch of a group is gathered with, where that can be done in the graph."""
         loader = self._engine.cursor.loader
         if loader is not self._loader:
             self._loader = loader
@@ -169,7 +169,7 @@ class CapturedSteps(RunsAhead):
         return self._engine.train_step(group)
 
     def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
-        """Lets the task do the host's part of the step; returns also the weights that the host knows."""
+        """Let the task do the host's part of the step; return also the weights that the host knows."""
         prepare = self._host_part
         if prepare is None:
             return group, [None] * len(group.batches)
@@ -179,13 +179,13 @@ class CapturedSteps(RunsAhead):
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drops the graphs after a state was loaded: it is in other memory."""
+        """Drop the graphs after a state was loaded: it is in other memory."""
         self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
         self._latest_kind = None
 
     def _keep_rates_on_device(self) -> None:
-        """Makes each learning rate a tensor of the device, also after it was set to a number."""
+        """Make each learning rate a tensor of the device, also after it was set to a number."""
         groups = self._engine.optimizer.param_groups
         if len(self._rates) != len(groups):
             self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
@@ -197,7 +197,7 @@ class CapturedSteps(RunsAhead):
                 group["lr"] = rate
 
     def _step_for(self, group: Group, weights: list[float | None], gather: RowGather | None) -> CapturedStep | None:
-        """Returns the captured step for a group, captured now if it is time for it; None for an eager one."""
+        """Return the captured step for a group, captured now if it is time for it; None for an eager one."""
         settings = self._settings()
         latest = gather, settings
         if gather is not None and latest == self._latest_kind:  # of a gather all batches are alike
@@ -230,7 +230,7 @@ class CapturedSteps(RunsAhead):
         return step
 
     def _settings(self) -> int:
-        """Returns the numbers baked into a graph besides the data: a change needs another graph."""
+        """Return the numbers baked into a graph besides the data: a change needs another graph."""
         engine = self._engine
         groups = engine.optimizer.param_groups
         latest = (
@@ -253,7 +253,7 @@ class CapturedSteps(RunsAhead):
         return False
 
     def _give_up(self, reason: str, *, known: bool = False) -> None:
-        """Says why steps are not captured; from here on none is."""
+        """Say why steps are not captured; from here on none is."""
         self._off = True
         if known:
             self._engine.logger.warning("capture: from step %d on steps are eager: %s", self._engine.step, reason)
@@ -261,7 +261,7 @@ class CapturedSteps(RunsAhead):
             _refuse(self._engine, reason)
 
     def _capture(self, group: Group, weights: list[float] | None, gather: RowGather | None) -> CapturedStep | None:
-        """Records the step for groups of this shape and checks it against an eager one; leaves the state as it was."""
+        """Record the step for groups of this shape and check it against an eager one; leave the state as it was."""
         engine = self._engine
         reason = _why_not(engine)  # hooks may have come
         if reason is not None:
@@ -302,7 +302,7 @@ class CapturedSteps(RunsAhead):
 
 
 def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Returns a function that gets the values of a parameter group which are written into a graph."""
+    """Return a function that gets the values of a parameter group which are written into a graph."""
     names = [name for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN)]
     return operator.itemgetter(*names) if names else lambda group: None
 

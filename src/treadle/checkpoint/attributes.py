@@ -86,7 +86,7 @@ class Attributes:
         return encode(value, deep=self._deep, largest=self._largest, known=self._known, held=held)
 
     def _now(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the attributes that can be written, encoded, and the others."""
+        """Return the attributes that can be written, encoded, and the others."""
         plain, others = {}, {}
         for name, value in self._held().items():
             mark = self._marks.get(name)
@@ -105,14 +105,14 @@ class Attributes:
         return {name: value for name, value in plain.items() if not same(value, self._start_of(name))}
 
     def _writable(self, others: Mapping[str, Any]) -> bool:
-        """Returns whether no attribute has appeared that a checkpoint cannot hold."""
+        """Return whether no attribute has appeared that a checkpoint cannot hold."""
         return all(self._before.get(name) is OPAQUE or self._is_harmless(value) for name, value in others.items())
 
     def _is_harmless(self, value: Any) -> bool:
         return callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
 
     def changed(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
+        """Return what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
         plain, others = self._now()
         if not self._writable(others):
             return {}
@@ -120,7 +120,7 @@ class Attributes:
         return kept | self._differing(plain)
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Sets the attributes to values that :meth:`changed` returned, and the others back to the start."""
+        """Set the attributes to values that :meth:`changed` returned, and the others back to the start."""
         plain, others = self._now()
         wanted = dict(values)
         if self._writable(others):
@@ -131,7 +131,7 @@ class Attributes:
 
     @contextlib.contextmanager
     def completing(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Sets, after a block that loads the object's own state, the attributes that the block left alone.
+        """Set, after a block that loads the object's own state, the attributes that the block left alone.
 
         What it changed it may have put elsewhere on purpose, to be taken up later.
         """
@@ -143,7 +143,7 @@ class Attributes:
                 set_attribute(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
 
     def lost(self) -> Iterator[str]:
-        """Yields names of attributes that changed since this was last asked and that no checkpoint holds.
+        """Yield names of attributes that changed since this was last asked and that no checkpoint holds.
 
         Numbers beside something that was opened late are named when they change once more; containers, tensors,
         objects with state, iterators, and functions in the place of others at once.
@@ -162,7 +162,7 @@ class Attributes:
                 yield name
 
     def _is_another_function(self, name: str, value: Any) -> bool:
-        """Returns whether something callable is in the place of what was there, or of a method of the class."""
+        """Return whether something callable is in the place of what was there, or of a method of the class."""
         if not callable(value) or has_state(value):
             return False
         if name in self._functions:
@@ -176,12 +176,12 @@ def _holds_tensor(encoded: Any) -> bool:
 
 
 def _moves_unseen(value: Any) -> bool:
-    """Returns whether a value is an iterator, whose place cannot be asked for; a file is none that counts."""
+    """Return whether a value is an iterator, whose place cannot be asked for; a file is none that counts."""
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def beside(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes that an object's own state does not hold under their names.
+    """Return the attributes that an object's own state does not hold under their names.
 
     Example:
         >>> beside({"calls": 2}, {"calls": 2, "rate": 0.1})
@@ -213,7 +213,7 @@ class Mark:
             self._value = lambda: value
 
     def is_of(self, value: Any) -> bool:
-        """Returns whether the value is that one, as it was."""
+        """Return whether the value is that one, as it was."""
         return self._value() is value and self._glance == _glance(value)
 
 
@@ -229,12 +229,12 @@ def _glance(value: Any) -> Any:
 
 
 def _may_change(value: Any) -> bool:
-    """Returns whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
+    """Return whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
     return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or has_state(value)
 
 
 def _is_stash(value: Any, depth: int = 8) -> bool:
-    """Returns whether a value is a tensor that belongs to a graph, or a container of such."""
+    """Return whether a value is a tensor that belongs to a graph, or a container of such."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple, deque)):

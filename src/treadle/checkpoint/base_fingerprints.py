@@ -20,7 +20,7 @@ from treadle.errors import CheckpointError
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Returns dtype, shape and the CRC-32 of a tensor's bytes, the same on every device and however it is sharded.
+    """Return dtype, shape and the CRC-32 of a tensor's bytes, the same on every device and however it is sharded.
 
     Example:
         >>> fingerprint(torch.zeros(2, 3))
@@ -55,14 +55,14 @@ class FrozenBase:
         self._at_start = self._fingerprints(model, _frozen(model)) if self._leaves_out else {}
 
     def unchanged(self, model: nn.Module) -> dict[str, str]:
-        """Returns the fingerprints of the weights that are frozen and as they were at the start."""
+        """Return the fingerprints of the weights that are frozen and as they were at the start."""
         if not self._leaves_out:
             return {}
         now = self._fingerprints(model, _frozen(model) & self._at_start.keys())
         return {name: mark for name, mark in now.items() if self._at_start[name] == mark}
 
     def check(self, model: nn.Module, marks: Mapping[str, str] | None) -> frozenset[str]:
-        """Compares the fingerprints of a checkpoint with the weights of a model.
+        """Compare the fingerprints of a checkpoint with the weights of a model.
 
         Args:
             model: wrapped or not.
@@ -99,7 +99,7 @@ class FrozenBase:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters by clean name, a tied one under each of its names, as a state dict has it."""
+    """Return the parameters by clean name, a tied one under each of its names, as a state dict has it."""
     return {clean_name(name): value for name, value in unwrap(model).named_parameters(remove_duplicate=False)}
 
 
@@ -108,7 +108,7 @@ def _frozen(model: nn.Module) -> set[str]:
 
 
 def without(weights: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Returns weights but for some.
+    """Return weights but for some.
 
     Example:
         >>> without({"a": 1, "b": 2}, {"a"})

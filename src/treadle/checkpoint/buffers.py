@@ -31,7 +31,7 @@ class HostBuffers:
         self._pinning = True
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a copy in host memory; one of a device's tensor is complete after :meth:`ready`."""
+        """Return a copy in host memory; one of a device's tensor is complete after :meth:`ready`."""
         if tensor.device.type not in ("cpu", "cuda") or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return tensor.to("cpu", copy=True)  # rare, and not worth a buffer
         key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type)
@@ -53,20 +53,20 @@ class HostBuffers:
         return torch.empty_like(tensor, device="cpu")
 
     def ready(self) -> None:
-        """Waits for the copies from devices, and lets go of memory that this round did not need."""
+        """Wait for the copies from devices, and let go of memory that this round did not need."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._devices.clear()
         self._free.clear()
 
     def reclaim(self) -> None:
-        """Takes all memory back: copies that are still referenced will change."""
+        """Take all memory back: copies that are still referenced will change."""
         for key, buffer in self._lent:
             self._free.setdefault(key, []).append(buffer)
         self._lent.clear()
 
     def drop(self) -> None:
-        """Lets go of all memory."""
+        """Let go of all memory."""
         self._lent.clear()
         self._free.clear()
 
@@ -81,7 +81,7 @@ class LiveTensors(HostBuffers):
     """
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor of the CPU that fills its memory as it is, and a copy of any other."""
+        """Return a tensor of the CPU that fills its memory as it is, and a copy of any other."""
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return tensor.to("cpu", copy=True)
         is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -97,5 +97,5 @@ class NoBuffers(HostBuffers):
     """
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor without memory."""
+        """Return a tensor without memory."""
         return torch.empty_like(tensor, device="meta")

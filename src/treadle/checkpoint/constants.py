@@ -35,7 +35,7 @@ _FROM_TEXT = {name: back for name, _, back in _AS_TEXT.values()}
 
 
 def encode_constant(value: Any) -> Any:
-    """Returns an immutable value as a tree of one key, or None where it is of no kind that is known.
+    """Return an immutable value as a tree of one key, or None where it is of no kind that is known.
 
     Example:
         >>> encode_constant(torch.float16), encode_constant(b"a"), encode_constant(print)
@@ -53,7 +53,7 @@ def encode_constant(value: Any) -> Any:
 
 
 def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
-    """Returns the value that :func:`encode_constant` was given.
+    """Return the value that :func:`encode_constant` was given.
 
     Args:
         value: what it returned.
@@ -75,7 +75,7 @@ CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum"))
 
 
 def class_path(kind: type) -> str:
-    """Returns the module and the name of a class, by which :func:`class_at` finds it.
+    """Return the module and the name of a class, by which :func:`class_at` finds it.
 
     Example:
         >>> class_path(Path)
@@ -85,7 +85,7 @@ def class_path(kind: type) -> str:
 
 
 def has_path(kind: type) -> bool:
-    """Returns whether a class is found by its module and name: one that was made in a function is not.
+    """Return whether a class is found by its module and name: one that was made in a function is not.
 
     Example:
         >>> has_path(Path)
@@ -95,7 +95,7 @@ def has_path(kind: type) -> bool:
 
 
 def class_at(path: str, held: Any = None) -> Any:
-    """Returns a class of a module that is imported, or that of ``held`` where it is of the same name.
+    """Return a class of a module that is imported, or that of ``held`` where it is of the same name.
 
     Raises:
         CheckpointError: there is none; nothing is imported for a checkpoint.

@@ -20,7 +20,7 @@ def convert_checkpoint(
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Path:
-    """Writes the whole training state of a checkpoint in the other form; a run resumes from either.
+    """Write the whole training state of a checkpoint in the other form; a run resumes from either.
 
     Args:
         source: a file, a folder of shards, or a run folder, whose newest intact checkpoint counts.

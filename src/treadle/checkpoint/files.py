@@ -29,7 +29,7 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # ne
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and its parents, each durable: a power loss after a save must not take the folder away."""
+    """Make a folder and its parents, each durable: a power loss after a save must not take the folder away."""
     missing = []
     while not os.path.isdir(folder):
         missing.append(folder)
@@ -43,7 +43,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames and unlinks in a folder durable, where the platform can."""
+    """Make renames and unlinks in a folder durable, where the platform can."""
     if os.name == "nt":  # a directory cannot be opened for fsync there
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -58,7 +58,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def reported(target: Path | str) -> Iterator[None]:
-    """Turns whatever goes wrong while a file is written into a CheckpointError of one clear line."""
+    """Turn whatever goes wrong while a file is written into a CheckpointError of one clear line."""
     try:
         yield
     except CheckpointError:
@@ -71,7 +71,7 @@ def reported(target: Path | str) -> Iterator[None]:
 
 
 def _system_error(error: BaseException) -> BaseException:
-    """Returns the OSError behind an error: torch's writer hides a full disk behind 'unexpected pos 64 vs 0'."""
+    """Return the OSError behind an error: torch's writer hides a full disk behind 'unexpected pos 64 vs 0'."""
     cause: BaseException | None = error
     for _ in range(10):
         if cause is None or isinstance(cause, OSError):
@@ -81,14 +81,14 @@ def _system_error(error: BaseException) -> BaseException:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of a message, shortened; torch's have pages."""
+    """Return the first line of a message, shortened; torch's have pages."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Gives a temporary path beside ``target`` and renames it over ``target`` when the block succeeds.
+    """Give a temporary path beside ``target`` and rename it over ``target`` when the block succeeds.
 
     The block must leave a flushed and fsynced file. Temporary files that a killed process left are removed.
     """
@@ -111,7 +111,7 @@ _locks: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDic
 
 
 def _lock_of(target: Path) -> Any:
-    """Returns the lock of a file that two threads of this process may write, such as two background writers."""
+    """Return the lock of a file that two threads of this process may write, such as two background writers."""
     key = (os.getpid(), os.path.abspath(target))  # a forked process gets locks that nobody holds
     return _locks.setdefault(key, threading.RLock())
 
@@ -132,7 +132,7 @@ def _remove_stale(target: Path) -> None:
 
 
 def remove_leftover(leftover: Path) -> None:
-    """Removes a temporary file or folder unless a living process of this machine may be writing it."""
+    """Remove a temporary file or folder unless a living process of this machine may be writing it."""
     owner = leftover.name.removesuffix(TEMPORARY).rsplit(".", 1)[-1]
     if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
         return
@@ -142,7 +142,7 @@ def remove_leftover(leftover: Path) -> None:
 
 @contextlib.contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
-    """Gives an empty temporary folder and puts it in the place of ``target``, synced, when the block succeeds.
+    """Give an empty temporary folder and put it in the place of ``target``, synced, when the block succeeds.
 
     No system call puts a folder over another one. The old one steps aside for a moment as ``.NAME.old``; if a crash
     falls into that moment, the next call puts it back first.
@@ -171,14 +171,14 @@ def replacing_folder(target: Path) -> Iterator[Path]:
 
 
 def _settle(target: Path, aside: Path) -> None:
-    """Ends a replacement that was cut off: the old folder goes back, or goes if the new one is in its place."""
+    """End a replacement that was cut off: the old folder goes back, or go if the new one is in its place."""
     if aside.exists() and not target.exists():
         os.rename(aside, target)
     _remove_tree(aside)
 
 
 def _remove_tree(folder: Path) -> None:
-    """Removes a folder with all that is in it, or a link to one; none is there: nothing to do."""
+    """Remove a folder with all that is in it, or a link to one; none is there: nothing to do."""
     if folder.is_symlink():
         os.unlink(folder)
     elif folder.exists():
@@ -194,7 +194,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def process_lives(pid: int) -> bool:
-    """Returns whether a process of this machine has the number.
+    """Return whether a process of this machine has the number.
 
     Example:
         >>> process_lives(os.getpid())
@@ -210,7 +210,7 @@ def process_lives(pid: int) -> bool:
 
 
 def write_bytes(write: Callable[[BinaryIO], Any], path: str | os.PathLike[str]) -> Path:
-    """Writes a file atomically with what ``write`` puts into it."""
+    """Write a file atomically with what ``write`` puts into it."""
     target = Path(path)
     with reported(target):
         make_folder(target.parent)
@@ -222,19 +222,19 @@ def write_bytes(write: Callable[[BinaryIO], Any], path: str | os.PathLike[str]) 
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> Path:
-    """Writes a small text file atomically."""
+    """Write a small text file atomically."""
     return write_bytes(lambda file: file.write(text.encode("utf-8")), path)
 
 
 def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
-    """Writes one tensor atomically, for ``torch.load``."""
+    """Write one tensor atomically, for ``torch.load``."""
     import torch
 
     return write_bytes(lambda file: torch.save(tensor, file), path)
 
 
 def point_to(target: Path, name: str) -> Path:
-    """Makes ``name``, beside ``target``, a symbolic link to it, atomically; where there are none, a second name.
+    """Make ``name``, beside ``target``, a symbolic link to it, atomically; where there are none, a second name.
 
     A folder cannot have a second name: without symbolic links it goes without.
     """
@@ -251,7 +251,7 @@ def point_to(target: Path, name: str) -> Path:
 
 
 def name_also(target: Path, link: Path) -> None:
-    """Makes a symbolic link in another folder point to a file; where that is not possible, there is none.
+    """Make a symbolic link in another folder point to a file; where that is not possible, there is none.
 
     Args:
         target: the file.
@@ -275,7 +275,7 @@ def name_also(target: Path, link: Path) -> None:
 
 
 def remove_link(link: Path) -> None:
-    """Removes a link that may be there.
+    """Remove a link that may be there.
 
     Raises:
         CheckpointError: it is there and cannot be removed.
@@ -299,7 +299,7 @@ def _can_link(link: Path) -> bool:
 
 
 def copy_file(source: Path, name: Path) -> None:
-    """Copies a file whole onto the disk, with its write time."""
+    """Copy a file whole onto the disk, with its write time."""
     shutil.copyfile(source, name)
     written = os.stat(source)
     os.utime(name, ns=(written.st_atime_ns, written.st_mtime_ns))

@@ -17,13 +17,13 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 def stamp_of(path: Path) -> tuple[str, int, int]:
-    """Returns a key that differs between a file and a later one of the same name."""
+    """Return a key that differs between a file and a later one of the same name."""
     described = (path / MARKER if path.is_dir() else path).stat()
     return str(path.resolve()), described.st_ino, described.st_mtime_ns
 
 
 def states_in(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a folder, files and folders of shards, each once; no states that were put aside.
+    """Return the checkpoints of a folder, files and folders of shards, each once; no states that were put aside.
 
     Example:
         >>> states_in(Path("no_such_folder"))
@@ -41,7 +41,7 @@ def nearest_state(
     without: Collection[tuple[str, int, int]] = (),
     load: Callable[[Path], dict[str, Any]] = load_checkpoint,
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the checkpoint with the largest step up to ``at_most``, and its tree; damaged ones are named.
+    """Return the checkpoint with the largest step up to ``at_most``, and its tree; damaged ones are named.
 
     Args:
         folder: is only read.

@@ -21,16 +21,16 @@ class Named:
     """Values under names, which are read and set as the attributes of an object are."""
 
     def values(self) -> dict[str, Any]:
-        """Returns the values as they are now."""
+        """Return the values as they are now."""
         raise NotImplementedError
 
     def set(self, name: str, value: Any) -> None:
-        """Sets one of them."""
+        """Set one of them."""
         raise NotImplementedError
 
 
 def has_state(owner: Any) -> bool:
-    """Returns whether an object offers ``state_dict()`` without arguments and ``load_state_dict()``; a class does not.
+    """Return whether an object offers ``state_dict()`` without arguments and ``load_state_dict()``; a class does not.
 
     Example:
         >>> from torch import nn
@@ -45,7 +45,7 @@ def has_state(owner: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _wants_nothing(function: Any) -> bool:
-    """Returns whether a function or method needs no argument: the ``state_dict`` of litdata's data sets needs three."""
+    """Return whether a function or method needs no argument: the ``state_dict`` of litdata's data sets needs three."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -55,7 +55,7 @@ def _wants_nothing(function: Any) -> bool:
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
-    """Returns the attributes of an object by name, those in ``__slots__`` too; of a function, what it encloses.
+    """Return the attributes of an object by name, those in ``__slots__`` too; of a function, what it encloses.
 
     Example:
         >>> def made(count): return lambda: count
@@ -83,7 +83,7 @@ def _is_empty(cell: Any) -> bool:
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute of an object, or a variable that a function encloses.
+    """Set an attribute of an object, or a variable that a function encloses.
 
     Example:
         >>> def made(count): return lambda: count
@@ -104,7 +104,7 @@ def _as_names(slots: Any) -> tuple[str, ...]:
 
 
 def behind(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the objects that something callable calls, with what leads to them: of methods, partials and functions.
+    """Yield the objects that something callable calls, with what leads to them: of methods, partials and functions.
 
     Example:
         >>> [name for name, _ in behind(partial(print, [1], end=[2]))]
@@ -119,7 +119,7 @@ def behind(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_users(owner: Any) -> bool:
-    """Returns whether an object is of a class, or is a function, that may be the user's: of no well-known library.
+    """Return whether an object is of a class, or is a function, that may be the user's: of no well-known library.
 
     Example:
         >>> is_users(3), is_users(print)
@@ -129,7 +129,7 @@ def is_users(owner: Any) -> bool:
 
 
 def is_users_class(kind: Any) -> bool:
-    """Returns whether a class or a function is defined in a module that may be the user's.
+    """Return whether a class or a function is defined in a module that may be the user's.
 
     Example:
         >>> is_users_class(int)
@@ -140,7 +140,7 @@ def is_users_class(kind: Any) -> bool:
 
 
 def names_used_by(function: types.FunctionType) -> Iterator[str]:
-    """Yields the names that a function uses, those of functions inside it included."""
+    """Yield the names that a function uses, those of functions inside it included."""
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()

@@ -69,7 +69,7 @@ class RunLock:
         self._key: str | None = None
 
     def take(self, folder: str | os.PathLike[str]) -> None:
-        """Takes the folder, making it if it is not there; once taken, taking it again does nothing.
+        """Take the folder, making it if it is not there; once taken, taking it again does nothing.
 
         Raises:
             CheckpointError: another process holds it, named with its number and machine, or it cannot be written.
@@ -87,7 +87,7 @@ class RunLock:
             self._key = key
 
     def release(self) -> None:
-        """Gives the folder back; without a lock it does nothing."""
+        """Give the folder back; without a lock it does nothing."""
         with _guard:
             held = None if self._key is None else _held.get(self._key)
             if held is not None and self._key is not None:
@@ -99,7 +99,7 @@ class RunLock:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what killed saves left in a folder that this process holds, and in the folders directly in it.
+    """Remove what killed saves left in a folder that this process holds, and in the folders directly in it.
 
     A folder in it that another run holds is left alone, and so is what a living process may still be writing.
 
@@ -121,7 +121,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def run_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Holds a run folder inside the block.
+    """Hold a run folder inside the block.
 
     Raises:
         CheckpointError: another process holds it, or it cannot be written.
@@ -140,7 +140,7 @@ def run_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_free(folder: str | os.PathLike[str]) -> None:
-    """Raises if another process holds the folder now; takes nothing and makes no file.
+    """Raise if another process holds the folder now; take nothing and make no file.
 
     Raises:
         CheckpointError: it does, named with its number and machine.
@@ -158,7 +158,7 @@ def check_free(folder: str | os.PathLike[str]) -> None:
 
 
 def holder(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Returns ``pid``, ``host`` and ``since`` of the process that holds a folder; {} if unknown, None if free.
+    """Return ``pid``, ``host`` and ``since`` of the process that holds a folder; {} if unknown, None if free.
 
     Takes nothing, makes no file and does not wait.
 
@@ -210,7 +210,7 @@ def _lock_patiently(folder: Path) -> int | None:
 
 
 def _lock(path: Path) -> int | None:
-    """Returns the descriptor that holds the lock, or None where the file system knows no locks."""
+    """Return the descriptor that holds the lock, or None where the file system knows no locks."""
     if fcntl is None:
         _go_without(path, "this platform has no file locks")
         return None

@@ -46,7 +46,7 @@ class ModuleState:
     # -- modes ----------------------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module) -> list[str]:
-        """Puts every module into training mode, but for those that a hook had put into eval mode while it trained.
+        """Put every module into training mode, but for those that a hook had put into eval mode while it trained.
 
         Returns:
             The names of the modules that stay in eval mode for that reason.
@@ -59,7 +59,7 @@ class ModuleState:
         return self._pending_eval
 
     def end(self, model: nn.Module) -> None:
-        """Keeps the modes for the next run of the same objects."""
+        """Keep the modes for the next run of the same objects."""
         if self._trained_eval is not None:
             self._pending_eval = self._changed_modes(model)
             self._trained_eval = None
@@ -73,7 +73,7 @@ class ModuleState:
     # -- collect and load -----------------------------------------------------------------------------------------
 
     def collect(self, model: nn.Module) -> dict[str, Any]:
-        """Returns what differs from the model as it was built; nothing where nothing does."""
+        """Return what differs from the model as it was built; nothing where nothing does."""
         found: dict[str, Any] = {}
         frozen = frozen_names(model)
         if frozen or self.built_frozen:
@@ -101,7 +101,7 @@ class ModuleState:
         return not built.is_of(value) and (is_buffer or self._shapes[path] == value.shape)
 
     def replaced(self, model: nn.Module) -> Iterator[str]:
-        """Yields the names of modules that were put into the place of others, or were added, once each."""
+        """Yield the names of modules that were put into the place of others, or were added, once each."""
         for name, module in _modules(model):
             built = self._built.get(name)
             inside = any(name.startswith(f"{outer}.") for outer in self._replaced)
@@ -110,12 +110,12 @@ class ModuleState:
                 yield name
 
     def lost(self) -> Iterator[str]:
-        """Yields names of attributes that changed since this was last asked and that no checkpoint holds."""
+        """Yield names of attributes that changed since this was last asked and that no checkpoint holds."""
         for name, attributes in self._attributes.items():
             yield from (f"{name}.{attribute}".lstrip(".") for attribute in attributes.lost())
 
     def restore(self, model: nn.Module, entry: Mapping[str, Any], *, ready: bool) -> None:
-        """Loads what :meth:`collect` returned.
+        """Load what :meth:`collect` returned.
 
         Args:
             model: as it was built, or as it was left.
@@ -138,7 +138,7 @@ class ModuleState:
             attributes.restore((entry.get("attributes") or {}).get(name, {}))
 
     def unknown(self, model: nn.Module, entry: Mapping[str, Any]) -> list[str]:
-        """Returns the names of an entry that this model does not have."""
+        """Return the names of an entry that this model does not have."""
         named = dict(_modules(model))
         tensors = [path for path in entry.get("tensors") or {} if path.rpartition(".")[0] not in named]
         attributes = [name for name in entry.get("attributes") or {} if name not in self._attributes]
@@ -146,7 +146,7 @@ class ModuleState:
 
 
 def _attributes_of(module: nn.Module) -> Attributes:
-    """Returns the attributes of a module: of torch's own the numbers, as a rate of dropout that a hook moves."""
+    """Return the attributes of a module: of torch's own the numbers, as a rate of dropout that a hook moves."""
     if type(module).__module__.startswith("torch."):
         return Attributes(module, leave_out=_OF_EVERY_MODULE, stashes=True)
     own = [name for name, value in vars(module).items() if type(value) is Tensor]  # collected beside the buffers
@@ -156,7 +156,7 @@ def _attributes_of(module: nn.Module) -> Attributes:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Returns the clean names of parameters that do not require gradients.
+    """Return the clean names of parameters that do not require gradients.
 
     Example:
         >>> frozen_names(nn.Linear(1, 1))
@@ -182,7 +182,7 @@ def _set_modes(model: nn.Module, evaluating: list[str]) -> None:
 
 
 def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tensor]]:
-    """Returns buffers that are not persistent and plain tensor attributes, by path, with whether it is a buffer."""
+    """Return buffers that are not persistent and plain tensor attributes, by path, with whether it is a buffer."""
     found = {}
     for name, module in named.items():
         for key in module._non_persistent_buffers_set:

@@ -66,15 +66,15 @@ class ObjectStore:
         return self._files
 
     def path(self, key: str) -> str:
-        """Returns the path of an object in :attr:`files`."""
+        """Return the path of an object in :attr:`files`."""
         return f"{self._root}/{key}"
 
     def put(self, key: str, data: bytes) -> None:
-        """Writes an object, whole or not at all."""
+        """Write an object, whole or not at all."""
         self._trying(lambda: self._put(key, data, create=False))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes an object if there is none of that name; returns whether it holds ``data`` now.
+        """Write an object if there is none of that name; return whether it holds ``data`` now.
 
         A request whose answer was lost counts as one that succeeded.
         """
@@ -94,7 +94,7 @@ class ObjectStore:
             raise
 
     def get(self, key: str) -> bytes:
-        """Reads an object.
+        """Read an object.
 
         Raises:
             FileNotFoundError: there is none.
@@ -103,7 +103,7 @@ class ObjectStore:
         return data
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Lists all objects below a prefix that ends in a slash, with their sizes in bytes."""
+        """List all objects below a prefix that ends in a slash, with their sizes in bytes."""
         return self._trying(lambda: self._sizes(prefix))
 
     def _sizes(self, prefix: str) -> dict[str, int]:
@@ -117,7 +117,7 @@ class ObjectStore:
         return {self._files._strip_protocol(path)[start:]: int(info["size"] or 0) for path, info in found.items()}
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects; those that are gone already do not matter."""
+        """Delete objects; those that are gone already do not matter."""
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 self._trying(lambda key=key: self._files.rm_file(self.path(key)))  # type: ignore[misc]
@@ -147,7 +147,7 @@ class _Folder:
         return getattr(self._files, name)
 
     def pipe_file(self, path: str, data: bytes, mode: str) -> None:
-        """Writes a file; what a kill leaves of it is called ``.part``."""
+        """Write a file; what a kill leaves of it is called ``.part``."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex}.part"
         try:

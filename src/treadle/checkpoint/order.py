@@ -38,7 +38,7 @@ class Reach(NamedTuple):
 
 
 def reach_of(path: Path) -> Reach | None:
-    """Returns how far the state in a file or a folder of shards is; None if it cannot be read. Reads no tensors.
+    """Return how far the state in a file or a folder of shards is; None if it cannot be read. Reads no tensors.
 
     A state that holds no step counts as that of the last number in its name.
 
@@ -61,7 +61,7 @@ def reach_of(path: Path) -> Reach | None:
 
 
 def furthest_first(paths: Iterable[Path]) -> list[Path]:
-    """Returns checkpoints in the order in which a run that resumes should try them.
+    """Return checkpoints in the order in which a run that resumes should try them.
 
     Those that cannot be read come first, so that they are named; of equally far ones, those that were given first. A
     step in the name is believed; it spares opening thousands of files.
@@ -97,7 +97,7 @@ def furthest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def is_aside(path: Path) -> bool:
-    """Returns whether a state was put aside: it is not finite, or a later run began before it.
+    """Return whether a state was put aside: it is not finite, or a later run began before it.
 
     Example:
         >>> is_aside(Path("best.nonfinite.pt")), is_aside(Path("best.superseded-2.pt")), is_aside(Path("best.pt"))
@@ -107,7 +107,7 @@ def is_aside(path: Path) -> bool:
 
 
 def aside_of(target: Path) -> Path:
-    """Returns the name for a state that is not finite, beside the one it would have had.
+    """Return the name for a state that is not finite, beside the one it would have had.
 
     Example:
         >>> aside_of(Path("best.pt")).name
@@ -117,7 +117,7 @@ def aside_of(target: Path) -> Path:
 
 
 def set_aside_beyond(paths: Iterable[Path], begun: Reach, *, source: str | None = None) -> list[Path]:
-    """Renames the checkpoints that are further than where a run began, with a warning; deletes none.
+    """Rename the checkpoints that are further than where a run began, with a warning; delete none.
 
     Args:
         paths: files, folders of shards, and links to them, which are removed.

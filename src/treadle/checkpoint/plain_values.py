@@ -37,7 +37,7 @@ _MOST_NESTED = 20_000  # items inside containers of containers, each of which is
 def encode(
     value: Any, *, deep: bool = False, largest: int = LONGEST, known: Collection[int] = (), held: bool = False
 ) -> Any:
-    """Returns a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
+    """Return a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
 
     Args:
         value: any.
@@ -94,14 +94,14 @@ class _Encoder:
         return self._of_object(value)
 
     def _inside(self, encoded: Callable[[Any], Any], container: Any) -> Any:
-        """Encodes what a container holds, in whose place nothing of the same class need be later."""
+        """Encode what a container holds, in whose place nothing of the same class need be later."""
         held, self._held = self._held, False
         found = encoded(container)
         self._held = held
         return found
 
     def _of_object(self, value: Any) -> Any:
-        """Returns a named tuple or an object of a user's class, by its class and its items."""
+        """Return a named tuple or an object of a user's class, by its class and its items."""
         kind = type(value)
         if id(value) in self._known or not is_plain_object(value) or not (self._held or has_path(kind)):
             return OPAQUE
@@ -115,7 +115,7 @@ class _Encoder:
         }  # fmt: skip
 
     def _fits(self, count: int) -> bool:
-        """Takes elements from those that are left, so that a cache of samples does not go into every checkpoint."""
+        """Take elements from those that are left, so that a cache of samples does not go into every checkpoint."""
         self._largest -= count
         return self._largest >= 0
 
@@ -151,7 +151,7 @@ class _Encoder:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Returns whether a value is made of its attributes alone: of a user's class, of no part of a run, no container."""
+    """Return whether a value is made of its attributes alone: of a user's class, of no part of a run, no container."""
     if not is_users(value) or has_state(value):
         return False
     if isinstance(value, tuple):
@@ -174,7 +174,7 @@ def _encoded_tensor(value: Tensor) -> Any:
 
 
 def decode(value: Any, held: Any = None) -> Any:
-    """Returns the value that :func:`encode` was given.
+    """Return the value that :func:`encode` was given.
 
     Args:
         value: what it returned.
@@ -217,7 +217,7 @@ def decode(value: Any, held: Any = None) -> Any:
 
 
 def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
-    """Returns a new dict of the kind that was encoded."""
+    """Return a new dict of the kind that was encoded."""
     factory = value.get("factory")
     if factory is not None and factory not in _FACTORIES:
         raise CheckpointError(
@@ -231,7 +231,7 @@ def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
 
 
 def _decoded_object(value: Mapping[str, Any], held: Any) -> Any:
-    """Returns an object of a user's class, made without its ``__init__`` where it is not there yet."""
+    """Return an object of a user's class, made without its ``__init__`` where it is not there yet."""
     (kind, inner), *_ = value.items()
     if kind == "record":
         return class_at(value["of"], held)._make(_decoded_items(inner, held))
@@ -263,7 +263,7 @@ def _decoded_tensor(value: Tensor, held: Any) -> Tensor:
 
 
 def _in_place(held: Any, kinds: Any, value: Any) -> Any:
-    """Fills a container that is there, which others may hold too; else returns the new one."""
+    """Fill a container that is there, which others may hold too; else returns the new one."""
     if not isinstance(held, kinds) or (type(held) not in _DICTS and type(held) is not type(value)):
         return value
     held.clear()
@@ -272,7 +272,7 @@ def _in_place(held: Any, kinds: Any, value: Any) -> Any:
 
 
 def _generator_like(state: Any) -> Any:
-    """Returns a new generator of the kind that a state is of."""
+    """Return a new generator of the kind that a state is of."""
     if isinstance(state, Tensor):
         return torch.Generator()
     if isinstance(state, list):
@@ -323,7 +323,7 @@ def _with_arrays(state: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Returns whether two plain trees are equal to the bit: kinds, keys, and tensors with their dtypes; NaN is NaN.
+    """Return whether two plain trees are equal to the bit: kinds, keys, and tensors with their dtypes; NaN is NaN.
 
     Example:
         >>> same({"a": [1.0, torch.ones(1)]}, {"a": [1.0, torch.ones(1)]}), same(1, 1.0)
@@ -333,7 +333,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the paths at which two plain trees differ, each with the difference in words."""
+    """Yield the paths at which two plain trees differ, each with the difference in words."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.dtype != other.dtype:
             yield path, f"{one.dtype} and {other.dtype}"
@@ -361,7 +361,7 @@ def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _equal_scalars(one: Any, other: Any) -> bool:
-    """Returns whether two lists of scalars are equal, at the speed of C; False says nothing."""
+    """Return whether two lists of scalars are equal, at the speed of C; False says nothing."""
     kinds = list(map(type, one))
     return _SCALARS.issuperset(kinds) and kinds == list(map(type, other)) and list(one) == list(other)
 
@@ -371,7 +371,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors of one dtype and shape hold the same numbers, on any device; NaN equals NaN."""
+    """Return whether two tensors of one dtype and shape hold the same numbers, on any device; NaN equals NaN."""
     one, other = one.detach(), other.detach().to(one.device)
     if one.is_sparse or other.is_sparse:
         one, other = one.to_dense(), other.to_dense()

@@ -34,11 +34,11 @@ class RankWriter(CheckpointWriter):
         self.in_flight: Literal["file", "folder"] | None = None
 
     def notice(self) -> float:
-        """Returns the number that this rank shares in a step: 1.0 during a background write, else 0.0."""
+        """Return the number that this rank shares in a step: 1.0 during a background write, else 0.0."""
         return float(self.writing)
 
     def ended(self, notices: Sequence[float]) -> bool:
-        """Returns whether a write in the background has ended on all ranks and was not waited for yet.
+        """Return whether a write in the background has ended on all ranks and was not waited for yet.
 
         Args:
             notices: of all ranks, from a step that began after the write did.
@@ -52,7 +52,7 @@ class RankWriter(CheckpointWriter):
     def save_file(
         self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
     ) -> None:
-        """Waits for the write before, makes the state on all ranks, and lets rank 0 write it.
+        """Wait for the write before, make the state on all ranks, and let rank 0 write it.
 
         Args:
             collect: makes the state; called on every rank.
@@ -76,7 +76,7 @@ class RankWriter(CheckpointWriter):
     def save_folder(
         self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
     ) -> None:
-        """Waits for the write before, makes this rank's parts of the state, and writes them.
+        """Wait for the write before, make this rank's parts of the state, and write them.
 
         Args:
             collect: makes them.
@@ -90,7 +90,7 @@ class RankWriter(CheckpointWriter):
         self.in_flight = "folder" if background else None
 
     def wait(self) -> None:
-        """Waits until what was asked for is written.
+        """Wait until what was asked for is written.
 
         Raises:
             CheckpointError: it could not be written; on all ranks. Raised once.

@@ -28,7 +28,7 @@ class WriterLostError(CheckpointError, RankLostError):
 
 
 def writers_group() -> dist.ProcessGroup | None:
-    """Returns the gloo group of those who write, which is not the one of those who train; None without any group.
+    """Return the gloo group of those who write, which is not the one of those who train; None without any group.
 
     The first call makes it, which all ranks must do at the same point.
     """
@@ -42,7 +42,7 @@ def writers_group() -> dist.ProcessGroup | None:
 
 
 def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> list[Result]:
-    """Does a piece of work on every rank and returns all results, on every rank.
+    """Do a piece of work on every rank and return all results, on every rank.
 
     Args:
         group: who takes part; None for one process.
@@ -75,7 +75,7 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
 
 
 def on_rank_0(work: Callable[[], Result]) -> Result:
-    """Does a piece of work on rank 0 while the others wait, and returns its result on all.
+    """Do a piece of work on rank 0 while the others wait, and return its result on all.
 
     Raises:
         CheckpointError: it failed there; on all ranks.
@@ -90,7 +90,7 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def held_by_rank_0(folder: Path) -> Iterator[None]:
-    """Holds a folder for a run on any number of ranks inside the block; all ranks enter it.
+    """Hold a folder for a run on any number of ranks inside the block; all ranks enter it.
 
     Raises:
         CheckpointError: another process holds it, or it cannot be written; on all ranks.
@@ -109,7 +109,7 @@ def held_by_rank_0(folder: Path) -> Iterator[None]:
 
 
 def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
-    """Does a piece of work on every rank and returns all results, on every rank.
+    """Do a piece of work on every rank and return all results, on every rank.
 
     Raises:
         CheckpointError: it failed on some rank; the same error on all.
@@ -122,7 +122,7 @@ def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
 
 
 def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Opens a checkpoint on every rank; of a folder of shards each checks its share of the files.
+    """Open a checkpoint on every rank; of a folder of shards each checks its share of the files.
 
     Args:
         path: the same on all ranks.

@@ -59,17 +59,17 @@ class Manifest:
 
     @property
     def objects(self) -> set[str]:
-        """Names of the objects that the files are in."""
+        """Name of the objects that the files are in."""
         return {part["key"] for entry in self.files.values() for part in entry.get("parts", [])}
 
     def packed(self) -> bytes:
-        """Returns the bytes of the object: a CRC-32, and the name of its content."""
+        """Return the bytes of the object: a CRC-32, and the name of its content."""
         text = json.dumps({"claim": self.claim, "number": self.number, "reach": self.reach, "files": self.files})
         return f"{zlib.crc32(text.encode()):08x} {text}".encode()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Manifest:
-        """Reads what :meth:`packed` returned.
+        """Read what :meth:`packed` returned.
 
         Raises:
             CheckpointError: it is damaged.
@@ -117,7 +117,7 @@ class RemoteWorkspace:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def latest(self) -> tuple[Manifest, list[str]] | tuple[None, list[str]]:
-        """Returns the latest manifest that can be read, and the errors of later ones.
+        """Return the latest manifest that can be read, and the errors of later ones.
 
         Raises:
             CheckpointError: there are manifests, and none can be read.
@@ -134,7 +134,7 @@ class RemoteWorkspace:
         return None, problems
 
     def restore(self, warn: Callable[[str], object] = print) -> bool:
-        """Brings the staging folder to the furthest state: that of the store, or its own if that is as far.
+        """Bring the staging folder to the furthest state: that of the store, or its own if that is as far.
 
         Args:
             warn: gets a sentence about each object that is damaged.
@@ -197,7 +197,7 @@ class RemoteWorkspace:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Takes the workspace for this process, once it was restored.
+        """Take the workspace for this process, once it was restored.
 
         Raises:
             CheckpointError: another process holds it, or has published since.
@@ -209,16 +209,16 @@ class RemoteWorkspace:
             raise CheckpointError(f"{self.store.url} was written to by another process meanwhile; start again")
 
     def ahead(self) -> bool:
-        """Returns whether the staging folder holds a state that is further than that of the store."""
+        """Return whether the staging folder holds a state that is further than that of the store."""
         own = furthest(self.staging)
         return own is not None and (self.manifest is None or own > self.manifest.reach)
 
     def changed(self) -> bool:
-        """Returns whether the staging folder has other states than those that were published last."""
+        """Return whether the staging folder has other states than those that were published last."""
         return _of_states(_stamps(self.staging)) != _of_states(self._stamps)
 
     def publish(self) -> None:
-        """Uploads new files of the staging folder, then the manifest, and deletes files that no manifest needs.
+        """Upload new files of the staging folder, then the manifest, and delete files that no manifest needs.
 
         Raises:
             CheckpointError: the store cannot be reached, or another process has claimed it. What was there before is
@@ -245,7 +245,7 @@ class RemoteWorkspace:
     def _seen_at_once(
         self, known: Mapping[str, Any], opened: contextlib.ExitStack
     ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], Reach]:
-        """Opens the files to upload as they are at one moment, since the run continues to save and prune.
+        """Open the files to upload as they are at one moment, since the run continues to save and prune.
 
         A file that is open can be read to its end after it was pruned. Where states or links changed meanwhile, all is
         looked at again.
@@ -273,7 +273,7 @@ class RemoteWorkspace:
         raise CheckpointError(f"{self.staging} changes faster than it can be listed; save less often")
 
     def _upload(self, name: str, stamp: _Stamp, file: BinaryIO) -> dict[str, Any]:
-        """Uploads a file up to the size it has now; logs grow meanwhile."""
+        """Upload a file up to the size it has now; logs grow meanwhile."""
         entry: dict[str, Any] = {"size": 0, "parts": [], "written": stamp[1]}
         crc, left = 0, os.fstat(file.fileno()).st_size
         while left > 0 and (data := file.read(min(self.part, left))):
@@ -285,7 +285,7 @@ class RemoteWorkspace:
         return {**entry, "crc32": f"{crc:08x}"}
 
     def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
-        """Deletes what neither this manifest nor the one before needs; of other claims, everything but that."""
+        """Delete what neither this manifest nor the one before needs; of other claims, everything but that."""
         kept = {manifest.key} | manifest.objects
         if before is not None:
             kept |= {before.key} | before.objects
@@ -299,7 +299,7 @@ class RemoteWorkspace:
         self.store.delete(sorted(stale, key=lambda key: not key.startswith(_MANIFESTS)))
 
     def leftovers(self) -> list[str]:
-        """Returns the objects that the two latest manifests do not name; none once a run has ended."""
+        """Return the objects that the two latest manifests do not name; none once a run has ended."""
         present = self.store.sizes()
         manifests = sorted(key for key in present if key.startswith(_MANIFESTS))[-2:]
         kept = set(manifests).union(*(Manifest.unpacked(self.store.get(key)).objects for key in manifests))
@@ -312,7 +312,7 @@ def _claim_of(key: str) -> int:
 
 
 def is_state(name: str) -> bool:
-    """Returns whether a file of a run folder is a state, or the marker of a folder of shards.
+    """Return whether a file of a run folder is a state, or the marker of a folder of shards.
 
     Example:
         >>> is_state("checkpoints/last.pt"), is_state("steps.jsonl")
@@ -326,7 +326,7 @@ def _of_states(stamps: Mapping[str, _Stamp]) -> dict[str, _Stamp]:
 
 
 def furthest(folder: Path) -> Reach | None:
-    """Returns how far the furthest state in a folder and its subfolders is; None if there is none.
+    """Return how far the furthest state in a folder and its subfolders is; None if there is none.
 
     Example:
         >>> furthest(Path("no_such_folder")) is None
@@ -340,7 +340,7 @@ def furthest(folder: Path) -> Reach | None:
 
 
 def _stamps(folder: Path) -> dict[str, _Stamp]:
-    """Returns the finished files of a folder: size, write time and number of each."""
+    """Return the finished files of a folder: size, write time and number of each."""
     found: dict[str, _Stamp] = {}
     for parent, name in _walk(folder):
         path = os.path.join(parent, name)

@@ -50,7 +50,7 @@ class RemoteClaim:
         self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Takes the workspace; once taken, taking it again does nothing.
+        """Take the workspace; once taken, taking it again does nothing.
 
         Raises:
             CheckpointError: another process holds it, named with its number and machine.
@@ -70,11 +70,11 @@ class RemoteClaim:
         self._thread.start()
 
     def is_lost(self) -> bool:
-        """Returns whether another process has claimed the workspace since."""
+        """Return whether another process has claimed the workspace since."""
         return self._last() > self.number
 
     def release(self) -> None:
-        """Gives the workspace back; without a claim it does nothing."""
+        """Give the workspace back; without a claim it does nothing."""
         if not self.number:
             return
         self._stopped.set()

@@ -56,7 +56,7 @@ class RemoteShards:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def save(self, tree: Mapping[str, Any], reach: Reach, *, equal: Collection[str] = ()) -> str | None:
-        """Writes a state tree; every rank calls it with its own parts.
+        """Write a state tree; every rank calls it with its own parts.
 
         Args:
             tree: as :func:`treadle.checkpoint.sharded.save_sharded` takes it.
@@ -102,7 +102,7 @@ class RemoteShards:
             raise CheckpointError(f"{self.store.url}/{name} was written by another process")
 
     def prune(self, keep: int | None) -> None:
-        """Deletes all but the furthest checkpoints, and what an unfinished one left; markers go first.
+        """Delete all but the furthest checkpoints, and what an unfinished one left; markers go first.
 
         Args:
             keep: how many stay; None keeps all that are whole.
@@ -115,13 +115,13 @@ class RemoteShards:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def whole(self) -> list[str]:
-        """Returns the names of the checkpoints that were published, the furthest first."""
+        """Return the names of the checkpoints that were published, the furthest first."""
         names = {key.partition("/")[0] for key in self.store.sizes() if key.endswith(f"/{MARKER}")}
         return sorted(filter(_NAME.fullmatch, names), key=self.reach, reverse=True)
 
     @staticmethod
     def reach(name: str) -> Reach:
-        """Returns step and epoch of a checkpoint.
+        """Return step and epoch of a checkpoint.
 
         Example:
             >>> RemoteShards.reach("00000040-000002-9f31c2d4")
@@ -131,7 +131,7 @@ class RemoteShards:
         return Reach(int(step), int(epoch))
 
     def open(self, name: str, *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-        """Reads a checkpoint but for its tensors, which are read when they are asked for.
+        """Read a checkpoint but for its tensors, which are read when they are asked for.
 
         Args:
             name: below the URL.
@@ -160,7 +160,7 @@ class RemoteShards:
         return tree
 
     def open_on_ranks(self, name: str, rank: int, ranks: int) -> dict[str, Any]:
-        """Opens a checkpoint on every rank, each of which checks its share of the files.
+        """Open a checkpoint on every rank, each of which checks its share of the files.
 
         Raises:
             CheckpointError: it is damaged, wherever that was seen; on all ranks.

@@ -16,7 +16,7 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 def write_order(path: Path) -> tuple[int, int]:
-    """Returns a key that sorts checkpoints by write time, then by number; a file that vanished sorts first.
+    """Return a key that sorts checkpoints by write time, then by number; a file that vanished sorts first.
 
     A folder of shards was written when its marker was.
     """
@@ -29,7 +29,7 @@ def write_order(path: Path) -> tuple[int, int]:
 
 
 def date_last(path: Path, folder: Path) -> None:
-    """Dates a file that was just written after every checkpoint of a folder, if the clock was set back since.
+    """Date a file that was just written after every checkpoint of a folder, if the clock was set back since.
 
     Pages and listings show files by write time; a resuming run goes by their content.
 
@@ -63,11 +63,11 @@ class Retention:
     keep_steps: Collection[int] = ()
 
     def keeps(self, number: int) -> bool:
-        """Returns whether a number stays for ever, and so is also saved."""
+        """Return whether a number stays for ever, and so is also saved."""
         return number in self.keep_steps or bool(self.keep_interval and number % self.keep_interval == 0)
 
     def prune(self, folder: Path, pattern: str, protect: Iterable[Path] = ()) -> list[Path]:
-        """Deletes what the rule does not keep, oldest number first.
+        """Delete what the rule does not keep, oldest number first.
 
         Args:
             folder: of the checkpoints, files or folders of shards alike; what does not match, other folders

@@ -59,7 +59,7 @@ _PLAIN = (bool, int, float, str)
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that are written into every checkpoint."""
+    """Return the versions that are written into every checkpoint."""
     return {
         "treadle": own_version(),
         "python": platform.python_version(),
@@ -76,7 +76,7 @@ def to_plain(
     buffers: HostBuffers | None = None,
     parts: bool = False,
 ) -> Any:
-    """Returns a copy of a state tree that is safe to save later: tensors cloned to the CPU, tuples as lists.
+    """Return a copy of a state tree that is safe to save later: tensors cloned to the CPU, tuples as lists.
 
     Tensors that share memory (tied weights) share it in the copy too. Tensors that are spread over ranks are gathered
     one by one, for which all ranks must call this; rank 0 has the copies, the others have tensors without memory.
@@ -117,7 +117,7 @@ def to_plain(
 
 
 def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None, parts: bool) -> Tensor | LocalShard:
-    """Copies a tensor that is spread over ranks: this rank's part, or the whole on rank 0."""
+    """Copy a tensor that is spread over ranks: this rank's part, or the whole on rank 0."""
     tensor = tensor.detach()
     local = tensor.to_local()
     # All ranks must come to the same answer, or some would gather alone; they share memory on all ranks or on none.
@@ -158,7 +158,7 @@ def _not_plain(path: str, value: Any, rule: str) -> CheckpointError:
 
 
 def check_format(tree: Any, source: str) -> None:
-    """Raises CheckpointError if the tree is no checkpoint this version can read.
+    """Raise CheckpointError if the tree is no checkpoint this version can read.
 
     Args:
         tree: what was loaded.
@@ -177,7 +177,7 @@ def check_format(tree: Any, source: str) -> None:
 
 
 def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
-    """Returns the names of model and EMA tensors that hold a NaN or an infinity, of a checkpoint or an export."""
+    """Return the names of model and EMA tensors that hold a NaN or an infinity, of a checkpoint or an export."""
     if not isinstance(tree.get("model"), Mapping):
         return [name for name, value in tree.items() if not is_finite(value)]
     groups: list[tuple[str, Any]] = [("model", tree["model"])]
@@ -191,7 +191,7 @@ def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether a value of a checkpoint tree holds neither NaN nor infinity; other types count as finite.
+    """Return whether a value of a checkpoint tree holds neither NaN nor infinity; other types count as finite.
 
     Example:
         >>> is_finite(torch.tensor([1.0, math.nan])), is_finite("nan")
@@ -203,7 +203,7 @@ def is_finite(value: Any) -> bool:
 
 
 def _all_finite(value: Tensor) -> bool:
-    """Looks at the extremes only, which are NaN if anything is: a tenth of the time of ``isfinite``, and no memory."""
+    """Look at the extremes only, which are NaN if anything is: a tenth of the time of ``isfinite``, and no memory."""
     value = elements(value)
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())

@@ -44,7 +44,7 @@ def write_shard(
     group: dist.ProcessGroup | None,
     files: SummedStreams | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Writes tensors to an empty folder, of those that several ranks have one copy; all ranks of the group call it.
+    """Write tensors to an empty folder, of those that several ranks have one copy; all ranks of the group call it.
 
     Args:
         tensors: of this rank, by key.
@@ -89,13 +89,13 @@ class _Planner(DefaultSavePlanner):
         self._parts = parts
 
     def create_local_plan(self) -> SavePlan:
-        """Returns one item for each part that is not empty."""
+        """Return one item for each part that is not empty."""
         items = [_item(key, part) for key, part in self._parts.items() if part.local.numel() or _is_empty(part)]
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Returns the values of a part."""
+        """Return the values of a part."""
         return self._parts[write_item.index.fqn].local.detach()
 
 
@@ -125,16 +125,16 @@ class _Writer(FileSystemWriter):
         self.path = folder
 
     def storage_meta(self) -> StorageMeta:
-        """Returns what identifies this save."""
+        """Return what identifies this save."""
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes the file of this rank."""
+        """Write the file of this rank."""
         with reported(f"{self.path}/{plan.storage_data.prefix}0.distcp"):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the metadata, on rank 0."""
+        """Write the metadata, on rank 0."""
         with reported(f"{self.path}/{METADATA}"):
             super().finish(metadata, results)
 
@@ -152,7 +152,7 @@ class SummedStreams:
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Opens a file."""
+        """Open a file."""
         with super().create_stream(path, mode) as stream:  # type: ignore[misc]
             if mode != "wb":
                 yield stream

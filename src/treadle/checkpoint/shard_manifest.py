@@ -56,13 +56,13 @@ class Marker:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Returns the size and the CRC-32 of a file, read once."""
+    """Return the size and the CRC-32 of a file, read once."""
     with open(path, "rb") as file:
         return checksum_of(file)
 
 
 def checksum_of(file: Any) -> dict[str, Any]:
-    """Returns the size and the CRC-32 of the rest of an open file."""
+    """Return the size and the CRC-32 of the rest of an open file."""
     size, crc = 0, 0
     while block := file.read(_CHUNK):
         size += len(block)
@@ -71,7 +71,7 @@ def checksum_of(file: Any) -> dict[str, Any]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Returns whether a folder of shards was published; its files may have been damaged since.
+    """Return whether a folder of shards was published; its files may have been damaged since.
 
     Example:
         >>> is_whole(Path("no_such_folder"))
@@ -81,12 +81,12 @@ def is_whole(folder: Path) -> bool:
 
 
 def has_shards(folder: Path) -> bool:
-    """Returns whether a folder is one checkpoint, whole or unfinished, and not a folder of checkpoints."""
+    """Return whether a folder is one checkpoint, whole or unfinished, and not a folder of checkpoints."""
     return is_whole(folder) or (folder / _BEGUN).is_file()
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> None:
-    """Writes the marker, by rename, once all else in the folder is durable.
+    """Write the marker, by rename, once all else in the folder is durable.
 
     Raises:
         CheckpointError: it cannot be written; the folder is unfinished then.
@@ -98,13 +98,13 @@ def publish(folder: Path, files: Mapping[str, Mapping[str, Any]], *, ranks: int)
 
 
 def marker_text(files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> str:
-    """Returns the content of a marker."""
+    """Return the content of a marker."""
     described = {"format": {"name": _NAME, "version": _VERSION}, "ranks": ranks, "files": dict(sorted(files.items()))}
     return json.dumps(described, indent=1) + "\n"
 
 
 def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
-    """Returns the marker of a folder, or None and what is wrong with it."""
+    """Return the marker of a folder, or None and what is wrong with it."""
     try:
         return parse_marker((folder / MARKER).read_bytes())
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
 
 
 def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
-    """Returns a marker from its bytes, or None and what is wrong with it."""
+    """Return a marker from its bytes, or None and what is wrong with it."""
     try:
         found = json.loads(data)
         version, marker = int(found["format"]["version"]), Marker(int(found["ranks"]), dict(found["files"]))
@@ -132,7 +132,7 @@ def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
 
 
 def folder_problems(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Returns what is wrong with the files of a folder of shards; an empty list means that every byte is there.
+    """Return what is wrong with the files of a folder of shards; an empty list means that every byte is there.
 
     Args:
         folder: of one checkpoint.
@@ -163,7 +163,7 @@ def _named(name: str) -> str:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Returns whether this library began to write or to delete a folder and was cut off.
+    """Return whether this library began to write or to delete a folder and was cut off.
 
     Example:
         >>> is_unfinished(Path("no_such_folder"))
@@ -175,7 +175,7 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Deletes a folder of shards, the marker first, so that no half of it is ever taken for a checkpoint."""
+    """Delete a folder of shards, the marker first, so that no half of it is ever taken for a checkpoint."""
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder / MARKER, folder / _BEGUN)
         sync_folder(folder)
@@ -188,7 +188,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Makes an empty folder marked as unfinished; a complete one of that name is renamed until the new one is complete.
+    """Make an empty folder marked as unfinished; a complete one of that name is renamed until the new one is complete.
 
     Raises:
         CheckpointError: there is a folder or a file of that name that this library did not write.
@@ -209,7 +209,7 @@ def begin(folder: Path) -> None:
 
 
 def end(folder: Path) -> None:
-    """Lets the folder that stepped aside go if the new one is published; else puts it back."""
+    """Let the folder that stepped aside go if the new one is published; else puts it back."""
     aside = _aside(folder)
     if is_unfinished(folder):
         remove_folder(folder)
@@ -221,7 +221,7 @@ def end(folder: Path) -> None:
 
 
 def unfinished(parent: Path, pattern: str) -> list[Path]:
-    """Returns the folders, by their final names, that a run which was killed left unfinished.
+    """Return the folders, by their final names, that a run which was killed left unfinished.
 
     Args:
         parent: the folder of the checkpoints.
@@ -237,7 +237,7 @@ def unfinished(parent: Path, pattern: str) -> list[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Removes an unfinished folder and logs it; restores the folder that was renamed for it."""
+    """Remove an unfinished folder and log it; restore the folder that was renamed for it."""
     if is_unfinished(folder):
         _log.warning("%s is unfinished, as some rank never wrote its part: it is removed", folder)
     end(folder)

@@ -37,7 +37,7 @@ def save_sharded(
     equal: Collection[str] = (),
     finish: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Writes a state tree to a folder; every rank calls it with its own parts.
+    """Write a state tree to a folder; every rank calls it with its own parts.
 
     A model with a non-finite value on some rank never replaces a folder: it goes to ``<name>.nonfinite``.
 
@@ -76,7 +76,7 @@ def save_sharded(
 def own_part(
     tree: Mapping[str, Any], equal: Collection[str], group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any], list[str]]:
-    """Returns the tensors that this rank writes, the rest of the tree, and names that are not finite on some rank."""
+    """Return the tensors that this rank writes, the rest of the tree, and names that are not finite on some rank."""
     tensors, rest = take_apart(tree)
     if group is not None and dist.get_rank(group) != 0:
         tensors = {
@@ -110,7 +110,7 @@ def _begin(target: Path) -> None:
 def _read_back(
     target: Path, written: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None
 ) -> dict[str, Mapping[str, Any]]:
-    """Returns size and CRC-32 of the files of this rank, once the disk has given every byte back."""
+    """Return size and CRC-32 of the files of this rank, once the disk has given every byte back."""
     files = dict(written)
     if rest is not None:
         save_checkpoint(rest, target / STATE)

@@ -61,7 +61,7 @@ _Opened = Callable[[Path], dict[str, Any]]
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
-    """Returns the problems found in a checkpoint; an empty list means it is intact and holds no code.
+    """Return the problems found in a checkpoint; an empty list means it is intact and holds no code.
 
     Of a file, checks that it is a whole archive of the kind that ``torch.save`` writes, that every record's CRC-32 is
     right, that its pickle names nothing but tensors and plain values, and that every tensor is inside its storage.
@@ -76,7 +76,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _problems_of_file(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """Returns the problems of a file, and whether it holds pickled objects, which could run code."""
+    """Return the problems of a file, and whether it holds pickled objects, which could run code."""
     try:
         archive = read_archive(path)
     except ArchiveError as error:
@@ -96,7 +96,7 @@ def _problems_of_folder(folder: Path) -> list[str]:
 
 
 def check_written(path: Path) -> list[str]:
-    """Returns the problems of a file this process has just written: whether the disk holds every byte of it."""
+    """Return the problems of a file this process has just written: whether the disk holds every byte of it."""
     try:
         read_archive(path)
     except ArchiveError as error:
@@ -105,7 +105,7 @@ def check_written(path: Path) -> list[str]:
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint to the CPU after checking every byte of it.
+    """Read a checkpoint to the CPU after checking every byte of it.
 
     Args:
         path: the file, or the folder of shards, which gives the same tree in one process, without any process group.
@@ -137,7 +137,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Reads a checkpoint but for the tensors of a folder of shards, which are read when they are asked for.
+    """Read a checkpoint but for the tensors of a folder of shards, which are read when they are asked for.
 
     What loads a state into a model takes such tensors as they are, and reads of each what this rank needs.
 
@@ -163,7 +163,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, share: tuple[int, int] = (0
 
 
 def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Writes a state tree to a file, atomically and verified.
+    """Write a state tree to a file, atomically and verified.
 
     A model with a non-finite value never replaces a file: it goes to ``<stem>.nonfinite.pt`` with a warning.
 
@@ -195,7 +195,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
 
 
 def copy_checkpoint(source: Path, target: Path) -> Path:
-    """Copies a written checkpoint to another name, atomically and verified, with its write time.
+    """Copy a written checkpoint to another name, atomically and verified, with its write time.
 
     No link: what damages one of the two files, or is written into it, must leave the other whole.
 
@@ -219,7 +219,7 @@ def _refuse_half_written(temporary: Path, target: Path) -> None:
 
 
 def put_aside(target: Path, bad: list[str]) -> Path:
-    """Returns the path for a state that is not finite, and warns."""
+    """Return the path for a state that is not finite, and warn."""
     aside = aside_of(target)
     if distributed.rank() == 0:
         _log.warning(
@@ -232,7 +232,7 @@ def put_aside(target: Path, bad: list[str]) -> Path:
 def find_latest(
     candidates: Iterable[Path], *, prefer: Path | None = None, load: _Opened = load_checkpoint
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the furthest intact checkpoint and its tree, naming each damaged one it passes over.
+    """Return the furthest intact checkpoint and its tree, naming each damaged one it passes over.
 
     The furthest is that of the largest step, then of the largest epoch, as they are in the files; when a file was
     written does not matter. States that were put aside, because they are not finite or a later run began before them,
@@ -277,7 +277,7 @@ def _listed(paths: list[Path]) -> str:
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Returns the scored weights of any treadle file: a checkpoint or a weights-only export.
+    """Return the scored weights of any treadle file: a checkpoint or a weights-only export.
 
     Args:
         path: the file, or a folder of shards.
@@ -298,14 +298,14 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def scored_weights(tree: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Returns the weights of a loaded checkpoint that were validated: the averaged ones, or the raw ones."""
+    """Return the weights of a loaded checkpoint that were validated: the averaged ones, or the raw ones."""
     described = tree.get("format") or {}
     averaged = averaged_weights(tree) if described.get("scored") == "ema" else None
     return dict(tree["model"]) if averaged is None else averaged
 
 
 def averaged_weights(tree: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Returns the averaged weights of a loaded checkpoint in the model's own dtypes; None without an average."""
+    """Return the averaged weights of a loaded checkpoint in the model's own dtypes; None without an average."""
     averages = tree.get("ema") or {}
     if not averages:
         return None

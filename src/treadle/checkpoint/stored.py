@@ -62,7 +62,7 @@ class StoredTensor:
         self.dtype = described.properties.dtype
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Returns a block on the CPU.
+        """Return a block on the CPU.
 
         Raises:
             CheckpointError: it cannot be read, or the folder does not hold all of it.
@@ -94,7 +94,7 @@ class ShardFolder:
 
     @classmethod
     def on_disk(cls, path: str | os.PathLike[str], files: Collection[str]) -> ShardFolder:
-        """Opens a folder on this machine, with the files that its marker names."""
+        """Open a folder on this machine, with the files that its marker names."""
         folder = Path(path)
 
         def stat() -> tuple[bytes, Mapping[str, int]]:
@@ -103,7 +103,7 @@ class ShardFolder:
         return cls(folder, stat, FileSystemReader(folder))
 
     def read(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Returns a block of one tensor."""
+        """Return a block of one tensor."""
         described = self.tensors[key]
         block = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         target = torch.empty(tuple(sizes), dtype=described.properties.dtype)
@@ -147,7 +147,7 @@ class _Into(LoadPlanner):
 
 
 def with_stored(tree: Any, folder: ShardFolder, made: dict[str, StoredTensor] | None = None) -> Any:
-    """Returns the tree of ``state.pt`` with stored tensors in their places; tied ones are one object.
+    """Return the tree of ``state.pt`` with stored tensors in their places; tied ones are one object.
 
     Raises:
         CheckpointError: the folder does not have one of them.
@@ -166,7 +166,7 @@ def with_stored(tree: Any, folder: ShardFolder, made: dict[str, StoredTensor] | 
 
 
 def in_memory(tree: Any, read: dict[str, Tensor] | None = None) -> Any:
-    """Returns a tree with every stored tensor read to the CPU; tied ones share memory."""
+    """Return a tree with every stored tensor read to the CPU; tied ones share memory."""
     read = {} if read is None else read
     if isinstance(tree, StoredTensor):
         if tree.key not in read:
@@ -218,7 +218,7 @@ def _read_metadata(folder: str, stat: Stat) -> Metadata:
 
 
 def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
-    """Raises CheckpointError unless all tensors are plain blocks inside the files of the folder."""
+    """Raise CheckpointError unless all tensors are plain blocks inside the files of the folder."""
     for key, described in metadata.state_dict_metadata.items():
         if type(key) is not str or type(described) is not TensorStorageMetadata:
             raise CheckpointError(f"{shortened(str(key))} is no tensor")

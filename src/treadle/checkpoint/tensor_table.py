@@ -14,7 +14,7 @@ from treadle.errors import CheckpointError
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any]]:
-    """Takes the tensors out of model, optimizer state and averages, and whatever is spread over ranks elsewhere.
+    """Take the tensors out of model, optimizer state and averages, and whatever is spread over ranks elsewhere.
 
     Args:
         tree: a checkpoint tree.

@@ -61,7 +61,7 @@ class Variables(Named):
                 self._defaults[f"{code.__qualname__}({name})"] = value
 
     def values(self) -> dict[str, Any]:
-        """Returns the variables as they are now, those that have appeared too."""
+        """Return the variables as they are now, those that have appeared too."""
         found = {place: variables[name] for place, (variables, name) in self._used.items() if name in variables}
         for code in self._codes:
             found |= {f"{code.__qualname__}.{name}": value for name, value in vars(code).items()
@@ -70,7 +70,7 @@ class Variables(Named):
         return {name: value for name, value in found.items() if _is_variable(value) and name not in self._known}
 
     def set(self, name: str, value: Any) -> None:
-        """Sets one of them; a default was filled in place."""
+        """Set one of them; a default was filled in place."""
         if name in self._used:
             variables, key = self._used[name]
             variables[key] = value
@@ -82,7 +82,7 @@ class Variables(Named):
 
 
 def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yields the functions and classes of the user's own code that roots use, each once."""
+    """Yield the functions and classes of the user's own code that roots use, each once."""
     waiting, seen = list(roots), set()
     while waiting:
         code = waiting.pop()
@@ -121,7 +121,7 @@ def _function_in(value: Any) -> types.FunctionType | None:
 
 
 def _is_own_code(code: Any) -> bool:
-    """Returns whether a class or function is of a script or a package that is not installed."""
+    """Return whether a class or function is of a script or a package that is not installed."""
     if not is_users_class(code):
         return False
     path = getattr(sys.modules.get(code.__module__), "__file__", None) or ""

@@ -65,7 +65,7 @@ class CheckpointWriter:
         background: bool = True,
         with_peers: bool = False,
     ) -> None:
-        """Waits for the write before, copies the state, and starts to write it.
+        """Wait for the write before, copy the state, and start to write it.
 
         Args:
             collect: makes the state with the buffers it is given; called here and now.
@@ -99,7 +99,7 @@ class CheckpointWriter:
         self._flights.append(flight)
 
     def wait(self) -> None:
-        """Waits until what was asked for is written.
+        """Wait until what was asked for is written.
 
         Raises:
             CheckpointError: it could not be written. Raised once.
@@ -113,7 +113,7 @@ class CheckpointWriter:
         flight.land()
 
     def settle(self, *, patience: float = math.inf) -> CheckpointError | None:
-        """Waits and returns the error instead of raising it.
+        """Wait and return the error instead of raising it.
 
         Args:
             patience: seconds after which a write that waits for other ranks is given up.
@@ -137,7 +137,7 @@ class CheckpointWriter:
         self.close(error)
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Waits and gives the memory back; if training failed already, an error here is logged only.
+        """Wait and give the memory back; if training failed already, an error here is logged only.
 
         After a failure, a write that waits for other ranks has 20 s: some of them may never come.
 
@@ -180,7 +180,7 @@ class _Flight:
             self.error = error
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        """Holds back the thread's messages: a handler's lock must not be held while a data worker is forked."""
+        """Hold back the thread's messages: a handler's lock must not be held while a data worker is forked."""
         if threading.current_thread() is not self.thread:
             return True
         self._said.append(record)
@@ -190,18 +190,18 @@ class _Flight:
         return self.thread.is_alive()
 
     def outlasts(self, patience: float) -> bool:
-        """Waits up to a timeout, and returns whether the write is still running."""
+        """Wait up to a timeout, and return whether the write is still running."""
         deadline = time.monotonic() + patience
         while self.is_alive() and time.monotonic() < deadline:
             self.thread.join(_HEARTBEAT)
         return self.is_alive()
 
     def give_up(self) -> None:
-        """Lets the write finish without reporting its result."""
+        """Let the write finish without reporting its result."""
         _log.removeFilter(self._keep)
 
     def land(self) -> None:
-        """Says what there is to say and raises what there is to raise, in the thread that waited."""
+        """Say what there is to say and raise what there is to raise, in the thread that waited."""
         _log.removeFilter(self._keep)
         for record in self._said:
             _log.handle(record)
@@ -216,7 +216,7 @@ class _Flight:
 
 
 def _last_word(flights: list[_Flight]) -> None:
-    """Logs the error of a last write without a waiter, when the writer or the interpreter ends."""
+    """Log the error of a last write without a waiter, when the writer or the interpreter ends."""
     for flight in flights:
         if not flight.is_alive():
             try:

@@ -63,7 +63,7 @@ def compare(
 
 
 def read_group(folder: Path) -> Results:
-    """Returns the numbers of the runs of a folder: of its ``population.json``, or of each run below it.
+    """Return the numbers of the runs of a folder: of its ``population.json``, or of each run below it.
 
     Raises:
         ConfigError: there are no runs.
@@ -85,7 +85,7 @@ def _runs_below(folder: Path) -> list[Path]:
 
 
 def _row_of(folder: Path) -> Any:
-    """Returns a run as a row: its best value, and the loss of its last step; the seed of its record or its name."""
+    """Return a run as a row: its best value, and the loss of its last step; the seed of its record or its name."""
     from treadle.cli.runpage.records import read_run
     from treadle.cli.runpage.summary import summarize
     from treadle.population.results import Row

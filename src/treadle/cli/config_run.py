@@ -49,18 +49,18 @@ class FileMember:
     trackers: str | None = None
 
     def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
-        """Returns what trains the run."""
+        """Return what trains the run."""
         given = [*self.settings, *as_texts(settings), f"+trainer.workspace={str(workspace)!r}"]
         return partial(self.train, given)
 
     def train(self, settings: Sequence[str]) -> None:
-        """Trains a run as ``treadle train FILE`` does."""
+        """Train a run as ``treadle train FILE`` does."""
         with observing(SessionKeeper()):
             run_config(self.file, settings, messages=silent_console(), trackers=self.trackers)
 
 
 def run_config(file: Path, settings: Sequence[str], *, messages: Console, trackers: str | None = None) -> None:
-    """Trains what a configuration file describes.
+    """Train what a configuration file describes.
 
     Args:
         file: the configuration.
@@ -105,7 +105,7 @@ def run_several(
     halving: str | None,
     trackers: str | None,
 ) -> bool:
-    """Trains several runs of a configuration file, if that is what the command line asks for; returns whether it is.
+    """Train several runs of a configuration file, if that is what the command line asks for; return whether it is.
 
     Args:
         file: the configuration.
@@ -139,7 +139,7 @@ def run_several(
 
 
 def _several(file: Path, settings: Sequence[str], seeds: str | None) -> Several | None:
-    """Returns the runs that a command line asks for, or None where it asks for one."""
+    """Return the runs that a command line asks for, or None where it asks for one."""
     if seeds is None and not any("," in text for text in settings):
         return None
     base = read_target(file, [])
@@ -148,13 +148,13 @@ def _several(file: Path, settings: Sequence[str], seeds: str | None) -> Several 
 
 
 def flat_of_pack(run: PackRun) -> dict[str, Any]:
-    """Returns every setting of a run of a pack with its value."""
+    """Return every setting of a run of a pack with its value."""
     pack = find_pack(run.face)
     return dict(pack.shown(pack.read_settings(run.settings, run.device)))
 
 
 def _end_block(trainer: Any, *, seconds: float) -> str:
-    """Returns the progress of a run and the places of its files, a line each."""
+    """Return the progress of a run and the places of its files, a line each."""
     if not isinstance(trainer, Engine):
         return "trained"
     took = timedelta(seconds=round(seconds))
@@ -168,7 +168,7 @@ def _end_block(trainer: Any, *, seconds: float) -> str:
 
 
 def show_config(file: Path, settings: Sequence[str], seeds: str | None, console: Console) -> None:
-    """Prints the configuration as it would be used, of several runs that of the first."""
+    """Print the configuration as it would be used, of several runs that of the first."""
     found = _several(file, settings, seeds)
     if found is not None:
         settings = [*found.fixed, *as_texts(found.members[0])]
@@ -187,12 +187,12 @@ class _Keeper:
         self.record = record
 
     def before_building(self, engine: Engine) -> None:
-        """Raises ConfigError for a workspace that cannot be written, before data are read and a model is built."""
+        """Raise ConfigError for a workspace that cannot be written, before data are read and a model is built."""
         if engine.workspace is not None and distributed.rank() == 0:
             _refuse_unwritable(engine.workspace)
 
     def before_running(self, engine: Engine) -> None:
-        """Adds the record behind the other hooks."""
+        """Add the record behind the other hooks."""
         if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
             _log.warning("no hook saves and resumes: once stopped, this run starts afresh; add a CheckpointingHook")
         engine.hooks = [*engine.hooks, self.record]

@@ -22,12 +22,12 @@ _WIDEST = 10_000
 
 
 def result_console() -> Console:
-    """Returns the console of results: stdout. Of several ranks, only the first has one that prints."""
+    """Return the console of results: stdout. Of several ranks, only the first has one that prints."""
     return _console(stderr=False)
 
 
 def message_console() -> Console:
-    """Returns the console of progress, log lines and errors: stderr. Other ranks than the first print errors only."""
+    """Return the console of progress, log lines and errors: stderr. Other ranks than the first print errors only."""
     return _console(stderr=True)
 
 
@@ -39,7 +39,7 @@ def _console(*, stderr: bool) -> Console:
 
 
 def _audible(console: Console) -> Console:
-    """Returns a console for errors, which every rank prints."""
+    """Return a console for errors, which every rank prints."""
     return Console(stderr=True, force_terminal=False, highlight=False) if console.quiet else console
 
 
@@ -58,7 +58,7 @@ class ConsoleHandler(logging.Handler):
             self.addFilter(lambda record: getattr(record, "topic", None) != "start block")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one record; warnings and errors say so."""
+        """Write one record; warnings and errors say so."""
         try:
             line = Text(record.getMessage())
             if record.levelno >= logging.WARNING:
@@ -71,7 +71,7 @@ class ConsoleHandler(logging.Handler):
 
 @contextlib.contextmanager
 def log_to(console: Console, *, start_block: bool = False) -> Iterator[None]:
-    """Shows the library's log on a console inside the block; see :class:`ConsoleHandler`."""
+    """Show the library's log on a console inside the block; see :class:`ConsoleHandler`."""
     logger = logging.getLogger("treadle")
     handler = ConsoleHandler(console, start_block=start_block)
     before = logger.level
@@ -86,7 +86,7 @@ def log_to(console: Console, *, start_block: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_one_line(console: Console) -> Iterator[None]:
-    """Turns errors into a message and an exit code: one line for those that treadle raises on purpose.
+    """Turn errors into a message and an exit code: one line for those that treadle raises on purpose.
 
     An error of the user's code is followed by the places in their files; any other keeps its traceback.
 
@@ -114,7 +114,7 @@ def _message(error: Exception) -> str | None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Prints a table as wide as it is: a terminal that is narrower breaks its lines, and no cell loses its end.
+    """Print a table as wide as it is: a terminal that is narrower breaks its lines, and no cell loses its end.
 
     Args:
         table: the table.
@@ -133,7 +133,7 @@ class _Whole:
 
 
 def show_table(table: report.Table, console: Console) -> None:
-    """Prints a table of a report with its notes."""
+    """Print a table of a report with its notes."""
     shown = Table(title=table.title or None, title_justify="left", box=None, pad_edge=False)
     first, *others = table.columns
     shown.add_column(first, min_width=table.width)
@@ -147,7 +147,7 @@ def show_table(table: report.Table, console: Console) -> None:
 
 
 def show_report(found: report.Report, out: Path, console: Console | None = None) -> None:
-    """Prints the results of a run.
+    """Print the results of a run.
 
     Args:
         found: the results.

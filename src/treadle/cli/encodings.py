@@ -15,7 +15,7 @@ _SAMPLE = "±²µ…"
 
 
 def write_in_any_locale() -> None:
-    """Has the standard streams write other words for the characters that their encoding lacks.
+    """Have the standard streams write other words for the characters that their encoding lacks.
 
     An encoding that has them, as UTF-8 does, is left as it is; so is a stream that is no file, as in a notebook.
 

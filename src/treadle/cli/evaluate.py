@@ -84,7 +84,7 @@ def evaluate_checkpoint(
     results: Console | None,
     messages: Console,
 ) -> dict[str, Any]:
-    """Evaluates a run by the record in its checkpoint.
+    """Evaluate a run by the record in its checkpoint.
 
     Args:
         run: its folder, or a checkpoint.
@@ -123,7 +123,7 @@ def evaluate_checkpoint(
 
 
 def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
-    """Raises ConfigError for a size that is too small; None passes."""
+    """Raise ConfigError for a size that is too small; None passes."""
     for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigError(f"must be a whole number of at least {least}", argument=name, value=value)
@@ -144,7 +144,7 @@ class StoredRun:
     tree: Mapping[str, Any]
 
     def split(self, asked: str | None) -> str:
-        """Returns the part of the data that is meant; None asks for the one that the run's own report is about.
+        """Return the part of the data that is meant; None asks for the one that the run's own report is about.
 
         Raises:
             ConfigError: the runs of this pack have no such split.
@@ -154,7 +154,7 @@ class StoredRun:
 
 
 def stored_runs(run: Path) -> list[StoredRun]:
-    """Returns the run of a folder or checkpoint, or the runs in a folder of runs, such as one for each seed.
+    """Return the run of a folder or checkpoint, or the runs in a folder of runs, such as one for each seed.
 
     Raises:
         ConfigError: there is none, or its face cannot be evaluated.
@@ -172,7 +172,7 @@ def stored_runs(run: Path) -> list[StoredRun]:
 
 
 def stored_run(run: Path) -> StoredRun:
-    """Returns a run with the checkpoint that it is used by.
+    """Return a run with the checkpoint that it is used by.
 
     Args:
         run: a run folder, of which the best weights count, or a checkpoint.

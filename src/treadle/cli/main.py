@@ -9,7 +9,7 @@ from treadle.cli.encodings import write_in_any_locale
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line and leaves with its exit code.
+    """Run the command line and leave with its exit code.
 
     Args:
         argv: the arguments after the program's name; None takes those of the process.

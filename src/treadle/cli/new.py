@@ -52,7 +52,7 @@ def new(
 
 
 def write_start(face: str, folder: Path, *, force: bool = False) -> list[Path]:
-    """Writes the files of a face into a folder.
+    """Write the files of a face into a folder.
 
     Args:
         face: one of :data:`FACES`.

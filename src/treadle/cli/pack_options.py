@@ -71,7 +71,7 @@ TargetArguments = Annotated[
 
 
 def settings_argument(example: str) -> typer.models.ArgumentInfo:
-    """Returns the argument ``KEY=VALUE``.
+    """Return the argument ``KEY=VALUE``.
 
     Args:
         example: settings that the command has.

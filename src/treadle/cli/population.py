@@ -41,7 +41,7 @@ class Several(NamedTuple):
 
 
 def read_seeds(text: str | None) -> list[int] | None:
-    """Returns the seeds that ``--seeds`` names: ``0..7``, ``0,3,5``, or both.
+    """Return the seeds that ``--seeds`` names: ``0..7``, ``0,3,5``, or both.
 
     Raises:
         ConfigError: it names none, or one twice.
@@ -67,7 +67,7 @@ def read_seeds(text: str | None) -> list[int] | None:
 
 
 def read_halving(text: str | None) -> SuccessiveHalving | None:
-    """Returns the rule that ``--halving`` names: ``val_loss:1,3,9``, with ``max:`` before and ``:2`` behind if wanted.
+    """Return the rule that ``--halving`` names: ``val_loss:1,3,9``, with ``max:`` before and ``:2`` behind if wanted.
 
     Raises:
         ConfigError: it names none.
@@ -92,7 +92,7 @@ def read_halving(text: str | None) -> SuccessiveHalving | None:
 
 
 def several(settings: Sequence[str], seeds: str | None, current: Callable[[str], Any]) -> Several | None:
-    """Returns the runs that a command line asks for, every combination of them; None where it asks for one.
+    """Return the runs that a command line asks for, every combination of them; None where it asks for one.
 
     Args:
         settings: texts ``key=value``.
@@ -144,11 +144,11 @@ class PackMember:
     trackers: str | None = None
 
     def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
-        """Returns what trains the run."""
+        """Return what trains the run."""
         return partial(self.train, workspace, [*self.settings, *as_texts(settings)])
 
     def train(self, out: Path, settings: Sequence[str]) -> Mapping[str, Any]:
-        """Trains a run as ``treadle train PACK`` does, and returns its metrics."""
+        """Train a run as ``treadle train PACK`` does, and return its metrics."""
         from treadle.engine.observers import observing
         from treadle.population.member import is_paused
         from treadle.runs.packs import find_pack
@@ -171,7 +171,7 @@ def _values(pack: Any, settings: Sequence[str], device: str | None) -> Any:
 
 
 def as_texts(settings: Mapping[str, str]) -> list[str]:
-    """Returns settings as a command line has them.
+    """Return settings as a command line has them.
 
     Example:
         >>> as_texts({"optimizer.lr": "1e-3"})
@@ -181,7 +181,7 @@ def as_texts(settings: Mapping[str, str]) -> list[str]:
 
 
 def silent_console() -> Console:
-    """Returns a console that prints nothing."""
+    """Return a console that prints nothing."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=True)
@@ -197,7 +197,7 @@ def train_several(
     halving: str | None,
     console: Console,
 ) -> None:
-    """Trains the runs of a command line, and prints their means and deviations.
+    """Train the runs of a command line, and print their means and deviations.
 
     Args:
         make: the factory.
@@ -248,7 +248,7 @@ class _Renamed:
 
 @contextlib.contextmanager
 def members_named() -> Iterator[None]:
-    """Shows warnings of runs that take turns with the run's name, and nothing else of them."""
+    """Show warnings of runs that take turns with the run's name, and nothing else of them."""
     from treadle.engine.voice import VOICE
 
     def name(record: logging.LogRecord) -> bool:

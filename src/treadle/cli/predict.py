@@ -146,7 +146,7 @@ def _predict_split(
     messages: Console,
     results: Console,
 ) -> None:
-    """Writes what a run predicts for the samples of a split, or for prompts."""
+    """Write what a run predicts for the samples of a split, or for prompts."""
     _refuse_idle(given, stored)
     chosen = stored.split(given["split"])
     options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
@@ -163,7 +163,7 @@ def _predict_split(
 
 
 def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:
-    """Raises ConfigError for an option that has no effect on the run."""
+    """Raise ConfigError for an option that has no effect on the run."""
     for name, value in given.items():
         if name not in stored.pack.takes and value is not None and value is not False and value != []:  # 0 is a seed
             raise ConfigError(
@@ -172,7 +172,7 @@ def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:
 
 
 def _the_only(runs: Sequence[Path], smiles_column: str | None) -> Path:
-    """Returns the run of a command without ``--smiles``, or raises ConfigError for what only that takes."""
+    """Return the run of a command without ``--smiles``, or raise ConfigError for what only that takes."""
     if len(runs) > 1 or smiles_column is not None:
         idle = f"{len(runs)} runs" if len(runs) > 1 else f"--smiles-column {smiles_column}"
         raise ConfigError(f"{idle}: has a meaning only with --smiles FILE")
@@ -196,7 +196,7 @@ def _predict_smiles(
     as_json: bool,
     results: Console,
 ) -> None:
-    """Writes the predictions of an ensemble of runs for the molecules of a file."""
+    """Write the predictions of an ensemble of runs for the molecules of a file."""
     stored = [found for run in runs for found in stored_runs(run)]
     for each in stored:
         if each.pack is not stored[0].pack or "smiles" not in each.pack.takes:
@@ -235,7 +235,7 @@ def _check_suffix(out: Path | None) -> None:
 
 
 def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> Path:
-    """Writes named arrays as .npz, or as the columns of a .csv, the whole old file or the whole new one.
+    """Write named arrays as .npz, or as the columns of a .csv, the whole old file or the whole new one.
 
     Args:
         arrays: for a .csv equally long; what has several columns becomes ``name_0``, ``name_1``, ...

@@ -30,7 +30,7 @@ def replay_and_report(
     results: Console,
     messages: Console,
 ) -> bool | None:
-    """Runs a step again, saves its batch if asked to, and shows it beside its record.
+    """Run a step again, save its batch if asked to, and show it beside its record.
 
     Returns:
         Whether the step equals its record; None without a record.
@@ -52,7 +52,7 @@ def replay_and_report(
 
 
 def print_step(values: Mapping[str, Any], console: Console) -> None:
-    """Prints a result for people to read."""
+    """Print a result for people to read."""
     first, last = values["position"] - max(len(values["sample_ids"]), 1) + 1, values["position"]
     where = f"batch {last}" if first >= last else f"batches {first} to {last}"
     what = "applied" if values["applied"] else f"not applied: {values['reason']}"

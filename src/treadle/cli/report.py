@@ -66,7 +66,7 @@ def report(
 
 
 def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interval: float) -> list[RunRecords]:
-    """Writes the page again and again until no run trains any more or Ctrl-C; returns what was read last.
+    """Write the page again and again until no run trains any more or Ctrl-C; return what was read last.
 
     A process whose training is finished may write results and draw pictures; it is followed until it ends, or for a
     while where it turns to something else.
@@ -86,7 +86,7 @@ def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interva
 
 
 def _processes(runs: Sequence[RunRecords]) -> set[int]:
-    """Returns the processes of this machine that train in the folders of the runs."""
+    """Return the processes of this machine that train in the folders of the runs."""
     holders = [run.holder or {} for run in runs]
     return {int(one["pid"]) for one in holders if "pid" in one and one.get("host") == socket.gethostname()}
 
@@ -133,7 +133,7 @@ def _status(run: RunRecords) -> str:
 
 
 def _read(targets: Sequence[Path]) -> list[RunRecords]:
-    """Reads the runs of the folders, also those inside of a run, such as its fine-tuning, each once."""
+    """Read the runs of the folders, also those inside of a run, such as its fine-tuning, each once."""
     from treadle.cli.runpage.files import runs_below
     from treadle.cli.runpage.records import read_run
     from treadle.cli.runpage.sweep import natural
@@ -145,7 +145,7 @@ def _read(targets: Sequence[Path]) -> list[RunRecords]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Returns the ends of the paths, as short as they can be and still differ; a run inside of another one has both."""
+    """Return the ends of the paths, as short as they can be and still differ; a run inside of another one has both."""
     parts = [folder.resolve().parts for folder in folders]
     depths = [len(one) - min(len(other) for other in parts if one[: len(other)] == other) for one in parts]
     length = 1

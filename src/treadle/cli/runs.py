@@ -84,7 +84,7 @@ def _show(found: Sequence[RunSummary], folder: Path, console: Console) -> None:
 
 
 def _show_populations(folder: Path, console: Console) -> None:
-    """Prints mean ± deviation over the members of each population at and below a folder."""
+    """Print mean ± deviation over the members of each population at and below a folder."""
     paths = sorted(folder.rglob("population.json"))
     if not paths:
         return
@@ -112,7 +112,7 @@ def _cells(run: RunSummary, folder: Path, *, now: float) -> list[Text]:
 
 
 def _fitting(rows: Sequence[Sequence[Text]], width: int) -> list[int]:
-    """Returns the columns that a terminal has room for, whole, without the least important ones where it is narrow."""
+    """Return the columns that a terminal has room for, whole, without the least important ones where it is narrow."""
     wide = [max(len(name), *(row[number].cell_len for row in rows)) for number, name in enumerate(_COLUMNS)]
     shown = list(range(len(_COLUMNS)))
     for name in _DROPPED:

@@ -18,7 +18,7 @@ _OF_EVALUATE = ("checkpoint", "split", "batch_size", "num_workers", "device")
 
 
 def for_hydra(texts: Sequence[str]) -> list[str]:
-    """Returns arguments of the script as Hydra takes them: ``+key=value`` may be there, which it writes ``++key``.
+    """Return arguments of the script as Hydra takes them: ``+key=value`` may be there, which it writes ``++key``.
 
     Example:
         >>> for_hydra(["+training.epochs=3", "+dataset=mine", "-m"])
@@ -34,7 +34,7 @@ def _added(text: str, known: Sequence[str]) -> bool:
 
 
 def train(cfg: Any) -> float | None:
-    """Trains by a configuration, in the folder that Hydra gives the run.
+    """Train by a configuration, in the folder that Hydra gives the run.
 
     Returns:
         The best validation metric, which a sweeper of Hydra may look for.
@@ -75,7 +75,7 @@ def train(cfg: Any) -> float | None:
 
 
 def _settings(hydra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the settings of a run and the options of the script.
+    """Return the settings of a run and the options of the script.
 
     Hydra composes the groups; the texts ``key=value`` are read as by every command, where ``off`` is no text.
     """
@@ -102,13 +102,13 @@ def _settings(hydra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_of_hydra(text: str, groups: Mapping[str, Any]) -> bool:
-    """Returns whether a text chooses from a group or deletes a key."""
+    """Return whether a text chooses from a group or deletes a key."""
     key = text.lstrip("+").partition("=")[0]
     return text.startswith("~") or "@" in key or key in groups
 
 
 def evaluate(cfg: Any) -> None:
-    """Evaluates the checkpoint that a configuration names."""
+    """Evaluate the checkpoint that a configuration names."""
     from hydra.core.hydra_config import HydraConfig
 
     from treadle.cli.evaluate import evaluate_checkpoint
@@ -142,5 +142,5 @@ def _text(value: Any) -> str | None:
 
 
 def _short(path: Path) -> Path:
-    """Returns a path below the working folder as a relative one, as the user thinks of it."""
+    """Return a path below the working folder as a relative one, as the user thinks of it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -14,7 +14,7 @@ class SettingsCommand(TyperCommand):
     """Command with settings as ``KEY=VALUE``; a setting written as an option is refused with the right form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Reads the arguments."""
+        """Read the arguments."""
         words = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -26,7 +26,7 @@ class SettingsCommand(TyperCommand):
 
 
 def _as_setting(option: str, words: list[str]) -> str:
-    """Returns an option in the form of a setting.
+    """Return an option in the form of a setting.
 
     Example:
         >>> _as_setting("--batch-size", ["--batch-size", "8"]), _as_setting("--lr", ["--lr=0.1"])

@@ -20,13 +20,13 @@ class TrainGroup(TyperGroup):
     """The commands of ``treadle train``: one for each pack, and one for the name of a file."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Returns the names of the packs, and that of the command that takes files."""
+        """Return the names of the packs, and that of the command that takes files."""
         from treadle.runs.packs import pack_names
 
         return [*pack_names(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """Returns a command; that of a pack imports the pack."""
+        """Return a command; that of a pack imports the pack."""
         from treadle.runs.packs import pack_names
 
         if name not in pack_names():
@@ -36,7 +36,7 @@ class TrainGroup(TyperGroup):
         return pack_command(name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Writes the list of commands; no pack of treadle is imported for its line, one of another package is."""
+        """Write the list of commands; no pack of treadle is imported for its line, one of another package is."""
         from treadle.runs.packs import SUMMARIES
 
         listed = {
@@ -46,7 +46,7 @@ class TrainGroup(TyperGroup):
         TyperGroup(commands=listed).format_commands(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command that the first argument means."""
+        """Find the command that the first argument means."""
         from treadle.runs.target import is_named_like_config
 
         file = bool(args) and is_named_like_config(args[0])
@@ -56,7 +56,7 @@ class TrainGroup(TyperGroup):
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command, on a rank of torchrun's with its process group around it; the run keeps its sessions."""
+        """Run the command, on a rank of torchrun's with its process group around it; the run keeps its sessions."""
         with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
             from treadle.engine.observers import observing
             from treadle.runs.record_hooks import SessionKeeper
@@ -71,14 +71,14 @@ def on_ranks(
         typer.Option(metavar="SECONDS", help="Under torchrun: how long a rank waits for another before it fails."),
     ] = TIMEOUT,
 ) -> None:
-    """Has the options of all commands below ``treadle train``; the group itself acts on them."""
+    """Have the options of all commands below ``treadle train``; the group itself acts on them."""
 
 
 class FileCommand(SettingsCommand):
     """The command that takes a file; its name in a usage line is the place of the file already."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Returns the parts of the usage line behind the name of the command."""
+        """Return the parts of the usage line behind the name of the command."""
         return [piece for piece in super().collect_usage_pieces(ctx) if NAME not in piece]
 
 

@@ -20,7 +20,7 @@ from treadle.runs.tracking import tracked
 
 
 def pack_command(name: str) -> Any:
-    """Returns the command that trains a pack; of one that cannot be imported, a command that prints the reason.
+    """Return the command that trains a pack; of one that cannot be imported, a command that prints the reason.
 
     Example:
         >>> pack_command("spectra").name
@@ -77,7 +77,7 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
 
 
 def check_each(pack: Pack[Any, Any, Any], found: Several, device: str | None) -> None:
-    """Reads the settings of every run, so that a wrong one is refused before any starts.
+    """Read the settings of every run, so that a wrong one is refused before any starts.
 
     Raises:
         ConfigError: a setting of a run is wrong.
@@ -95,6 +95,6 @@ def _refusing(error: ConfigError) -> Any:
 
 
 def show_settings(pack: Pack[Any, Any, Any], settings: Sequence[str], device: str | None, console: Console) -> None:
-    """Prints every setting of a pack with its value, one ``key=value`` a line."""
+    """Print every setting of a pack with its value, one ``key=value`` a line."""
     for key, value in pack.shown(pack.read_settings(settings, device)):
         console.print(f"{key}={value}", markup=False, soft_wrap=True)

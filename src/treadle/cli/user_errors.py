@@ -24,7 +24,7 @@ _PACKAGES = ("site-packages", "dist-packages")  # a folder of packages may lie i
 
 
 def described(error: BaseException) -> str | None:
-    """Returns the lines of an error that was raised in or below code of the user's.
+    """Return the lines of an error that was raised in or below code of the user's.
 
     Args:
         error: with its traceback.

@@ -40,7 +40,7 @@ class _File:
         return {name: default for name, default in found if default is not inspect.Parameter.empty}
 
     def values(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the file's own configuration under the given parameters."""
+        """Return the file's own configuration under the given parameters."""
         if isinstance(self.config, Mapping):
             return self.config
         chosen = dict(given) if self.takes_all else {name: given[name] for name in self.parameters if name in given}
@@ -60,7 +60,7 @@ class _File:
 def load_config(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], params: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Loads configuration files and merges them into one plain dict.
+    """Load configuration files and merge them into one plain dict.
 
     A Python file defines ``config``, a dict or a callable whose arguments with their defaults are the parameters, and
     may define ``parents``, a file name or a list of them, relative to the file, farthest first. A YAML file is the
@@ -118,7 +118,7 @@ def _refuse_unknown_params(given: Mapping[str, Any], files: Sequence[_File]) -> 
 
 
 def _with_parents(path: Path, children: tuple[Path, ...], known: set[Path]) -> list[_File]:
-    """Reads a file and, before it, those of its parents that are not known yet."""
+    """Read a file and, before it, those of its parents that are not known yet."""
     resolved = path.resolve()
     if resolved in children:
         circle = " -> ".join(str(step) for step in (*children[children.index(resolved) :], resolved))
@@ -197,7 +197,7 @@ def _run(path: Path) -> types.ModuleType:
 
 @contextmanager
 def _visible(module: types.ModuleType | None) -> Iterator[None]:
-    """Lets a module be found while its code runs, as ``dataclasses`` needs, and takes it away again."""
+    """Let a module be found while its code runs, as ``dataclasses`` needs, and take it away again."""
     if module is None:
         yield
         return

@@ -51,14 +51,14 @@ class Assignment:
         return self.place(len(self.keys))
 
     def place(self, depth: int) -> str:
-        """Returns the name of the place that the first ``depth`` keys lead to."""
+        """Return the name of the place that the first ``depth`` keys lead to."""
         place = ""
         for key in self.keys[:depth]:
             place = join_path(place, key)
         return place or "the configuration"
 
     def error(self, message: str) -> ConfigError:
-        """Returns an error about this setting."""
+        """Return an error about this setting."""
         return ConfigError(f"override {self.text!r}: {message}").about(self.key)
 
 
@@ -67,7 +67,7 @@ class Written(str):
 
 
 def parse(text: str) -> Assignment:
-    """Reads one setting.
+    """Read one setting.
 
     Raises:
         ConfigError: it has none of the forms.
@@ -88,7 +88,7 @@ def parse(text: str) -> Assignment:
 
 
 def text_of(text: str) -> tuple[str, str]:
-    """Returns the dotted key of a setting and what it sets as text; both empty where it is no setting.
+    """Return the dotted key of a setting and what it sets as text; both empty where it is no setting.
 
     Example:
         >>> text_of("+optimizer.lr='1e-3'")
@@ -119,7 +119,7 @@ def _keys(path: str, text: str) -> tuple[Any, ...]:
 
 
 def alternatives(raw: str) -> list[str]:
-    """Returns the texts between the commas of a value; commas in quotes and brackets separate nothing.
+    """Return the texts between the commas of a value; commas in quotes and brackets separate nothing.
 
     Example:
         >>> alternatives("1e-3, 3e-3"), alternatives("[1, 2]"), alternatives("'a,b'")
@@ -145,7 +145,7 @@ def alternatives(raw: str) -> list[str]:
 
 
 def kind_of(value: Any) -> str | None:
-    """Returns the kind of a value in a configuration; None for None and for objects.
+    """Return the kind of a value in a configuration; None for None and for objects.
 
     Example:
         >>> kind_of(3), kind_of(True), kind_of((1, 2))
@@ -158,7 +158,7 @@ def kind_of(value: Any) -> str | None:
 
 
 def fitted(assignment: Assignment, current: Any) -> Any:
-    """Returns the value that an assignment sets in place of another, which keeps its kind.
+    """Return the value that an assignment sets in place of another, which keeps its kind.
 
     A number is accepted for a text, and a list for a tuple.
 
@@ -196,7 +196,7 @@ def fitted(assignment: Assignment, current: Any) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Returns the value that a text means.
+    """Return the value that a text means.
 
     That is one of the :data:`WORDS`, a Python literal, a list or dict with words and bare texts in it, else the text.
 
@@ -239,7 +239,7 @@ class _Flow:
         return not self._broken and self._at == len(self._text)
 
     def item(self, ends: str) -> Any:
-        """Reads one value, up to one of the characters ``ends``."""
+        """Read one value, up to one of the characters ``ends``."""
         self._skip_spaces()
         opening = self._text[self._at : self._at + 1]
         if opening == "[":

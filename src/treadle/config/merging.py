@@ -41,7 +41,7 @@ class REPLACE:
 
 
 def merge_configs(base: Mapping[str, Any], over: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """Merges one configuration over another: dicts key by key, everything else is replaced, lists as a whole.
+    """Merge one configuration over another: dicts key by key, everything else is replaced, lists as a whole.
 
     Args:
         base: the earlier configuration.
@@ -77,7 +77,7 @@ def _merge_into(target: dict[str, Any], over: Mapping[str, Any], where: str, pla
 
 
 def _settled(value: Any, where: str, place: str) -> Any:
-    """Copies a value that merges with nothing; the markers in it have nothing left to act on and go."""
+    """Copy a value that merges with nothing; the markers in it have nothing left to act on and go."""
     if isinstance(value, REPLACE):
         return _settled(value.value, where, place)
     if value is DELETE:

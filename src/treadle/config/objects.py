@@ -35,7 +35,7 @@ class Registry:
         self._objects: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str | None = None) -> Callable[[T], T]:
-        """Makes a decorator that registers a class or function and returns it unchanged.
+        """Make a decorator that registers a class or function and returns it unchanged.
 
         Args:
             name: the name in configurations; None takes the ``__name__`` of the object.
@@ -70,7 +70,7 @@ class Registry:
             raise ConfigError(f"{name!r} is registered already, for {known!r}; register {target!r} by another name")
 
     def get(self, name: str) -> object | None:
-        """Returns the class or function registered under a name, or None.
+        """Return the class or function registered under a name, or None.
 
         Example:
             >>> Registry().get("nothing") is None
@@ -79,7 +79,7 @@ class Registry:
         return self._objects.get(name)
 
     def names(self) -> list[str]:
-        """Returns all registered names, sorted.
+        """Return all registered names, sorted.
 
         Example:
             >>> Registry().names()
@@ -96,7 +96,7 @@ REGISTRY = Registry()
 
 
 def build_from_cfg(cfg: Any, registry: Registry | None = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
-    """Calls what ``cfg["type"]`` names with the other entries of ``cfg`` as arguments.
+    """Call what ``cfg["type"]`` names with the other entries of ``cfg`` as arguments.
 
     ``type`` is a registered name or a dotted path such as ``torch.nn.Linear``; with the prefix ``partial:`` a
     ``functools.partial`` comes back instead of the result. The entry ``"*"`` holds a list of positional arguments.
@@ -148,7 +148,7 @@ def _build_nested(value: Any, place: str, registry: Registry) -> Any:
 
 
 def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: bool, given: dict[str, Any]) -> Any:
-    """Builds the section with a ``type`` at ``place`` in a configuration; see :func:`build_from_cfg`."""
+    """Build the section with a ``type`` at ``place`` in a configuration; see :func:`build_from_cfg`."""
     name = cfg["type"]
     target = find_target(name, join_path(place, "type"), registry)
     named: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
 
 
 def _note_values(error: Exception, place: str, name: str, cfg: Mapping[str, Any]) -> None:
-    """Adds to an error from inside a constructor what the configuration gave it: a value there may be the cause."""
+    """Add to an error from inside a constructor what the configuration gave it: a value there may be the cause."""
     if hasattr(error, "add_note") and not isinstance(error, ConfigError):  # from Python 3.11 on
         given = ", ".join(f"{key}={value!r}" for key, value in cfg.items() if key not in ("type", "*"))
         error.add_note(BuildNote(f"while building {place + ': ' if place else ''}{name}({given})", target=name))
@@ -204,7 +204,7 @@ class BuildNote(str):
 
 
 def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: str, place: str) -> ConfigError | None:
-    """Returns the error for a value that is a text where the constructor that failed takes a number."""
+    """Return the error for a value that is a text where the constructor that failed takes a number."""
     signature = _signature(target)
     for key, item in signature.parameters.items() if signature else ():
         is_number = type(item.default) in (int, float) or item.annotation in (int, float, "int", "float")
@@ -216,7 +216,7 @@ def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: s
 
 
 def find_target(name: Any, place: str, registry: Registry) -> Callable[..., Any]:
-    """Returns the registered or imported object that ``name`` means."""
+    """Return the registered or imported object that ``name`` means."""
     if not isinstance(name, str):
         raise _wrong_type("is no name; write a registered name or a dotted path as a string", place, name)
     name = name.removeprefix(_PARTIAL)
@@ -242,7 +242,7 @@ def _nearest_names(name: str, registry: Registry) -> str:
 
 
 def _import(name: str, place: str) -> Any:
-    """Follows a dotted path step by step, importing modules where an attribute is not there yet."""
+    """Follow a dotted path step by step, importing modules where an attribute is not there yet."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise _wrong_type("is no dotted path; write it like 'torch.nn.Linear'", place, name)
@@ -261,7 +261,7 @@ def _import(name: str, place: str) -> Any:
 
 
 def _module(path: str) -> types.ModuleType | None:
-    """Imports a module; None if there is none. An import that fails inside the module leaves as it was raised."""
+    """Import a module; None if there is none. An import that fails inside the module leaves as it was raised."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
@@ -287,7 +287,7 @@ def _signature(target: Callable[..., Any], *, follow_wrapped: bool = True) -> in
 
 
 def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any], name: str, place: str) -> None:
-    """Refuses what the call would refuse later, far from the configuration."""
+    """Refuse what the call would refuse later, far from the configuration."""
     signature = _signature(target, follow_wrapped=False)  # a wrapper may add arguments
     if signature is None:
         return
@@ -298,7 +298,7 @@ def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any],
 
 
 def _refused_by_call(target: Callable[..., Any], args: Any, named: dict[str, Any], error: TypeError) -> bool:
-    """Tells whether the arguments did not fit, rather than that something failed inside the constructor."""
+    """Tell whether the arguments did not fit, rather than that something failed inside the constructor."""
     inside = error.__traceback__.tb_next if error.__traceback__ else None
     if inside is None:
         return True
@@ -322,7 +322,7 @@ def _refused_by_call(target: Callable[..., Any], args: Any, named: dict[str, Any
 def _refusal(
     target: Callable[..., Any], named: dict[str, Any], name: str, place: str, reason: TypeError
 ) -> ConfigError:
-    """Returns the error that names the argument that a constructor does not take, and those that it takes."""
+    """Return the error that names the argument that a constructor does not take, and those that it takes."""
     signature = _signature(target)
     where = join_path(place, "type")
     if signature is None:

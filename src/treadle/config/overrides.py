@@ -15,7 +15,7 @@ Fit = Callable[[Assignment, Any], Any]
 
 
 def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Changes a configuration in place, one override after the other.
+    """Change a configuration in place, one override after the other.
 
     ======== =====================================================================================
     form     what it does
@@ -54,7 +54,7 @@ def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[st
 
 
 def apply(config: dict[str, Any], assignments: Iterable[Assignment], *, fit: Fit = fitted) -> dict[str, Any]:
-    """Changes a configuration in place by settings that were read already; see :func:`apply_overrides`.
+    """Change a configuration in place by settings that were read already; see :func:`apply_overrides`.
 
     Args:
         config: the dict to change.
@@ -67,7 +67,7 @@ def apply(config: dict[str, Any], assignments: Iterable[Assignment], *, fit: Fit
 
 
 def _apply(node: Any, override: Assignment, depth: int, fit: Fit) -> Any:
-    """Applies an override below ``node``; returns ``node``, or its successor where it is a tuple."""
+    """Apply an override below ``node``; return ``node``, or its successor where it is a tuple."""
     if isinstance(node, tuple):
         return same_tuple(node, _apply(list(node), override, depth, fit))
     key = override.keys[depth]
@@ -84,7 +84,7 @@ def _apply(node: Any, override: Assignment, depth: int, fit: Fit) -> Any:
 
 
 def _begins_list(node: Any, override: Assignment, depth: int) -> bool:
-    """Returns whether ``l+=x`` names a list that is yet to be made: no key beside it is named like it."""
+    """Return whether ``l+=x`` names a list that is yet to be made: no key beside it is named like it."""
     key = override.keys[depth]
     if override.sign != "+=" or not isinstance(node, dict) or key in node:
         return False
@@ -92,7 +92,7 @@ def _begins_list(node: Any, override: Assignment, depth: int) -> bool:
 
 
 def _make_room(node: Any, override: Assignment, depth: int) -> None:
-    """Makes the place of a key or index that may be new, with a dict or list where the path goes on."""
+    """Make the place of a key or index that may be new, with a dict or list where the path goes on."""
     key, last = override.keys[depth], depth + 1 == len(override.keys)
     made: Any = None if last else [] if isinstance(override.keys[depth + 1], int) else {}
     if isinstance(node, dict):
@@ -111,7 +111,7 @@ def _make_room(node: Any, override: Assignment, depth: int) -> None:
 
 
 def _require(node: Any, override: Assignment, depth: int) -> None:
-    """Refuses a key or index that ``node`` does not have."""
+    """Refuse a key or index that ``node`` does not have."""
     key, place = override.keys[depth], override.place(depth)
     if isinstance(node, dict):
         if key not in node:
@@ -132,7 +132,7 @@ def _require(node: Any, override: Assignment, depth: int) -> None:
 
 
 def _nearest_path(node: dict[Any, Any], override: Assignment, depth: int) -> str:
-    """Says which path was meant: one that ends alike, else the nearest key at this place."""
+    """Say which path was meant: one that ends alike, else the nearest key at this place."""
     last = override.keys[-1]
     alike = _path_to(node, last) if depth == len(override.keys) - 1 else None
     place = "" if depth == 0 else override.place(depth)

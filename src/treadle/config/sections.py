@@ -21,7 +21,7 @@ _SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr"}
 
 
 def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = "", complete: bool = False) -> Section:
-    """Builds a dataclass, and those in it, from nested plain values.
+    """Build a dataclass, and those in it, from nested plain values.
 
     All values of a section are set at once, since its rules may compare one field with another.
 
@@ -48,7 +48,7 @@ def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = 
 
 
 def with_nested(base: Section, values: Mapping[str, Any], *, where: str = "") -> Section:
-    """Returns a copy of a tree of dataclasses with nested plain values in it, as :func:`from_nested` reads them.
+    """Return a copy of a tree of dataclasses with nested plain values in it, as :func:`from_nested` reads them.
 
     Example:
         >>> @dataclasses.dataclass
@@ -68,13 +68,13 @@ def _names(kind: Any) -> list[str]:
 
 
 def _only(values: Mapping[str, Any]) -> str | None:
-    """Returns the field that a command line set, if it set one alone."""
+    """Return the field that a command line set, if it set one alone."""
     own = [key for key, value in values.items() if isinstance(value, Written)]
     return own[0] if len(own) == 1 else None
 
 
 def _fields(kind: type, base: Any, values: Any, *, where: str, complete: bool) -> dict[str, Any]:
-    """Returns the checked values of a section's fields; those of its sections start from what ``base`` has."""
+    """Return the checked values of a section's fields; those of its sections start from what ``base`` has."""
     name, names = where or kind.__name__, _names(kind)
     if not isinstance(values, Mapping):
         raise ConfigError("is a section and takes a mapping of settings", argument=name, value=values)
@@ -102,7 +102,7 @@ def _leaf(value: Any, hint: Any, place: str) -> Any:
 
 
 def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless a dotted key is a known setting; the nearest is named.
+    """Raise ConfigError unless a dotted key is a known setting; the nearest is named.
 
     Args:
         key: as the user wrote it.
@@ -129,7 +129,7 @@ def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def as_settings(section: str, fields: Collection[str], *, only: str | None = None) -> Iterator[None]:
-    """Turns what a constructor refuses into a ConfigError that names the setting.
+    """Turn what a constructor refuses into a ConfigError that names the setting.
 
     Args:
         section: where the settings of the constructor stand; empty for the root.
@@ -155,7 +155,7 @@ def as_settings(section: str, fields: Collection[str], *, only: str | None = Non
 
 
 def _in_section(error: ValueError, section: str, fields: Collection[str], only: str | None) -> ValueError:
-    """Returns the error of a constructor with the section in front of the argument that it names."""
+    """Return the error of a constructor with the section in front of the argument that it names."""
     place = f"{section}." if section else ""
     if isinstance(error, ConfigError) and error.argument is not None:
         name = error.argument.rpartition(".")[2]
@@ -170,7 +170,7 @@ def _in_section(error: ValueError, section: str, fields: Collection[str], only: 
 
 
 def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
-    """Returns a value as a field's type has it: a whole number is good for a float.
+    """Return a value as a field's type has it: a whole number is good for a float.
 
     Args:
         value: what was given.

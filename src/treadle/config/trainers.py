@@ -24,7 +24,7 @@ _OWN_KEYS = ("trainer", "imports", "seed")
 def build_trainer(
     cfg: Mapping[str, Any], registry: Registry = REGISTRY, *, folder: str | os.PathLike[str] | None = None
 ) -> Any:
-    """Builds the trainer that a configuration describes, with its parts.
+    """Build the trainer that a configuration describes, with its parts.
 
     =========== ==================================================================================================
     key         meaning
@@ -119,7 +119,7 @@ def _make_importable(folder: Path) -> None:
 
 
 def _import_file(path: Path) -> None:
-    """Imports a file under its own name, as ``import`` does, so that data workers find its classes."""
+    """Import a file under its own name, as ``import`` does, so that data workers find its classes."""
     path = path.resolve()
     if not path.is_file():
         beside = [entry.name for entry in path.parent.glob("*.py")]
@@ -204,7 +204,7 @@ def _parameters(function: Any, *, method: bool) -> list[inspect.Parameter]:
 
 
 def _as_arguments(parts: Mapping[str, Any], section: Mapping[str, Any], taken: _Arguments) -> dict[str, Any]:
-    """Returns ``part_cfg -> section`` for the parts, having refused what the constructor does not take or lacks."""
+    """Return ``part_cfg -> section`` for the parts, having refused what the constructor does not take or lacks."""
     kind = section["type"]
     for key in () if taken.open else section:
         if key not in (*taken.names, "type", "*"):

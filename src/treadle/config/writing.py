@@ -18,7 +18,7 @@ _HEADER = "# fmt: off\n# Auto-generated config snapshot\n"
 
 
 def format_config(config: Mapping[str, Any]) -> str:
-    """Writes a configuration as a Python expression, one key a line where it is long.
+    """Write a configuration as a Python expression, one key a line where it is long.
 
     Args:
         config: any nesting of dicts, lists and tuples; values that are not plain appear as their ``repr``.
@@ -34,7 +34,7 @@ def format_config(config: Mapping[str, Any]) -> str:
 
 
 def save_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a configuration to a file that :func:`load_config` reads back equal, whole or not at all.
+    """Write a configuration to a file that :func:`load_config` reads back equal, whole or not at all.
 
     Args:
         config: any nesting of dicts, lists, tuples, numbers, strings, bytes, bools and None.
@@ -71,7 +71,7 @@ def save_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None
 
 
 def _refuse_objects(value: Any, place: str, file: str, *, yaml: bool = False) -> None:
-    """Refuses what the text form would not give back equal."""
+    """Refuse what the text form would not give back equal."""
     if isinstance(value, Mapping):
         if yaml and not place and "parents" in value:
             raise ConfigError(f"{file}: parents: this key names parent files in YAML; rename it or save a .py file")
@@ -97,7 +97,7 @@ def _refuse_objects(value: Any, place: str, file: str, *, yaml: bool = False) ->
 
 
 def _expression(value: Any, indent: int, used: int) -> str:
-    """Writes a value on one line if it fits behind the ``used`` characters, else its entries one a line."""
+    """Write a value on one line if it fits behind the ``used`` characters, else its entries one a line."""
     line = _line(value)
     if not isinstance(value, (Mapping, list, tuple)) or not value or used + len(line) <= _WIDTH:
         return line
@@ -135,7 +135,7 @@ def _line(value: Any) -> str:
 
 
 def _double_quoted(literal: str) -> str:
-    """Returns the ``repr`` of a text in double quotes, unless these would have to be escaped in it."""
+    """Return the ``repr`` of a text in double quotes, unless these would have to be escaped in it."""
     body = literal.lstrip("b")
     if body[:1] != "'" or '"' in body:
         return literal

@@ -29,7 +29,7 @@ class _Box:
 
 
 def parse(raw: bytes, file: Path) -> dict[str, Any]:
-    """Reads the content of a YAML file.
+    """Read the content of a YAML file.
 
     Args:
         raw: the content.
@@ -71,7 +71,7 @@ def _marked(value: Any, file: str) -> Any:
 
 
 def resolve(config: dict[str, Any]) -> dict[str, Any]:
-    """Replaces interpolations by what they refer to, in a configuration merged from all files.
+    """Replace interpolations by what they refer to, in a configuration merged from all files.
 
     Args:
         config: changed in place; without :class:`Pending` strings it comes back as it is.
@@ -123,7 +123,7 @@ def _at(node: Any, keys: tuple[Any, ...]) -> Any:
 
 
 def _guarded(value: Any) -> Any:
-    """Makes what OmegaConf may see: the text of Python files is escaped, since only YAML files interpolate."""
+    """Make what OmegaConf may see: the text of Python files is escaped, since only YAML files interpolate."""
     if isinstance(value, dict):
         return {key: _guarded(item) for key, item in value.items() if isinstance(key, (str, int, float))}
     if isinstance(value, (list, tuple)):
@@ -148,7 +148,7 @@ def _unboxed(value: Any) -> Any:
 
 
 def dump(config: Mapping[str, Any]) -> str:
-    """Writes a configuration of plain values as YAML."""
+    """Write a configuration of plain values as YAML."""
     omegaconf, _ = _packages(Path("a YAML file"))
     text: str = omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.create(_guarded(config)))
     return text

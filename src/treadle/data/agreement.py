@@ -36,7 +36,7 @@ class Lengths:
         return min(length or 0 for length in self.batches) if self.certain else 0
 
     def check_equal(self) -> None:
-        """Raises on every rank if two ranks say different lengths.
+        """Raise on every rank if two ranks say different lengths.
 
         Raises:
             ConfigError: they do.
@@ -61,7 +61,7 @@ class Lengths:
 
 
 def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | None, data: int = 0) -> Lengths:
-    """Gathers the answer of every rank; a collective call.
+    """Gather the answer of every rank; a collective call.
 
     Args:
         length: micro-batches in an epoch of this rank's loader, None if it does not say.
@@ -93,7 +93,7 @@ def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:
 
 
 def numbers_of_ranks(numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the integers of every rank, in rank order; all ranks must call it at the same point.
+    """Return the integers of every rank, in rank order; all ranks must call it at the same point.
 
     Args:
         numbers: equally many on all ranks; of those from 2**63 on the lower bits only.

@@ -12,7 +12,7 @@ Amount = int | float
 
 
 def check_amount(amount: Any, argument: str) -> None:
-    """Raises ConfigError unless it is None, a whole number >= 1, or a float in (0, 1].
+    """Raise ConfigError unless it is None, a whole number >= 1, or a float in (0, 1].
 
     Example:
         >>> check_amount(0.25, "limit_train_batches")
@@ -27,7 +27,7 @@ def check_amount(amount: Any, argument: str) -> None:
 
 
 def batches_in(amount: Amount, length: int | None, argument: str) -> int:
-    """Returns an amount as a number of batches.
+    """Return an amount as a number of batches.
 
     Args:
         amount: a number, or a part of ``length``.

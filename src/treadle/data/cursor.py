@@ -29,7 +29,7 @@ _END = object()
 
 
 def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
-    """Returns the optimizer steps of one epoch: ceil(len(loader) / accumulation).
+    """Return the optimizer steps of one epoch: ceil(len(loader) / accumulation).
 
     Args:
         loader: anything with a length, in micro-batches.
@@ -121,7 +121,7 @@ class Cursor:
         self._warned: set[str] = set()
 
     def attach(self, loader: Any) -> None:
-        """Names the loader; cheap when it is the one already attached."""
+        """Name the loader; cheap when it is the one already attached."""
         if self._only is not None:
             loader = self._first_batches(loader, self._only)
         if loader is not self._loader:
@@ -138,7 +138,7 @@ class Cursor:
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
     def limit_to(self, limit: Amount | None) -> None:
-        """Ends epochs after so many micro-batches, or the part of the attached loader; None: where the loader ends.
+        """End epochs after so many micro-batches, or the part of the attached loader; None: where the loader ends.
 
         Raises:
             ConfigError: it is a part of an unknown length, or comes to no batch at all.
@@ -148,7 +148,7 @@ class Cursor:
         self._end = None if limit is None else batches_in(limit, length, "limit_train_batches")
 
     def _first_batches(self, loader: Any, only: Amount) -> list[Any]:
-        """Returns the first batches of a loader, in an order that is the same in every process of the run."""
+        """Return the first batches of a loader, in an order that is the same in every process of the run."""
         if self._first is None or loader is not self._first[0]:
             with forked_rng(0), kept_generators(loader):
                 first = Cursor()
@@ -161,7 +161,7 @@ class Cursor:
         return self._first[1]
 
     def open(self, loader: Any) -> None:
-        """Opens the running epoch: from its start, its present position, or the position of a loaded checkpoint."""
+        """Open the running epoch: from its start, its present position, or the position of a loaded checkpoint."""
         self.attach(loader)
         loader = self._loader
         if self._iterator is not None or self.ended:
@@ -180,7 +180,7 @@ class Cursor:
             self._reopen(self._opening)
 
     def _ask_ranks(self) -> None:
-        """Learns how long the epoch is on the other ranks, before any of them begins it."""
+        """Learn how long the epoch is on the other ranks, before any of them begins it."""
         if self.ranks == "apart" or distributed.world_size() == 1:
             self.lengths = None
             return
@@ -236,7 +236,7 @@ class Cursor:
         present.restore()
 
     def _go_to_place(self, loaded: Mapping[str, Any]) -> None:
-        """Finds the stored position in the attached loader, whose ranks and batches may be others."""
+        """Find the stored position in the attached loader, whose ranks and batches may be others."""
         ordered = in_global_order(self._loader)
         self._place = find_place(
             loaded,
@@ -292,7 +292,7 @@ class Cursor:
         return self._source
 
     def take(self, count: int) -> Group:
-        """Draws up to ``count`` micro-batches of the running epoch; an empty group means the epoch ended."""
+        """Draw up to ``count`` micro-batches of the running epoch; an empty group means the epoch ended."""
         group = Group()
         if self.ended:
             return group
@@ -335,12 +335,12 @@ class Cursor:
         return group
 
     def skip(self, count: int) -> None:
-        """Counts micro-batches that were gathered without being drawn, none of them the last of the epoch."""
+        """Count micro-batches that were gathered without being drawn, none of them the last of the epoch."""
         self._loader.skip(count)
         self.position += count
 
     def _check_buffers(self, count: int) -> None:
-        """Refuses a group whose later batches would be written over its first ones."""
+        """Refuse a group whose later batches would be written over its first ones."""
         num_buffers = getattr(self._loader, "num_buffers", None)
         if isinstance(num_buffers, int) and count > num_buffers:
             raise ConfigError(
@@ -351,7 +351,7 @@ class Cursor:
             )
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
-        """Gives up what other ranks have no micro-batch for, and ends the epoch on all of them."""
+        """Give up what other ranks have no micro-batch for, and end the epoch on all of them."""
         used = -distributed.agree(-len(group.batches))  # the fewest of any rank
         unused = len(group.batches) - used
         if unused:
@@ -378,7 +378,7 @@ class Cursor:
             return _END
 
     def _go_back_to(self, position: int) -> None:
-        """Gives up a broken iterator, so that no batch is lost when the epoch is opened again."""
+        """Give up a broken iterator, so that no batch is lost when the epoch is opened again."""
         self.position = position
         self._loaded = {**self.state_dict(), "loader": None}
         self._pending_generators = self._loaded["generators"]
@@ -386,12 +386,12 @@ class Cursor:
         self._iterator = None
 
     def give_back(self, count: int) -> None:
-        """Puts the last micro-batches back that were taken: the epoch is opened again in front of them."""
+        """Put the last micro-batches back that were taken: the epoch is opened again in front of them."""
         self.ended = False
         self._go_back_to(self.position - count)
 
     def next_epoch(self) -> None:
-        """Counts the running epoch as completed."""
+        """Count the running epoch as completed."""
         self.epoch += 1
         self.position = 0
         self.ended = False
@@ -401,12 +401,12 @@ class Cursor:
         self._place, self._passed = ResumePoint(0), 0
 
     def restart(self, *, epoch: int = 0) -> None:
-        """Goes to the start of an epoch, keeping the loader and its persistent workers."""
+        """Go to the start of an epoch, keeping the loader and its persistent workers."""
         self.next_epoch()
         self.epoch = epoch
 
     def close(self) -> None:
-        """Ends workers and threads; the position stays and the epoch can be reopened."""
+        """End workers and threads; the position stays and the epoch can be reopened."""
         in_background = self._num_workers or getattr(self._loader, "in_background", False)
         if not in_background or self._source is None:
             return
@@ -418,7 +418,7 @@ class Cursor:
         self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the ``data`` entry of a checkpoint."""
+        """Return the ``data`` entry of a checkpoint."""
         if self._loaded is not None:  # loaded and not opened since: still the same place
             return dict(self._loaded)
         source = self._source
@@ -442,7 +442,7 @@ class Cursor:
         }
 
     def _object_states(self) -> dict[str, Any]:
-        """Returns the entry ``objects``, or none where nothing is to be kept."""
+        """Return the entry ``objects``, or none where nothing is to be kept."""
         self._warn_of_lost()
         states = self._objects.collect() if self._pending_objects is None else self._pending_objects
         return {"objects": states} if states else {}
@@ -457,7 +457,7 @@ class Cursor:
         self.warn(lost, topic="state that is lost")
 
     def _order_state(self) -> dict[str, Any] | None:
-        """Returns how far the ranks together are in the global order, if the loader has one."""
+        """Return how far the ranks together are in the global order, if the loader has one."""
         ordered, start = in_global_order(self._loader), self._place.start
         if ordered is None:
             return None
@@ -465,7 +465,7 @@ class Cursor:
         return {**ordered.order.describe(), "start": start, "consumed": consumed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rng: RngState | None = None) -> None:
-        """Restores the position; the loader is opened there when it comes.
+        """Restore the position; the loader is opened there when it comes.
 
         Args:
             state_dict: what :meth:`state_dict` returned, with what is each rank's own under ``"ranks"`` where several
@@ -487,7 +487,7 @@ class Cursor:
         self._pending_objects = dict(state_dict.get("objects") or {})
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
-        """Logs each sentence as a warning, once; ``topic`` becomes an attribute of the record, to filter by."""
+        """Log each sentence as a warning, once; ``topic`` becomes an attribute of the record, to filter by."""
         for sentence in sentences:
             if sentence not in self._warned:
                 self._warned.add(sentence)
@@ -500,7 +500,7 @@ def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:
 
 
 def _without_empty(opening: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns an opening without the states of objects where there are none, as checkpoints of old have it."""
+    """Return an opening without the states of objects where there are none, as checkpoints of old have it."""
     if opening is None:
         return None
     return {key: value for key, value in opening.items() if key != "objects" or value}

@@ -19,7 +19,7 @@ _FIX = "give it treadle.data.shard_iterable(items), or take every n-th item by t
 
 
 def repeated_by_workers(loader: Any) -> list[str]:
-    """Returns a warning if every worker of a loader reads all items of its stream.
+    """Return a warning if every worker of a loader reads all items of its stream.
 
     Whether a stream shares its items is judged by the names in its code: one that reads its worker or rank, or has
     a ``worker_init_fn``, is trusted.
@@ -40,7 +40,7 @@ def repeated_by_workers(loader: Any) -> list[str]:
 
 
 def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
-    """Returns a warning if every rank trains on all samples of a loader.
+    """Return a warning if every rank trains on all samples of a loader.
 
     Args:
         loader: the training loader.
@@ -62,7 +62,7 @@ def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
 
 
 def fingerprint(loader: Any) -> int:
-    """Returns a number that is equal on ranks which read the same samples; 0 where they are shared or it is unknown.
+    """Return a number that is equal on ranks which read the same samples; 0 where they are shared or it is unknown.
 
     Example:
         >>> fingerprint([1, 2])
@@ -82,14 +82,14 @@ def _size(dataset: Any) -> int:
 
 
 def _shares(loader: DataLoader[Any]) -> bool:
-    """Returns whether a loader or one of its samplers knows of ranks."""
+    """Return whether a loader or one of its samplers knows of ranks."""
     known = ("rank", "num_replicas", "_rank", "world_size")
     owners = [loader, *samplers_of(loader)]
     return in_global_order(loader) is not None or any(hasattr(owner, name) for owner in owners for name in known)
 
 
 def _fingerprint(dataset: Any, depth: int) -> Iterator[Any]:
-    """Yields values that differ between parts of a data set: indices, numbers and texts, ends of tensors and lists."""
+    """Yield values that differ between parts of a data set: indices, numbers and texts, ends of tensors and lists."""
     if isinstance(dataset, Subset):
         yield list(dataset.indices)
     elif isinstance(dataset, TensorDataset):
@@ -117,7 +117,7 @@ def _is_unshared_stream(loader: Any) -> bool:
 
 
 def _names_in(dataset: Any, depth: int) -> Iterator[str]:
-    """Yields the names that the code of a data set uses, and of the data sets that it holds."""
+    """Yield the names that the code of a data set uses, and of the data sets that it holds."""
     yield type(dataset).__name__
     for kind in type(dataset).__mro__:
         if kind.__module__.startswith("torch.utils.data"):

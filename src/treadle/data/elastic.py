@@ -32,7 +32,7 @@ class ResumePoint:
 def find_place(
     saved: Mapping[str, Any], *, position: int, order: GlobalOrder | None, length: int | None, ranks: int, loader: str
 ) -> ResumePoint:
-    """Returns where a run continues.
+    """Return where a run continues.
 
     Args:
         saved: the ``data`` entry of the checkpoint.
@@ -96,7 +96,7 @@ def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoin
 
 
 def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, loader: str) -> None:
-    """Raises where a loader's own state is of another number of workers: torchdata fails with a bare assertion.
+    """Raise where a loader's own state is of another number of workers: torchdata fails with a bare assertion.
 
     Args:
         saved: the ``data`` entry of the checkpoint.
@@ -116,7 +116,7 @@ def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, lo
 
 
 def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: ResumePoint) -> list[str]:
-    """Says in words what the loader has in common no more with the one of the checkpoint; arguments as above."""
+    """Say in words what the loader has in common no more with the one of the checkpoint; arguments as above."""
     words = []
     if saved.get("kind") not in (None, now["kind"]):
         words.append(f"the checkpoint's loader was of kind {saved['kind']!r}, this one is {now['kind']!r}")

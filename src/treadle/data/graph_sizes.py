@@ -23,7 +23,7 @@ class _Noted(NamedTuple):
 
 
 def count_sizes(batch: Any) -> tuple[int, ...] | None:
-    """Counts the nodes of each graph of a batch on the host.
+    """Count the nodes of each graph of a batch on the host.
 
     Args:
         batch: with ``batch`` (N,), the graph of each node, and ``num_graphs``, where it knows.
@@ -52,7 +52,7 @@ def count_sizes(batch: Any) -> tuple[int, ...] | None:
 
 
 def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
-    """Notes what was counted of a batch at the batch as it was moved; nothing where that has other nodes.
+    """Note what was counted of a batch at the batch as it was moved; nothing where that has other nodes.
 
     Args:
         moved: the batch on its device; its ``batch`` must be no tensor of the user's, as it is marked.
@@ -72,7 +72,7 @@ def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
 
 
 def noted_sizes(graph_N: Tensor) -> tuple[int, ...] | None:
-    """Returns the sizes that were noted at a tensor; None where there are none, or it was written to since.
+    """Return the sizes that were noted at a tensor; None where there are none, or it was written to since.
 
     Example:
         >>> noted_sizes(torch.tensor([0, 0])) is None

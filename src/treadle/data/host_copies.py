@@ -21,7 +21,7 @@ class _Noted(NamedTuple):
 
 
 def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
-    """Notes the copy on the host that a tensor of a device was made from, and returns the tensor.
+    """Note the copy on the host that a tensor of a device was made from, and return the tensor.
 
     Nothing is noted where the tensor was not moved: one that is its own copy would live for ever.
 
@@ -42,7 +42,7 @@ def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
 
 
 def note_host_copies(moved: Any, copies: Mapping[str, Tensor]) -> Any:
-    """Notes the copies of an object's tensors, by their names, and returns the object."""
+    """Note the copies of an object's tensors, by their names, and return the object."""
     for name, tensor in tensors_by_name(moved).items():
         if name in copies:
             note_host_copy(tensor, copies[name])
@@ -50,7 +50,7 @@ def note_host_copies(moved: Any, copies: Mapping[str, Tensor]) -> Any:
 
 
 def tensors_by_name(value: Any) -> dict[str, Tensor]:
-    """Returns the tensors that an object holds directly, as a graph of torch_geometric does or any other object.
+    """Return the tensors that an object holds directly, as a graph of torch_geometric does or any other object.
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ def tensors_by_name(value: Any) -> dict[str, Tensor]:
 
 
 def host_of(tensor: Tensor) -> Tensor:
-    """Returns the copy on the host that a tensor was made from, where one is known; else the tensor itself.
+    """Return the copy on the host that a tensor was made from, where one is known; else the tensor itself.
 
     Example:
         >>> import torch

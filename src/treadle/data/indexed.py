@@ -50,7 +50,7 @@ _KNOWN = (
 
 
 def is_known(loader: Any) -> bool:
-    """Returns whether a DataLoader's order comes from torch's own samplers, whose ways are known."""
+    """Return whether a DataLoader's order comes from torch's own samplers, whose ways are known."""
     lists = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     inner = lists.sampler if type(lists) is BatchSampler else lists
     return type(inner) in _KNOWN
@@ -100,7 +100,7 @@ class _WatchedCollate:
 
 
 def seed_worker(seed: int) -> None:
-    """Seeds python, numpy and torch on the CPU, as far as a worker draws from them."""
+    """Seed python, numpy and torch on the CPU, as far as a worker draws from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
@@ -138,7 +138,7 @@ class _Feed:
         return self
 
     def prime(self) -> None:
-        """Passes over the consumed lists; must run under the RNG of the epoch's opening."""
+        """Pass over the consumed lists; must run under the RNG of the epoch's opening."""
         while self._number < self._skip and not self.exhausted:
             self._draw()
 
@@ -152,7 +152,7 @@ class _Feed:
         return index
 
     def ids_at(self, number: int) -> Any:
-        """Returns the index list of batch ``number`` and forgets those before it, so that only the prefetch is kept."""
+        """Return the index list of batch ``number`` and forget those before it, so that only the prefetch is kept."""
         while self._handed_out:
             drawn, index = self._handed_out.popleft()
             if drawn == number:
@@ -160,7 +160,7 @@ class _Feed:
         return None
 
     def is_over_at(self, position: int) -> bool:
-        """Returns whether all lists were drawn and nothing but ``position`` batches can come of them."""
+        """Return whether all lists were drawn and nothing but ``position`` batches can come of them."""
         return self.exhausted and self._number <= position
 
     def __next__(self) -> Any:
@@ -183,7 +183,7 @@ def _moved(before: RngState) -> bool:
 
 
 def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> None:
-    """Makes the draw that torch leaves out when persistent workers begin another epoch.
+    """Make the draw that torch leaves out when persistent workers begin another epoch.
 
     Workers that persist are not seeded again, while those of a resumed run start and are. Drawing in both cases keeps
     the stream of random numbers the same whether an epoch is reached or resumed.
@@ -208,12 +208,12 @@ class Workers:
         self._pass: Callable[[], Any] = lambda: None
 
     def of(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Returns a pass whose workers are meant from here on."""
+        """Return a pass whose workers are meant from here on."""
         self._pass = weakref.ref(iterator) if hasattr(iterator, "_shutdown_workers") else lambda: None
         return iterator
 
     def end(self) -> None:
-        """Ends them, if there are any; does nothing a second time."""
+        """End them, if there are any; do nothing a second time."""
         iterator = self._pass()
         if iterator is not None:
             iterator._shutdown_workers()
@@ -284,7 +284,7 @@ class IndexedReader:
         )
 
     def open(self, *, skip: int, seed: int) -> Iterator[Any]:
-        """Opens an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
+        """Open an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
         self.feed.skip, self.feed.seed = skip, seed
         iterator = self._workers.of(iter(self.loader))
         self._watch.stop()  # the copies of workers that begin later need not look once more
@@ -294,16 +294,16 @@ class IndexedReader:
         return iterator
 
     def finish(self) -> None:
-        """Exhausts the sampler, as a plain loop does: its own generator may advance once more there."""
+        """Exhaust the sampler, as a plain loop does: its own generator may advance once more there."""
         for _ in self.feed.current or ():
             raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
 
     def is_over_at(self, position: int) -> bool:
-        """Returns whether the epoch has no more than ``position`` batches."""
+        """Return whether the epoch has no more than ``position`` batches."""
         return self.feed.current is not None and self.feed.current.is_over_at(position)
 
     def ids_at(self, position: int) -> Any:
-        """Returns the index list that the batch at ``position`` was read with; None where workers may swap batches."""
+        """Return the index list that the batch at ``position`` was read with; None where workers may swap batches."""
         return self.feed.current.ids_at(position) if self.feed.current is not None and self.loader.in_order else None
 
     @property
@@ -312,7 +312,7 @@ class IndexedReader:
         return self.feed.current is not None and self.feed.current.draws_while_running
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         self._workers.end()
         self.loader._iterator = None
         self.feed.workers_are_running = False

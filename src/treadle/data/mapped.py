@@ -116,7 +116,7 @@ class MappedLoader(RowLoader):
         return super()._refers_to() | chunks
 
     def close(self) -> None:
-        """Ends the pass and its thread. The position stays, and the next pass continues from it."""
+        """End the pass and its thread. The position stays, and the next pass continues from it."""
         self._passes += 1
         if self._reader is not None:
             self._reader.close()

@@ -68,7 +68,7 @@ class GlobalOrder:
             )
 
     def num_batches(self, start: int = 0) -> int:
-        """Returns the batches of an epoch that is entered after ``start`` samples."""
+        """Return the batches of an epoch that is entered after ``start`` samples."""
         whole, rest = divmod(self.num_samples - start, self.global_batch_size)
         if self.drop_last or rest == 0:
             return whole
@@ -76,7 +76,7 @@ class GlobalOrder:
         return whole + 1 if rest >= self.num_replicas or (whole > 0 and enough_for_two) else whole
 
     def consumed(self, batches: int, start: int = 0) -> int:
-        """Returns how many samples of the order are read once ``batches`` batches after ``start`` are."""
+        """Return how many samples of the order are read once ``batches`` batches after ``start`` are."""
         count = self.num_batches(start)
         batches = min(batches, count)
         end = start + batches * self.global_batch_size
@@ -85,7 +85,7 @@ class GlobalOrder:
         return self.num_samples if batches == count else min(end, self.num_samples - self.num_replicas)
 
     def part(self, number: int, rank: int, start: int = 0, *, count: int | None = None) -> range:
-        """Returns the places in the order that a rank reads in batch ``number`` after ``start``.
+        """Return the places in the order that a rank reads in batch ``number`` after ``start``.
 
         Args:
             number: 0-based.
@@ -105,23 +105,23 @@ class GlobalOrder:
         return range(first, first + size + (rank < extra))
 
     def rows(self, epoch: int) -> Tensor | None:
-        """Returns the order of an epoch, (num_samples,) int64 on the CPU; None is 0, 1, 2, ..."""
+        """Return the order of an epoch, (num_samples,) int64 on the CPU; None is 0, 1, 2, ..."""
         if not self.shuffle:
             return None
         return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)))
 
     def describe(self) -> dict[str, Any]:
-        """Returns the settings as plain values."""
+        """Return the settings as plain values."""
         return asdict(self)
 
     def same_samples(self, saved: Mapping[str, Any]) -> bool:
-        """Returns whether the order is that of a description, whatever the batches."""
+        """Return whether the order is that of a description, whatever the batches."""
         aside = {*_CUTS, "start", "consumed"} if self.shuffle else {*_CUTS, "start", "consumed", "seed"}
         before = {name: value for name, value in saved.items() if name not in aside}
         return before == {name: value for name, value in self.describe().items() if name not in aside}
 
     def same_batches(self, saved: Mapping[str, Any]) -> bool:
-        """Returns whether the batches are those of a description, if the order is."""
+        """Return whether the batches are those of a description, if the order is."""
         return all(saved[name] == getattr(self, name) for name in _CUTS)
 
 
@@ -134,12 +134,12 @@ class InGlobalOrder(Protocol):
         ...
 
     def start_at(self, consumed: int) -> None:
-        """Lets the next pass give what follows the first ``consumed`` samples of its epoch."""
+        """Let the next pass give what follows the first ``consumed`` samples of its epoch."""
         ...
 
 
 def in_global_order(loader: Any) -> InGlobalOrder | None:
-    """Returns what gives a loader a global order, or None.
+    """Return what gives a loader a global order, or None.
 
     Example:
         >>> in_global_order([1, 2]) is None
@@ -153,7 +153,7 @@ def in_global_order(loader: Any) -> InGlobalOrder | None:
 
 
 def check_batch_size(batch_size: int | None, global_batch_size: int | None, *, owner: str) -> None:
-    """Raises unless exactly one size is given, and it is at least 1.
+    """Raise unless exactly one size is given, and it is at least 1.
 
     Raises:
         ConfigError: none or both are given, or the size is below 1.

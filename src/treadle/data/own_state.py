@@ -34,7 +34,7 @@ _OF_TORCHS = ("generator", "epoch")  # carried by themselves, or set before each
 
 
 def owners_of(loader: Any) -> dict[str, Any]:
-    """Returns what a loader is made of, by path: samplers, data sets, collate functions, and what they wrap.
+    """Return what a loader is made of, by path: samplers, data sets, collate functions, and what they wrap.
 
     Example:
         >>> list(owners_of(DataLoader([1.0, 2.0])))
@@ -79,7 +79,7 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
 
 
 def _is_part(value: Any) -> bool:
-    """Returns whether what an object of the data holds may have state: other parts of data, and the user's objects."""
+    """Return whether what an object of the data holds may have state: other parts of data, and the user's objects."""
     if type(value).__module__.startswith("webdataset."):  # its stages hold generators and count epochs
         return True
     if isinstance(value, (Sampler, Dataset)) or callable(getattr(value, "set_epoch", None)) or has_state(value):
@@ -92,7 +92,7 @@ def _is_part(value: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> bool:
-    """Calls ``set_epoch`` of a loader and of all that it is made of; returns whether a data set has one."""
+    """Call ``set_epoch`` of a loader and of all that it is made of; return whether a data set has one."""
     of_data = False
     for path, owner in {"": loader, **owners_of(loader)}.items():
         method = getattr(owner, "set_epoch", None)
@@ -130,7 +130,7 @@ class LoaderState:
         self._modules = {path: ModuleState(module) for path, module in modules.items()}
 
     def collect(self) -> dict[str, Any]:
-        """Returns the states by path, as plain copies; nothing for unchanged ones.
+        """Return the states by path, as plain copies; nothing for unchanged ones.
 
         Raises:
             CheckpointError: a state dict holds what no checkpoint can.
@@ -153,7 +153,7 @@ class LoaderState:
         return {name: entry[name] for name in ("tensors", "attributes") if name in entry}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Loads states that :meth:`collect` returned, where they differ; attributes without one go back to the start.
+        """Load states that :meth:`collect` returned, where they differ; attributes without one go back to the start.
 
         A sampler that is being iterated and has come to the same state is left alone.
         """
@@ -170,7 +170,7 @@ class LoaderState:
                 self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
 
     def lost(self) -> Iterator[str]:
-        """Yields the names of attributes that changed since this was last asked and that no checkpoint holds."""
+        """Yield the names of attributes that changed since this was last asked and that no checkpoint holds."""
         for attributes in self._attributes.values():
             if not has_state(attributes.owner):  # else its own state may hold them
                 yield from (f"{_name_of(attributes.owner)}.{name}".lstrip(".") for name in attributes.lost())
@@ -178,12 +178,12 @@ class LoaderState:
             yield from (f"{type(self.owners[path]).__name__}.{name}" for name in modules.lost())
 
     def unknown(self, states: Mapping[str, Any]) -> list[str]:
-        """Returns the paths of states for which this loader has no object."""
+        """Return the paths of states for which this loader has no object."""
         return [path for path in states if path not in self.owners]
 
 
 def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
-    """Yields what reads the data, and the functions and methods that it holds."""
+    """Yield what reads the data, and the functions and methods that it holds."""
     if isinstance(loader, TransferLoader):
         loader = loader.loader
     parts = [getattr(loader, name, None) for name in ("dataset", "collate_fn", "batch_sampler", "sampler")]
@@ -194,7 +194,7 @@ def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
 
 
 def _has_attributes(owner: Any) -> bool:
-    """Returns whether the attributes of a part of the data are kept: of one without state, or of a user's class."""
+    """Return whether the attributes of a part of the data are kept: of one without state, or of a user's class."""
     if has_state(owner):
         return is_users(owner) and not isinstance(owner, nn.Module)
     return isinstance(owner, Variables) or not type(owner).__module__.startswith("treadle.")
@@ -209,7 +209,7 @@ def _is_torchs(owner: Any) -> bool:
 
 
 def hidden_generators(loader: Any) -> list[str]:
-    """Returns warnings of random generators that data sets and collate functions keep while workers read them.
+    """Return warnings of random generators that data sets and collate functions keep while workers read them.
 
     Each worker has a copy, which no checkpoint holds. Without workers they are part of every state.
 
@@ -237,7 +237,7 @@ def hidden_generators(loader: Any) -> list[str]:
 
 
 def unrepeatable_shuffles(loader: Any) -> list[str]:
-    """Returns a warning where a stage of webdataset shuffles by a generator that it seeds from the clock.
+    """Return a warning where a stage of webdataset shuffles by a generator that it seeds from the clock.
 
     Example:
         >>> unrepeatable_shuffles(DataLoader([1.0]))
@@ -279,12 +279,12 @@ class WatchedState:
         self._before: dict[str, Any] = {}
 
     def stop(self) -> None:
-        """Ends the watch."""
+        """End the watch."""
         self._reads = 0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Watches one read."""
+        """Watch one read."""
         if not self._reads:
             yield
             return
@@ -300,7 +300,7 @@ class WatchedState:
         self.compare()
 
     def compare(self) -> None:
-        """Looks for changes since the last time.
+        """Look for changes since the last time.
 
         Raises:
             ConfigError: a state dict changed.
@@ -335,7 +335,7 @@ class WatchedState:
 
 @contextlib.contextmanager
 def kept_generators(loader: Any) -> Iterator[None]:
-    """Puts generators, samplers and data sets of a loader back after the block, so that its next pass is the same.
+    """Put generators, samplers and data sets of a loader back after the block, so that its next pass is the same.
 
     Example:
         >>> with kept_generators([1, 2]):

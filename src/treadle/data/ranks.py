@@ -79,20 +79,20 @@ class RankBatchSampler(Sampler[list[int]]):
         return GlobalOrder(length, size, replicas, self.shuffle, self.seed, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next pass has; an engine calls it."""
+        """Choose the epoch whose order the next pass has; an engine calls it."""
         self.epoch = epoch
         self._start = 0
 
     def start_at(self, consumed: int) -> None:
-        """Lets the next pass give what follows the first ``consumed`` samples of its epoch."""
+        """Let the next pass give what follows the first ``consumed`` samples of its epoch."""
         self._start = consumed
 
     def __len__(self) -> int:
-        """Returns the batches of a whole epoch, the same on all ranks."""
+        """Return the batches of a whole epoch, the same on all ranks."""
         return self.order.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields the indices of each batch of this rank."""
+        """Yield the indices of each batch of this rank."""
         order, start = self.order, self._start
         rank = distributed.rank() if self._rank is None else self._rank
         rows = order.rows(self.epoch)
@@ -102,7 +102,7 @@ class RankBatchSampler(Sampler[list[int]]):
 
 
 def check_rank(rank: int | None, num_replicas: int | None) -> None:
-    """Raises unless both or none are given, and they fit.
+    """Raise unless both or none are given, and they fit.
 
     Raises:
         ConfigError: one is missing, or the rank is not below the number.
@@ -116,7 +116,7 @@ def check_rank(rank: int | None, num_replicas: int | None) -> None:
 
 
 def rank_and_worker() -> tuple[int, int]:
-    """Returns which of how many readers this is, counting every worker of a loader on every rank.
+    """Return which of how many readers this is, counting every worker of a loader on every rank.
 
     For data sets of your own that yield: take item i where ``i % count == index``.
 
@@ -131,14 +131,14 @@ def rank_and_worker() -> tuple[int, int]:
 
 
 def ranks_of() -> tuple[int, int]:
-    """Returns rank and number of ranks, also in a worker that was spawned and so has no process group."""
+    """Return rank and number of ranks, also in a worker that was spawned and so has no process group."""
     if get_worker_info() is not None and not distributed.is_distributed():
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     return distributed.rank(), distributed.world_size()
 
 
 def reader_of(rank: int, world_size: int) -> tuple[int, int]:
-    """Returns which of how many readers this is, as :func:`rank_and_worker` does, for a given rank."""
+    """Return which of how many readers this is, as :func:`rank_and_worker` does, for a given rank."""
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
     return rank * workers + worker, world_size * workers
@@ -159,7 +159,7 @@ class _Shard(IterableDataset[_T]):
 
 
 def shard_iterable(iterable: Iterable[_T]) -> IterableDataset[_T]:
-    """Returns a data set that gives each rank, and each of its loader's workers, every n-th item of an iterable.
+    """Return a data set that gives each rank, and each of its loader's workers, every n-th item of an iterable.
 
     All of them iterate over the whole iterable, which must give the same items in the same order everywhere, and each
     leaves out what the others read. Where passing over items is costly, use :func:`rank_and_worker` to open other

@@ -36,20 +36,20 @@ class LastRows(NamedTuple):
     given: Sequence[tuple[weakref.ref[Tensor], int]] = ()
 
     def __call__(self) -> Tensor | range:
-        """Returns the rows."""
+        """Return the rows."""
         return self.part if self.rows is None else self.rows[self.part.start : self.part.stop]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves out the state of this process only."""
+        """Leave out the state of this process only."""
         return LastRows, (self.rows, self.part)
 
     def gave(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is one that the loader gave with these rows, unwritten since."""
+        """Return whether a tensor is one that the loader gave with these rows, unwritten since."""
         return any(of() is tensor and tensor._version == version for of, version in self.given)
 
 
 def noted(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
-    """Returns tensors with their versions, which count what is written to them; without those that count nothing.
+    """Return tensors with their versions, which count what is written to them; without those that count nothing.
 
     Example:
         >>> from torch import zeros
@@ -118,7 +118,7 @@ class RowLoader:
         return self._last()
 
     def last_ids(self) -> LastRows:
-        """Returns what gives the rows of the batch that was given last, now or later."""
+        """Return what gives the rows of the batch that was given last, now or later."""
         return self._last
 
     @property
@@ -138,25 +138,25 @@ class RowLoader:
         return (ranks.rank(), ranks.world_size()) if self._distributed else (0, 1)
 
     def __len__(self) -> int:
-        """Returns the batches of a whole epoch."""
+        """Return the batches of a whole epoch."""
         return self.order.num_batches()
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next pass has; a pass that ends advances to the next epoch by itself."""
+        """Choose the epoch whose order the next pass has; a pass that ends advances to the next epoch by itself."""
         self.epoch = epoch
         self.start_at(0)
 
     def start_at(self, consumed: int) -> None:
-        """Lets the next pass give what follows the first ``consumed`` rows of its epoch."""
+        """Let the next pass give what follows the first ``consumed`` rows of its epoch."""
         self._start = consumed
         self.position = 0
 
     def pass_over(self, batches: int) -> None:
-        """Lets the next pass leave out that many batches, without reading them."""
+        """Let the next pass leave out that many batches, without reading them."""
         self.position = batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of the epoch: all of it, unless a state was loaded.
+        """Yield the rest of the epoch: all of it, unless a state was loaded.
 
         Raises:
             RuntimeError: a later pass was begun meanwhile; the loader has one position.
@@ -181,11 +181,11 @@ class RowLoader:
         )
 
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:
-        """Opens an epoch: entering reads one batch; ``ahead`` lists the batches to come."""
+        """Open an epoch: entering reads one batch; ``ahead`` lists the batches to come."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns epoch and position, and what they refer to."""
+        """Return epoch and position, and what they refer to."""
         return {"epoch": self.epoch, "position": self.position, "start": self._start, **self._refers_to()}
 
     def _refers_to(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class RowLoader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes to a stored position.
+        """Go to a stored position.
 
         Raises:
             ConfigError: rows, batches, order or ranks are others, so the position means other data.
@@ -218,7 +218,7 @@ class RowLoader:
 
 
 def one_number_of_rows(rows: list[int], *, owner: str) -> int:
-    """Returns the number of rows that all have.
+    """Return the number of rows that all have.
 
     Raises:
         ConfigError: there is nothing, or the numbers differ.

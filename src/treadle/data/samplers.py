@@ -10,7 +10,7 @@ _DEEPEST = 8  # samplers inside samplers
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Returns the samplers of a loader and those that they wrap, outermost first."""
+    """Return the samplers of a loader and those that they wrap, outermost first."""
     found: list[Any] = []
     owners = [loader]
     for _ in range(_DEEPEST):
@@ -24,7 +24,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Returns the torch generators that belong to a loader and its samplers, each once."""
+    """Return the torch generators that belong to a loader and its samplers, each once."""
     found: list[torch.Generator] = []
     for owner in (loader, *samplers_of(loader)):
         generator = getattr(owner, "generator", None)

@@ -98,20 +98,20 @@ class ShardedStream(EnteredStream):
         return {**self.__dict__, "_of_main_process": self._of_main_process or ranks_of()}
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order the next pass has; an engine calls it."""
+        """Choose the epoch whose order the next pass has; an engine calls it."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the place after the sample that was given last."""
+        """Return the place after the sample that was given last."""
         place = self._at if self._entered is None else self._entered
         return dict(vars(place))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Lets the next pass begin where ``state`` was taken, if it is one of the same epoch."""
+        """Let the next pass begin where ``state`` was taken, if it is one of the same epoch."""
         self._entered = _Place(**state)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the samples of this rank's and this worker's files."""
+        """Yield the samples of this rank's and this worker's files."""
         reader, readers = rank_and_worker() if self._of_main_process is None else reader_of(*self._of_main_process)
         if readers > len(self.shards):
             raise ConfigError(
@@ -196,7 +196,7 @@ class _TarWindow:
 
 
 def _contents(file: BinaryIO) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
-    """Yields the samples of a ``.tar``: the stem, and of each member the rest of its name, its place and its size."""
+    """Yield the samples of a ``.tar``: the stem, and of each member the rest of its name, its place and its size."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         members = [member for member in tar if member.isreg()]
     for key, group in itertools.groupby(members, key=lambda member: _stem(member.name)):

@@ -13,7 +13,7 @@ _scopes: list[dict[tuple[object, ...], list[Tensor]]] = []
 
 @contextlib.contextmanager
 def shared_tensors() -> Iterator[None]:
-    """Lets loaders that are made inside the block keep equal tensors of a device once; they are only read.
+    """Let loaders that are made inside the block keep equal tensors of a device once; they are only read.
 
     Example:
         >>> with shared_tensors():
@@ -29,7 +29,7 @@ def shared_tensors() -> Iterator[None]:
 
 
 def kept_once(tensor: Tensor) -> Tensor:
-    """Returns an equal tensor that an earlier loader keeps, or this one; outside :func:`shared_tensors` this one.
+    """Return an equal tensor that an earlier loader keeps, or this one; outside :func:`shared_tensors` this one.
 
     Args:
         tensor: where it is to be read; compared to the bit.
@@ -48,7 +48,7 @@ def kept_once(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose equality is that of the bits: NaN equals itself, and zeros differ by their sign."""
+    """Return a tensor whose equality is that of the bits: NaN equals itself, and zeros differ by their sign."""
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}

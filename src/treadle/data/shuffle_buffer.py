@@ -61,22 +61,22 @@ class ShuffleBuffer(EnteredStream):
         self._entered = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next pass, and tells the stream; an engine calls it."""
+        """Choose the epoch of the next pass, and tell the stream; an engine calls it."""
         self.epoch = epoch
         if callable(getattr(self.stream, "set_epoch", None)):
             self.stream.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place after the sample that was given last."""
+        """Return the place after the sample that was given last."""
         return {"epoch": self.epoch, "fill": self._fill, "given": self._given, "before": self._before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next pass begin where ``state`` was taken, if it is one of the same epoch."""
+        """Let the next pass begin where ``state`` was taken, if it is one of the same epoch."""
         self._fill, self._given, self._before = int(state["fill"]), int(state["given"]), state["before"]
         self._entered = int(state["epoch"]) == self.epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the samples of the stream in another order."""
+        """Yield the samples of the stream in another order."""
         entered, self._entered = self._entered, False
         if not entered:
             self._fill, self._given, self._before = 0, 0, None
@@ -101,7 +101,7 @@ class ShuffleBuffer(EnteredStream):
 
 @contextlib.contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Draws from a seed with the CPU's generators inside the block, and restores them after it."""
+    """Draw from a seed with the CPU's generators inside the block, and restore them after it."""
     outside = Draws()
     seed_worker(seed)
     try:

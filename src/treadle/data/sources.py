@@ -42,11 +42,11 @@ class Source(Protocol):
     exact: bool
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        """Opens an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then."""
+        """Open an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then."""
         ...
 
     def measure(self) -> None:
-        """Reads the length again, which a data set that grows between two epochs changes."""
+        """Read the length again, which a data set that grows between two epochs changes."""
         ...
 
     def finish(self, iterator: Iterator[Any]) -> None:
@@ -54,23 +54,23 @@ class Source(Protocol):
         ...
 
     def is_over_at(self, position: int) -> bool:
-        """Returns whether a StopIteration after ``position`` batches can be the end of the data."""
+        """Return whether a StopIteration after ``position`` batches can be the end of the data."""
         ...
 
     def ids_at(self, position: int) -> Any:
-        """Returns what the batch after ``position`` others was read with, or None; asked once for each batch."""
+        """Return what the batch after ``position`` others was read with, or None; asked once for each batch."""
         ...
 
     def state(self) -> Any:
-        """Returns the loader's own state as plain values, or None."""
+        """Return the loader's own state as plain values, or None."""
         ...
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        """Returns what the user must know about exact resume with this loader."""
+        """Return what the user must know about exact resume with this loader."""
         ...
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """End what runs in the background."""
         ...
 
 
@@ -285,7 +285,7 @@ class _Replayed(_FromStart):
 
 
 def _proved(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yields the batches of a loader; one that works ahead in threads or processes must load its state first.
+    """Yield the batches of a loader; one that works ahead in threads or processes must load its state first.
 
     Its state may be that of what it has read and not of what it gave. After the first batch the state is loaded again,
     and the batch that follows is compared with the one that would have come.
@@ -316,7 +316,7 @@ def _proved(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _naming_threads_that_draw(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yields the batches of a loader, and warns before the first one if a thread draws random numbers beside us."""
+    """Yield the batches of a loader, and warn before the first one if a thread draws random numbers beside us."""
     running = set(threading.enumerate())
     for first in iterator:
         if set(threading.enumerate()) - running:
@@ -352,7 +352,7 @@ def _is_users_with_state(sampler: Any) -> bool:
 
 @contextlib.contextmanager
 def _ending_where_it_ends(loader: Any) -> Iterator[None]:
-    """Keeps a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` "
+    """Keep a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` "
     "would."""
     restarts = getattr(loader, "restart_on_stop_iteration", None) is True
     if restarts:
@@ -369,7 +369,7 @@ def _keeps_workers(loader: Any) -> bool:
 
 
 def _draw_for_running_workers(loader: Any) -> None:
-    """Draws what torch leaves out when persistent workers begin another epoch; a resumed run's workers start and draw.
+    """Draw what torch leaves out when persistent workers begin another epoch; a resumed run's workers start and draw.
 
     That is one iterator of the sampler too many (torchdata's samplers draw when they make one) and a seed of workers.
     """
@@ -379,7 +379,7 @@ def _draw_for_running_workers(loader: Any) -> None:
 
 
 def _end_persistent_workers(loader: Any) -> None:
-    """Ends the workers that the loader keeps between epochs."""
+    """End the workers that the loader keeps between epochs."""
     if isinstance(loader, DataLoader) and hasattr(loader._iterator, "_shutdown_workers"):
         drop_iterator(loader)
 
@@ -398,7 +398,7 @@ def _length(loader: Any) -> int | None:
 
 
 def refuse_dataset(loader: Any, argument: str = "loader") -> None:
-    """Raises ConfigError for a data set of single samples, which would be taken for batches.
+    """Raise ConfigError for a data set of single samples, which would be taken for batches.
 
     Args:
         loader: what was given.
@@ -416,7 +416,7 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
 
 
 def _is_torchs_own(loader: Any) -> bool:
-    """Returns whether a DataLoader iterates as torch's class does, so that another over the same parts gives the same.
+    """Return whether a DataLoader iterates as torch's class does, so that another over the same parts gives the same.
 
     Example:
         >>> _is_torchs_own(DataLoader([1.0]))
@@ -429,7 +429,7 @@ def _is_torchs_own(loader: Any) -> bool:
 
 
 def _refuse_counts(loader: Any) -> None:
-    """Raises ConfigError for a loader or a stream whose state is a count of samples and does not lead to their order.
+    """Raise ConfigError for a loader or a stream whose state is a count of samples and does not lead to their order.
 
     Those of litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own loaders.
     """
@@ -453,7 +453,7 @@ def _refuse_counts(loader: Any) -> None:
 
 
 def open_source(loader: Any) -> Source:
-    """Chooses how a loader is read.
+    """Choose how a loader is read.
 
     Args:
         loader: a DataLoader, a loader with ``state_dict``/``load_state_dict``, any iterable, or one of these in a

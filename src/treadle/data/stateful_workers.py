@@ -43,12 +43,12 @@ class SeededReads(Dataset[Any]):
         self._reads += 1
 
     def __getitem__(self, index: Any) -> Any:
-        """Reads one item that is a batch."""
+        """Read one item that is a batch."""
         self._seed()
         return self.dataset[index]
 
     def __getitems__(self, index: Any) -> Any:
-        """Reads the items of a batch."""
+        """Read the items of a batch."""
         self._seed()
         getitems = getattr(self.dataset, "__getitems__", None)
         return getitems(index) if getitems else [self.dataset[i] for i in index]
@@ -57,7 +57,7 @@ class SeededReads(Dataset[Any]):
         return len(self.dataset)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how many batches this worker has read, and the state of the user's data set if it has one."""
+        """Return how many batches this worker has read, and the state of the user's data set if it has one."""
         return {
             "seed": self.seed,
             "reads": self._reads,
@@ -65,7 +65,7 @@ class SeededReads(Dataset[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what :meth:`state_dict` returned, or a bare state of the user's data set."""
+        """Load what :meth:`state_dict` returned, or a bare state of the user's data set."""
         if not {"seed", "reads", "dataset"} <= set(state):
             state = {"seed": self.seed, "reads": 0, "dataset": state}
         self.seed, self._reads = int(state["seed"]), int(state["reads"])
@@ -75,7 +75,7 @@ class SeededReads(Dataset[Any]):
 
 @contextlib.contextmanager
 def seeded_workers(loader: Any, seed: int) -> Iterator[None]:
-    """Lets the workers that a loader starts inside the block seed themselves before each batch.
+    """Let the workers that a loader starts inside the block seed themselves before each batch.
 
     Args:
         loader: with state; one without workers, or that is no DataLoader, is left alone.
@@ -102,7 +102,7 @@ def seeded_workers(loader: Any, seed: int) -> Iterator[None]:
 
 
 def seeds_workers(loader: Any) -> bool:
-    """Returns whether the workers of a loader with state can be seeded by batch.
+    """Return whether the workers of a loader with state can be seeded by batch.
 
     Example:
         >>> seeds_workers(DataLoader([1.0]))

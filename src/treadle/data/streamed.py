@@ -30,7 +30,7 @@ from treadle.seed import mix_seed
 
 
 def keeps_its_place(dataset: Any) -> bool:
-    """Returns whether a stream offers a state that may be its place: ``state_dict()`` without arguments.
+    """Return whether a stream offers a state that may be its place: ``state_dict()`` without arguments.
 
     Example:
         >>> keeps_its_place([1, 2])
@@ -88,7 +88,7 @@ class SeededStream(IterableDataset[Any]):
         return 0 if info is None else (info.id + self.first) % info.num_workers
 
     def __iter__(self) -> Iterator[Any]:
-        """Begins the epoch, or continues where the state of this worker says."""
+        """Begin the epoch, or continue where the state of this worker says."""
         worker = self.worker
         state = self.start[worker] if self.start else None
         self._reads, self._ended = (0, False) if state is None else (int(state["reads"]), bool(state["ended"]))
@@ -123,7 +123,7 @@ class SeededStream(IterableDataset[Any]):
             yield sample
 
     def enter(self, state: Mapping[str, Any]) -> None:
-        """Lets a pass that has just begun continue where a state says, by the iterator's own state."""
+        """Let a pass that has just begun continue where a state says, by the iterator's own state."""
         if "reads" not in state:
             state = {"reads": 0, "ended": False, "iterator": state}
         self._reads, self._ended = int(state["reads"]), bool(state["ended"])
@@ -131,7 +131,7 @@ class SeededStream(IterableDataset[Any]):
         self._iterator.load_state_dict(to_plain(state["iterator"], "iterator"))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place after the sample that was given last."""
+        """Return the place after the sample that was given last."""
         iterator: Any = getattr(self, "_iterator", None)
         own = iterator is not self.dataset and has_state(iterator)
         return {
@@ -149,7 +149,7 @@ class StatefulSeededStream(SeededStream):
     """A :class:`SeededStream` for loaders that carry the state of each worker's data set themselves."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what ``state_dict`` returned, or a bare state of the data set, before the next iteration."""
+        """Load what ``state_dict`` returned, or a bare state of the data set, before the next iteration."""
         if "reads" not in state:
             state = {"reads": 0, "ended": False, "dataset": state}
         info = get_worker_info()
@@ -183,7 +183,7 @@ class Draws:
         self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def restore(self) -> None:
-        """Sets the generators back."""
+        """Set the generators back."""
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])
         torch.set_rng_state(self._states[2])
@@ -214,7 +214,7 @@ class _Trial:
                 self.problem = f"it cannot be copied to try it ({type(error).__name__})"
 
     def see(self, sample: Any, before: Draws) -> None:
-        """Takes in a sample that was read, and the random state before it."""
+        """Take in a sample that was read, and the random state before it."""
         if self.problem is not None:
             return
         self._reads += 1
@@ -241,7 +241,7 @@ class _Trial:
 
 
 def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
-    """Returns why a ``datasets.IterableDataset`` with a shuffle buffer cannot be entered; None for all others.
+    """Return why a ``datasets.IterableDataset`` with a shuffle buffer cannot be entered; None for all others.
 
     Example:
         >>> shuffle_buffer_of_datasets([1, 2]) is None
@@ -358,7 +358,7 @@ class StreamReader:
         )
 
     def open(self, *, seed: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Opens an epoch at its start, or where ``state`` says.
+        """Open an epoch at its start, or where ``state`` says.
 
         Raises:
             CheckpointError: the state is of another number of workers.
@@ -386,11 +386,11 @@ class StreamReader:
             yield carried.batch
 
     def state(self) -> dict[str, Any] | None:
-        """Returns the place after the batch that was given last; None where it is known by number alone."""
+        """Return the place after the batch that was given last; None where it is known by number alone."""
         if not self._tells or self.problem is not None:
             return None
         return {"workers": to_plain(self._states, "data.loader"), "next": self._next}
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         self._running.end()

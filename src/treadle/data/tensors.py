@@ -89,7 +89,7 @@ class TensorLoader(RowLoader):
         self._gather: RowGather | None = None
 
     def gather(self) -> RowGather | None:
-        """Returns what gathers the whole batches, for who would do so inside a CUDA graph; None where nothing can.
+        """Return what gathers the whole batches, for who would do so inside a CUDA graph; None where nothing can.
 
         From here on it does it, with one set of buffers for a shuffled order.
         """
@@ -101,7 +101,7 @@ class TensorLoader(RowLoader):
         return self._gather
 
     def skip(self, count: int) -> None:
-        """Moves on by whole batches of a pass that a CUDA graph has gathered by itself."""
+        """Move on by whole batches of a pass that a CUDA graph has gathered by itself."""
         assert self._gather is not None
         self.position += count
         stride, part = self.order.global_batch_size, self._last.part
@@ -109,7 +109,7 @@ class TensorLoader(RowLoader):
         self._gather.skip(count)
 
     def settle(self) -> None:
-        """Gathers the batch that was given last, if that was left to who trains on it."""
+        """Gather the batch that was given last, if that was left to who trains on it."""
         if self._gather is not None:
             self._gather.settle()
 
@@ -145,7 +145,7 @@ class TensorLoader(RowLoader):
         return batch
 
     def _outs(self, count: int, order: GlobalOrder) -> list[Tensor] | None:
-        """Returns where the next batch is written; all of a set, or its first rows."""
+        """Return where the next batch is written; all of a set, or its first rows."""
         if self.num_buffers is None:
             return None
         number = self.position % self.num_buffers
@@ -206,11 +206,11 @@ class RowGather:
         self._is_new = False  # whether the loader has not advanced since a batch was given
 
     def begin(self) -> None:
-        """Begins a pass: its first batch is gathered when it is given."""
+        """Begin a pass: its first batch is gathered when it is given."""
         self._expected, self.is_left = None, False
 
     def give(self, order: Tensor, start: int, *, stride: int) -> Any:
-        """Returns a batch, gathered unless it follows one after which :meth:`leave_next` was called.
+        """Return a batch, gathered unless it follows one after which :meth:`leave_next` was called.
 
         Args:
             order: of the epoch.
@@ -229,7 +229,7 @@ class RowGather:
         return self.batch if self._names is None else packed(self._names, self._outs)
 
     def gives(self, batch: Any) -> bool:
-        """Returns whether a batch is the last one given, and the loader has not advanced since."""
+        """Return whether a batch is the last one given, and the loader has not advanced since."""
         if not self._is_new:
             return False
         if batch is self.batch:
@@ -238,21 +238,21 @@ class RowGather:
         return named and all(tensor is out for tensor, out in zip(batch.values(), self._outs, strict=True))
 
     def run(self) -> None:
-        """Gathers the batch whose places are noted."""
+        """Gather the batch whose places are noted."""
         torch.index_select(self._order, 0, self._places, out=self._rows)
         for tensor, out in self._pairs:
             torch.index_select(tensor, 0, self._rows, out=out)
 
     def advance(self) -> None:
-        """Notes the places of the next batch."""
+        """Note the places of the next batch."""
         self._places.add_(self._stride)
 
     def rewind(self) -> None:
-        """Notes the places of the batch that was given last."""
+        """Note the places of the batch that was given last."""
         torch.add(self._from_0, self._start, out=self._places)
 
     def leave_next(self) -> None:
-        """Leaves the next batch, if it follows the last, to who has gathered that one and advanced."""
+        """Leave the next batch, if it follows the last, to who has gathered that one and advanced."""
         self.is_left = self._is_new = False
         self._expected = self._start + self._stride
 
@@ -262,24 +262,24 @@ class RowGather:
         return self._expected is not None
 
     def skip(self, count: int) -> None:
-        """Notes that so many batches were gathered after the last one, by who advanced each time."""
+        """Note that so many batches were gathered after the last one, by who advanced each time."""
         self._start += count * self._stride
         self._expected = self._start + self._stride
 
     def settle(self) -> None:
-        """Gathers the batch that was given last, if it was left."""
+        """Gather the batch that was given last, if it was left."""
         if self.is_left:
             self.run()
             self.is_left = False
 
     def whole(self) -> Any:
-        """Returns the last batch as new tensors over its memory, gathered if it was deferred."""
+        """Return the last batch as new tensors over its memory, gathered if it was deferred."""
         self.settle()
         return packed(self._names, [out.detach() for out in self._outs])
 
 
 def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] | None, list[Any]]:
-    """Returns names and values of one mapping, or None and the values that were given one by one.
+    """Return names and values of one mapping, or None and the values that were given one by one.
 
     Raises:
         ConfigError: a mapping is given beside others.
@@ -296,7 +296,7 @@ def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] |
 
 
 def packed(names: tuple[str, ...] | None, batch: Sequence[Tensor]) -> Any:
-    """Returns a batch in the form the tensors were given in: a dict, a tensor, or a tuple.
+    """Return a batch in the form the tensors were given in: a dict, a tensor, or a tuple.
 
     Example:
         >>> packed(None, [1]), packed(None, [1, 2]), packed(("x",), [1])

@@ -72,11 +72,11 @@ class TransferLoader:
             )
 
     def __len__(self) -> int:
-        """Returns the number of batches of an epoch, if the wrapped loader has one."""
+        """Return the number of batches of an epoch, if the wrapped loader has one."""
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError, as of the wrapped loader
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields what the wrapped loader yields, on the device."""
+        """Yield what the wrapped loader yields, on the device."""
         return self.over(iter(self.loader), stateful=hasattr(self.loader, "state_dict"))
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +85,7 @@ class TransferLoader:
         return getattr(self.loader, name)
 
     def over(self, batches: Iterator[Any], *, stateful: bool) -> Iterator[Any]:
-        """Returns an iterator over a pass of the wrapped loader that copies.
+        """Return an iterator over a pass of the wrapped loader that copies.
 
         Args:
             batches: of the wrapped loader.
@@ -101,11 +101,11 @@ class Copies(Protocol):
     """Begins the copy of a batch, and hands it out later."""
 
     def send(self, batch: Any) -> Any:
-        """Begins the copy; returns what :meth:`receive` takes."""
+        """Begin the copy; return what :meth:`receive` takes."""
         ...
 
     def receive(self, sent: Any) -> Any:
-        """Returns the batch; what the present stream does with it comes after the copy."""
+        """Return the batch; what the present stream does with it comes after the copy."""
         ...
 
 
@@ -156,38 +156,38 @@ class TransferredSource:
         self.exact = source.exact
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        """Opens an epoch at a position; skipped batches are not copied."""
+        """Open an epoch at a position; skipped batches are not copied."""
         return self.loader.over(
             self.source.open(skip=skip, seed=seed, state=state), stateful=self.source.kind in ("stateful", "streamed")
         )
 
     def finish(self, iterator: Iterator[Any]) -> None:
-        """Lets the wrapped loader find its end."""
+        """Let the wrapped loader find its end."""
         self.source.finish(iterator.batches if isinstance(iterator, InOrder) else iterator)
 
     def is_over_at(self, position: int) -> bool:
-        """Returns whether a StopIteration after ``position`` batches can be the end of the data."""
+        """Return whether a StopIteration after ``position`` batches can be the end of the data."""
         return self.source.is_over_at(position)
 
     def ids_at(self, position: int) -> Any:
-        """Returns what the batch after ``position`` others was read with, or None."""
+        """Return what the batch after ``position`` others was read with, or None."""
         return self.source.ids_at(position)
 
     def state(self) -> Any:
-        """Returns the wrapped loader's own state, or None."""
+        """Return the wrapped loader's own state, or None."""
         return self.source.state()
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        """Returns what the user must know about exact resume with the wrapped loader."""
+        """Return what the user must know about exact resume with the wrapped loader."""
         return self.source.warnings(resuming=resuming)
 
     def measure(self) -> None:
-        """Reads the length of the wrapped loader again."""
+        """Read the length of the wrapped loader again."""
         self.source.measure()
         self.length = self.source.length
 
     def close(self) -> None:
-        """Ends what the wrapped loader runs in the background."""
+        """End what the wrapped loader runs in the background."""
         self.source.close()
 
 
@@ -203,7 +203,7 @@ class GpuCopies:
         self._stream: Any = None  # made with the first batch: a loader may be built before processes are forked
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Begins the copy of every CPU tensor; returns the batch and the event that ends it."""
+        """Begin the copy of every CPU tensor; return the batch and the event that ends it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -227,7 +227,7 @@ class GpuCopies:
         return note_host_copies(pinned.to(self.device, non_blocking=True), copies)
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
-        """Returns the batch for the present stream; its memory is not used again before that stream is done with it."""
+        """Return the batch for the present stream; its memory is not used again before that stream is done with it."""
         batch, event = sent
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)

@@ -39,7 +39,7 @@ class RowArray:
 
     @classmethod
     def of(cls, array: Any, name: str) -> RowArray:
-        """Looks at an array, without reading more than one row.
+        """Look at an array, without reading more than one row.
 
         Raises:
             ConfigError: it cannot be sliced, or torch has no such numbers.
@@ -57,7 +57,7 @@ class RowArray:
         return cls(array, shape[0], shape[1:], sample.dtype if isinstance(sample, Tensor) else _dtype_of(sample, name))
 
     def read_into(self, out: Tensor, rows: range) -> None:
-        """Copies neighbouring rows into ``out``, contiguous, on the CPU.
+        """Copy neighbouring rows into ``out``, contiguous, on the CPU.
 
         Raises:
             OSError: the array gives another number of rows.
@@ -126,7 +126,7 @@ class WindowReader:
         self._sets: list[dict[int, Tensor]] = [{}, {}] if self._to_device is None else [{}]
 
     def take(self, number: int, span: range) -> tuple[list[Tensor], Tensor]:
-        """Returns rows of a window in new tensors, and which they are.
+        """Return rows of a window in new tensors, and which they are.
 
         Args:
             number: the window; one of ``needed``, not before those asked for already.
@@ -163,7 +163,7 @@ class WindowReader:
         return window if self._to_device is None else self._to_device.copied(window)
 
     def _memory(self, index: int, array: RowArray) -> Tensor:
-        """Returns memory for the largest window of an array, made once and not for each window."""
+        """Return memory for the largest window of an array, made once and not for each window."""
         memory = self._sets[-1]
         if index not in memory:
             rows = min(self.windows.chunk_rows * self.windows.window_chunks, self.windows.num_rows)
@@ -171,7 +171,7 @@ class WindowReader:
         return memory[index]
 
     def close(self) -> None:
-        """Ends the thread, after the chunk that it is reading."""
+        """End the thread, after the chunk that it is reading."""
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._current, self._ahead, self._sets = None, None, []
@@ -189,7 +189,7 @@ class _ToDevice:
         self._stream: Any = None
 
     def copied(self, window: _Window) -> _Window:
-        """Returns the window on the device; waits for the copies, in the thread, so that the memory is free again."""
+        """Return the window on the device; wait for the copies, in the thread, so that the memory is free again."""
         if self.device.type != "cuda":
             tensors = [tensor.to(self.device) for tensor in window.tensors]
             mixed = None if window.mixed is None else window.mixed.to(self.device)
@@ -202,7 +202,7 @@ class _ToDevice:
         return _Window(window.number, tensors, window.rows, mixed)
 
     def hand_over(self, window: _Window) -> None:
-        """Keeps the memory from being used again before the stream that reads it now is done."""
+        """Keep the memory from being used again before the stream that reads it now is done."""
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             for tensor in (*window.tensors, *([] if window.mixed is None else [window.mixed])):

@@ -55,7 +55,7 @@ class Windows:
         return torch.Generator().manual_seed(mix_seed(*self._seeds, *numbers))
 
     def chunks(self, number: int) -> list[range]:
-        """Returns the neighbouring rows that window ``number`` is made of, in the order they stand in it."""
+        """Return the neighbouring rows that window ``number`` is made of, in the order they stand in it."""
         first = number * self.window_chunks
         return [
             range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.num_rows))
@@ -63,20 +63,20 @@ class Windows:
         ]
 
     def mixed(self, number: int) -> Tensor | None:
-        """Returns in which order the rows of a window are given, (rows,) int64; None is as they stand."""
+        """Return in which order the rows of a window are given, (rows,) int64; None is as they stand."""
         if not self.shuffle:
             return None
         count = self.starts[number + 1] - self.starts[number]
         return torch.randperm(count, generator=self._generator(number + 1))
 
     def rows(self, number: int) -> Tensor:
-        """Returns the rows of a window in the order they are given, (rows,) int64."""
+        """Return the rows of a window in the order they are given, (rows,) int64."""
         standing = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self.chunks(number)])
         mixed = self.mixed(number)
         return standing if mixed is None else standing[mixed]
 
     def spans(self, part: range) -> Iterator[tuple[int, range]]:
-        """Yields the windows of places in the order, and their rows in each."""
+        """Yield the windows of places in the order, and their rows in each."""
         place = part.start
         while place < part.stop:
             number = bisect_right(self.starts, place) - 1
@@ -103,14 +103,14 @@ class WindowedOrder(GlobalOrder):
     window_chunks: int = 1
 
     def windows(self, epoch: int) -> Windows:
-        """Returns the windows of an epoch."""
+        """Return the windows of an epoch."""
         return Windows(
             self.num_samples, chunk_rows=self.chunk_rows, window_chunks=self.window_chunks, shuffle=self.shuffle,
             seed=self.seed, epoch=epoch,
         )  # fmt: skip
 
     def rows(self, epoch: int) -> Tensor | None:
-        """Returns the order of a whole epoch, (num_samples,) int64; a loader asks for one window at a time instead."""
+        """Return the order of a whole epoch, (num_samples,) int64; a loader asks for one window at a time instead."""
         if not self.shuffle:
             return None
         windows = self.windows(epoch)

@@ -17,7 +17,7 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, KeyEr
 
 
 def read_arrays(file_name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, npt.NDArray[Any]]:
-    """Reads the named arrays of an `.npz` file inside the package.
+    """Read the named arrays of an `.npz` file inside the package.
 
     Args:
         file_name: name of the file, such as `"tecator.npz"`.

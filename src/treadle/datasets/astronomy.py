@@ -51,7 +51,7 @@ class XdfCutouts:
 
 
 def load_sdss() -> SdssCatalog:
-    """Loads the catalogue of SDSS galaxies.
+    """Load the catalogue of SDSS galaxies.
 
     Returns:
         9,988 rows and 10 columns, float32, fresh at every call. The file writes 0 for a J or K that was not
@@ -74,7 +74,7 @@ def load_sdss() -> SdssCatalog:
 
 
 def load_xdf() -> XdfCutouts:
-    """Loads the cut-outs of the Hubble eXtreme Deep Field.
+    """Load the cut-outs of the Hubble eXtreme Deep Field.
 
     Returns:
         986 pictures (uint8) and 7 scalars (float32) of each, fresh at every call.

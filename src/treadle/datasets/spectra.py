@@ -111,7 +111,7 @@ class Tecator:
 
 
 def load_spex() -> SpexSpectra:
-    """Loads the SpeX near-infrared spectra of M, L and T dwarfs.
+    """Load the SpeX near-infrared spectra of M, L and T dwarfs.
 
     Returns:
         1,939 spectra of 256 channels (float32, 0.9-2.4 µm) with spectral type, J, H, Ks, name and paper. The
@@ -145,7 +145,7 @@ def load_spex() -> SpexSpectra:
 
 
 def load_tecator() -> Tecator:
-    """Loads the Tecator near-infrared spectra of meat.
+    """Load the Tecator near-infrared spectra of meat.
 
     Returns:
         215 absorbance spectra of 100 channels (float32, 850-1050 nm) with water, fat and protein in per cent.

@@ -14,7 +14,7 @@ _TYPE = re.compile(r"([MLT])\s*(\d(?:\.\d+)?)(?!\d)")
 
 
 def spectral_type_number(spt: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Turns spectral types into numbers: M0 is 0, L0 is 10, T0 is 20, and T8.5 is 28.5.
+    """Turn spectral types into numbers: M0 is 0, L0 is 10, T0 is 20, and T8.5 is 28.5.
 
     Args:
         spt: (N,) strings such as `"L5.0"`, `"T2"` or `"M7.0:"` (whatever follows the number is ignored).
@@ -37,7 +37,7 @@ def spectral_type_number(spt: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def spectral_class_letter(spt: npt.ArrayLike) -> npt.NDArray[np.str_]:
-    """Takes the class of each spectral type.
+    """Take the class of each spectral type.
 
     Args:
         spt: (N,) strings such as `"L5.0"` or `"M"`.

@@ -43,7 +43,7 @@ def object_groups(names: npt.NDArray[np.str_], spectra: npt.NDArray[np.float32])
 def split_by_group(
     groups: Rows, *, val_fraction: float = 0.1, test_fraction: float = 0.1, seed: int = 0
 ) -> tuple[Rows, Rows, Rows]:
-    """Deals whole groups out to training, validation and test.
+    """Deal whole groups out to training, validation and test.
 
     Args:
         groups: (N,) rows of one number stay together.

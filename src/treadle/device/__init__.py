@@ -18,7 +18,7 @@ from treadle.nested import map_nested_tensor
 
 
 def get_device(device: torch.device | str | int | None = None) -> torch.device:
-    """Returns the device to train on.
+    """Return the device to train on.
 
     Args:
         device: None takes CUDA, then MPS, then the CPU. ``"cuda"``, ``"cuda:0"``, ``0`` and
@@ -67,7 +67,7 @@ def _resolved(device: torch.device | str | int | None) -> torch.device:
 
 @functools.cache
 def keep_garbage_from_forks() -> None:
-    """Keeps a forked data worker from collecting CUDA objects, which would end the worker.
+    """Keep a forked data worker from collecting CUDA objects, which would end the worker.
 
     A graph or a page-locked batch of an earlier run may be uncollected garbage.
     """
@@ -95,7 +95,7 @@ def _available() -> str:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a tensor on a device, without waiting for copies from pinned memory.
+    """Return a tensor on a device, without waiting for copies from pinned memory.
 
     A copy to the CPU is waited for: the host would read it before it is there.
 
@@ -107,7 +107,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Moves every tensor of a batch to ``device`` in new containers; the caller's batch is not changed.
+    """Move every tensor of a batch to ``device`` in new containers; the caller's batch is not changed.
 
     Copies from pinned memory do not wait for the device, those to the CPU do. An object that moves itself, such as a
     batch of graphs or a PackedSequence, is asked to, through a copy where it would change in place.
@@ -140,7 +140,7 @@ def _takes_non_blocking(kind: Any) -> bool:
 
 
 def moves_itself(value: Any) -> bool:
-    """Returns whether a value is no tensor and no plain container and has its own ``to``.
+    """Return whether a value is no tensor and no plain container and has its own ``to``.
 
     Example:
         >>> moves_itself(torch.nn.utils.rnn.pack_sequence([torch.zeros(2)])), moves_itself({"x": 1})

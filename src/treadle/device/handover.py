@@ -18,11 +18,11 @@ class Host(Protocol):
     """Host that the run of this thread shares with others."""
 
     def launch(self, launch: Callable[[], None], count: int) -> None:
-        """Calls a function several times on the run's stream, a few times at once, between launches of other runs."""
+        """Call a function several times on the run's stream, a few times at once, between launches of other runs."""
         ...
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Lets other runs work until something is ready, or until none of them has anything to do."""
+        """Let other runs work until something is ready, or until none of them has anything to do."""
         ...
 
 
@@ -35,7 +35,7 @@ _THREAD = _OfThread()
 
 @contextlib.contextmanager
 def shared_host(host: Host) -> Iterator[None]:
-    """Hands launches and waits of this thread to others inside the block.
+    """Hand launches and waits of this thread to others inside the block.
 
     Example:
         >>> class Alone:
@@ -53,7 +53,7 @@ def shared_host(host: Host) -> Iterator[None]:
 
 
 def host_is_shared() -> bool:
-    """Returns whether the run of this thread shares its process with others.
+    """Return whether the run of this thread shares its process with others.
 
     Example:
         >>> host_is_shared()
@@ -63,7 +63,7 @@ def host_is_shared() -> bool:
 
 
 def launch_times(launch: Callable[[], None], count: int) -> None:
-    """Calls a function that launches work on the present stream several times."""
+    """Call a function that launches work on the present stream several times."""
     if _THREAD.host is not None and count > 1:
         _THREAD.host.launch(launch, count)
         return
@@ -72,14 +72,14 @@ def launch_times(launch: Callable[[], None], count: int) -> None:
 
 
 def wait_for(event: Any) -> None:
-    """Waits for a CUDA event; runs that share the host work meanwhile."""
+    """Wait for a CUDA event; runs that share the host work meanwhile."""
     if _THREAD.host is not None and not event.query():
         _THREAD.host.wait(event.query)
     event.synchronize()
 
 
 def wait_for_work(device: torch.device) -> None:
-    """Lets other runs work until the present stream of a device is done; a run by itself does not wait here."""
+    """Let other runs work until the present stream of a device is done; a run by itself does not wait here."""
     if _THREAD.host is not None and device.type == "cuda":
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))

@@ -47,7 +47,7 @@ class GradientExchange:
         self.model = model
 
     def micro_batch(self, *, syncs: bool) -> AbstractContextManager[None]:
-        """Goes round forward and backward of one micro-batch.
+        """Go round forward and backward of one micro-batch.
 
         Args:
             syncs: whether gradients are exchanged with this micro-batch; where not, they only add up.
@@ -55,7 +55,7 @@ class GradientExchange:
         return _NOTHING if syncs else distributed.no_sync(self.model)
 
     def second_look(self, *, last: bool) -> AbstractContextManager[None]:
-        """Goes round forward and backward of a micro-batch that is only run again to see where it went wrong.
+        """Go round forward and backward of a micro-batch that is only run again to see where it went wrong.
 
         Args:
             last: whether it is the last of its step.
@@ -63,7 +63,7 @@ class GradientExchange:
         return self.micro_batch(syncs=False)
 
     def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
-        """Returns the loss to run backward from; None where there is none and no rank waits for this one.
+        """Return the loss to run backward from; None where there is none and no rank waits for this one.
 
         Args:
             output: of the micro-batch.
@@ -72,11 +72,11 @@ class GradientExchange:
         return scaled(output)
 
     def close(self) -> None:
-        """Takes every hook off the model; a later step puts them on again."""
+        """Take every hook off the model; a later step puts them on again."""
 
 
 def gradient_exchange(model: nn.Module) -> GradientExchange:
-    """Returns how the ranks share the gradients of a model: by its wrappers and its parameters.
+    """Return how the ranks share the gradients of a model: by its wrappers and its parameters.
 
     Example:
         >>> type(gradient_exchange(nn.Linear(1, 1))).__name__
@@ -139,7 +139,7 @@ class ReplicaExchange(GradientExchange):
 
     @contextlib.contextmanager
     def micro_batch(self, *, syncs: bool) -> Iterator[None]:
-        """Keeps torch's reducer off; exchanges the gradients of the whole step where ``syncs``."""
+        """Keep torch's reducer off; exchange the gradients of the whole step where ``syncs``."""
         self.replicas.require_forward_param_sync = False  # buffers are exchanged with the gradients
         exchanges = syncs and self._ranks > 1
         with self.replicas.no_sync():
@@ -153,7 +153,7 @@ class ReplicaExchange(GradientExchange):
             self._finish()
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Take the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._trained = [], []
@@ -214,7 +214,7 @@ class ReplicaExchange(GradientExchange):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Sends the rest, waits, and hands out the means."""
+        """Send the rest, wait, and hand out the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
         states = self._gather_states()
@@ -232,7 +232,7 @@ class ReplicaExchange(GradientExchange):
             _share_buffers(list(self.replicas.buffers()), self._group)
 
     def _gather_states(self) -> Sequence[int]:
-        """Returns the state of each gradient, the largest over ranks."""
+        """Return the state of each gradient, the largest over ranks."""
         own = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
         own[list(self._late)] = _LATE
         return distributed.max_over_ranks(own).tolist()
@@ -249,7 +249,7 @@ class ReplicaExchange(GradientExchange):
             )  # fmt: skip
 
     def _hand_out(self, bucket: _Bucket, states: Sequence[int]) -> None:
-        """Makes the gradients parts of the message, so that they need not be copied out of it."""
+        """Make the gradients parts of the message, so that they need not be copied out of it."""
         assert bucket.flat is not None
         parameters = [self._parameters[number] for number in bucket.numbers]
         parts = torch.split(bucket.flat, [parameter.numel() for parameter in parameters])
@@ -262,7 +262,7 @@ class ReplicaExchange(GradientExchange):
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Groups parameters in the order in which backward reaches them, the last first.
+    """Group parameters in the order in which backward reaches them, the last first.
 
     A bucket is closed once it is full, so that a bias goes with the weight beside it, however large that is.
     """
@@ -286,7 +286,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
 
 @torch.no_grad()
 def _share_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Gives every rank the buffers of the first, in one message for each type and place."""
+    """Give every rank the buffers of the first, in one message for each type and place."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -328,7 +328,7 @@ class ShardExchange(GradientExchange):
 
     @contextlib.contextmanager
     def micro_batch(self, *, syncs: bool) -> Iterator[None]:
-        """Lets gradients be reduced where ``syncs``; elsewhere they add up on each rank, whole."""
+        """Let gradients be reduced where ``syncs``; elsewhere they add up on each rank, whole."""
         for part in self._parts:
             part.set_requires_gradient_sync(syncs, recurse=False)
         handle = self.model.register_forward_hook(self._keep)
@@ -354,7 +354,7 @@ class ShardExchange(GradientExchange):
         map_nested_tensor(keep, output)
 
     def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
-        """Returns the loss, or zero times what the model gave.
+        """Return the loss, or zero times what the model gave.
 
         Raises:
             ConfigError: there is no loss and the model was not run.

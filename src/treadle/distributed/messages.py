@@ -30,7 +30,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def packed(value: Any) -> bytes:
-    """Returns a value as bytes, which :func:`unpacked` reads; plain tensors on the CPU as their memory.
+    """Return a value as bytes, which :func:`unpacked` reads; plain tensors on the CPU as their memory.
 
     Args:
         value: anything that can be pickled. Tensors that share memory are apart afterwards.
@@ -45,5 +45,5 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Returns what :func:`packed` was given; only for bytes of this run's own ranks, since it unpickles them."""
+    """Return what :func:`packed` was given; only for bytes of this run's own ranks, since it unpickles them."""
     return pickle.loads(data)

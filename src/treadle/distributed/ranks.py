@@ -24,22 +24,22 @@ _control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the defau
 
 
 def is_distributed() -> bool:
-    """Returns whether the user has started a process group."""
+    """Return whether the user has started a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """Returns the rank of this process, 0 without a process group."""
+    """Return the rank of this process, 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """Returns the number of ranks, 1 without a process group."""
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Returns a gloo group of all ranks for values that the host decides by, so that no decision waits for a GPU.
+    """Return a gloo group of all ranks for values that the host decides by, so that no decision waits for a GPU.
 
     It is the default group where that one is gloo. Otherwise the first call makes it, which all ranks must do at the
     same point; an engine does it when it is prepared. For the main thread only: two threads would mix their messages.
@@ -61,13 +61,13 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Returns whether a tensor is spread over ranks; does not import what makes such tensors."""
+    """Return whether a tensor is spread over ranks; do not import what makes such tensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Returns whether a model has parameters that are spread over ranks, as ``fully_shard`` makes them.
+    """Return whether a model has parameters that are spread over ranks, as ``fully_shard`` makes them.
 
     Example:
         >>> is_sharded(nn.Linear(1, 1))
@@ -77,13 +77,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def sharded_parts(model: nn.Module) -> list[Any]:
-    """Returns the modules of a model that ``fully_shard`` was called on."""
+    """Return the modules of a model that ``fully_shard`` was called on."""
     module = sys.modules.get("torch.distributed.fsdp")
     return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the whole weights that a forward pass without a backward pass left behind in a sharded model.
+    """Free the whole weights that a forward pass without a backward pass left behind in a sharded model.
 
     Its parameters are their parts again, and the next forward pass gathers what they have become until then.
     """
@@ -92,7 +92,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor, in the same memory; a plain tensor is its own part.
+    """Return this rank's part of a tensor, in the same memory; a plain tensor is its own part.
 
     Example:
         >>> local(torch.ones(1))
@@ -102,12 +102,12 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def collective_device(device: torch.device) -> torch.device:
-    """Returns the device of a tensor in a collective: its own, or the CPU if the ranks use gloo."""
+    """Return the device of a tensor in a collective: its own, or the CPU if the ranks use gloo."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else device
 
 
 def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Returns the sum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank.
+    """Return the sum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank.
 
     A tensor on the CPU goes through the control group, so that no rank's host waits for a GPU.
     """
@@ -115,7 +115,7 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def max_over_ranks(tensor: Tensor) -> Tensor:
-    """Returns the maximum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank."""
+    """Return the maximum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank."""
     return _reduced(tensor, dist.ReduceOp.MAX)
 
 
@@ -131,7 +131,7 @@ def _reduced(tensor: Tensor, op: Any) -> Tensor:
 
 
 def _take_largest(tensor: Tensor) -> None:
-    """Puts the maximum over ranks into a tensor on the CPU, of twice as many ranks in each round."""
+    """Put the maximum over ranks into a tensor on the CPU, of twice as many ranks in each round."""
     others, distance = torch.empty_like(tensor), 1
     while distance < world_size():
         _pass_on(tensor, others, distance)
@@ -140,7 +140,7 @@ def _take_largest(tensor: Tensor) -> None:
 
 
 def _rows_of_ranks(own: Tensor) -> Tensor:
-    """Returns the tensors of all ranks, on the CPU and in rank order, as rows.
+    """Return the tensors of all ranks, on the CPU and in rank order, as rows.
 
     Gloo's gather goes round a ring, N - 1 messages one after the other. Many ranks do it in rounds instead, in each of
     which a rank takes over all that another one knows already: log2 N messages one after the other.
@@ -159,7 +159,7 @@ def _rows_of_ranks(own: Tensor) -> Tensor:
 
 
 def _pass_on(own: Tensor, others: Tensor, distance: int) -> None:
-    """Sends a tensor to the rank so far before this one, and receives that of the rank so far after it."""
+    """Send a tensor to the rank so far before this one, and receives that of the rank so far after it."""
     group, size = control_group(), world_size()
     sent = dist.isend(own, dst=(rank() - distance) % size, group=group, tag=_TAG)
     dist.recv(others, src=(rank() + distance) % size, group=group, tag=_TAG)
@@ -168,7 +168,7 @@ def _pass_on(own: Tensor, others: Tensor, distance: int) -> None:
 
 
 def agree(value: int) -> int:
-    """Returns the largest value any rank gives: one all-reduce between the hosts, one decision for all.
+    """Return the largest value any rank gives: one all-reduce between the hosts, one decision for all.
 
     Example:
         >>> agree(3)
@@ -180,7 +180,7 @@ def agree(value: int) -> int:
 
 
 def gather_numbers(values: Sequence[float], *, dtype: torch.dtype = torch.float64) -> list[list[Any]]:
-    """Returns the numbers of every rank, in rank order: one exchange between the hosts, at the same point on all.
+    """Return the numbers of every rank, in rank order: one exchange between the hosts, at the same point on all.
 
     Args:
         values: equally many on all ranks.
@@ -196,7 +196,7 @@ def gather_numbers(values: Sequence[float], *, dtype: torch.dtype = torch.float6
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Peels ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting.
+    """Peel ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting.
 
     Example:
         >>> unwrap(nn.DataParallel(nn.Linear(1, 1)))
@@ -214,19 +214,19 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
-    """Returns the model's own ``no_sync`` context where it has one, else a context that does nothing."""
+    """Return the model's own ``no_sync`` context where it has one, else a context that does nothing."""
     context = getattr(model, "no_sync", None)
     return context() if callable(context) else contextlib.nullcontext()
 
 
 def replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
-    """Returns the DistributedDataParallel around a model, compiled or not, or None."""
+    """Return the DistributedDataParallel around a model, compiled or not, or None."""
     inner: Any = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.parallel.DistributedDataParallel) else None
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Returns one value per rank, in rank order, on every rank."""
+    """Return one value per rank, in rank order, on every rank."""
     if world_size() == 1:
         return [value]
     gathered: list[Any] = [None] * world_size()

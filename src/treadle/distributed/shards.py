@@ -39,12 +39,12 @@ class Stored(Protocol):
     dtype: torch.dtype
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Returns a block of it, on the CPU."""
+        """Return a block of it, on the CPU."""
         ...
 
 
 def whole(saved: Tensor | Stored) -> Tensor:
-    """Returns a saved tensor in memory.
+    """Return a saved tensor in memory.
 
     Example:
         >>> whole(torch.ones(1))
@@ -54,13 +54,13 @@ def whole(saved: Tensor | Stored) -> Tensor:
 
 
 def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns offsets and sizes of this rank's part of a DTensor."""
+    """Return offsets and sizes of this rank's part of a DTensor."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def without_pending_sums(tensor: Any) -> Any:
-    """Returns a DTensor whose elements are spread over ranks; a pending sum over ranks is computed."""
+    """Return a DTensor whose elements are spread over ranks; a pending sum over ranks is computed."""
     from torch.distributed.tensor import Replicate
 
     waits = [placement.is_partial() for placement in tensor.placements]
@@ -71,13 +71,13 @@ def without_pending_sums(tensor: Any) -> Any:
 
 
 def gathered(tensor: Any) -> Tensor:
-    """Returns the whole of a DTensor on rank 0, and a tensor without memory elsewhere; a collective of all ranks."""
+    """Return the whole of a DTensor on rank 0, and a tensor without memory elsewhere; a collective of all ranks."""
     full: Tensor = tensor.full_tensor()
     return full if rank() == 0 else torch.empty_like(full, device="meta")
 
 
 def placed_like(saved: Any, live: Any) -> Any:
-    """Returns a saved value as it can be copied into a live one: whole, or this rank's part of it.
+    """Return a saved value as it can be copied into a live one: whole, or this rank's part of it.
 
     Args:
         saved: a whole tensor, a stored one, or any other value, which is returned as it is.
@@ -105,7 +105,7 @@ def placed_like(saved: Any, live: Any) -> Any:
 
 
 def placed_state(saved: Any, parameter: Tensor) -> Any:
-    """Returns an entry of an optimizer's state beside its parameter: sharded alike, or the same on all ranks.
+    """Return an entry of an optimizer's state beside its parameter: sharded alike, or the same on all ranks.
 
     Args:
         saved: a whole or a stored tensor of any shape, or another value.

@@ -14,7 +14,7 @@ from treadle.errors import CheckpointError
 
 
 def clean_name(name: str) -> str:
-    """Returns the name of a weight without the prefixes of compiled parts.
+    """Return the name of a weight without the prefixes of compiled parts.
 
     The prefix of DistributedDataParallel is not taken off here, since a part of the user's own model may be called
     ``module``; :func:`treadle.distributed.unwrap` takes off the wrapper.
@@ -27,7 +27,7 @@ def clean_name(name: str) -> str:
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the model's raw weights without the prefixes of wrappers.
+    """Return the model's raw weights without the prefixes of wrappers.
 
     Example:
         >>> list(model_state(nn.DataParallel(nn.Linear(1, 1))))
@@ -39,7 +39,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def load_model_state(
     model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
 ) -> None:
-    """Copies saved weights into a model in place; of a sharded one, every rank takes its part.
+    """Copy saved weights into a model in place; of a sharded one, every rank takes its part.
 
     Args:
         model: wrapped or not, sharded or not.
@@ -66,7 +66,7 @@ def load_model_state(
 def check_model_state(
     model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
 ) -> None:
-    """Raises what :func:`load_model_state` would, and loads nothing.
+    """Raise what :func:`load_model_state` would, and load nothing.
 
     Raises:
         CheckpointError: names are missing, unexpected or of another shape; all are listed.
@@ -85,7 +85,7 @@ def check_model_state(
 def state_mismatches(
     model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
 ) -> str:
-    """Returns the first names that are missing, unexpected or of another shape, or nothing if saved weights fit.
+    """Return the first names that are missing, unexpected or of another shape, or nothing if saved weights fit.
 
     Example:
         >>> state_mismatches(nn.Linear(2, 1), {"weight": nn.Linear(3, 1).weight})
@@ -104,7 +104,7 @@ def state_mismatches(
 
 
 def _resized_by_loading(model: nn.Module) -> set[str]:
-    """Returns names of tensors whose modules accept other shapes on loading, as observers of ranges do."""
+    """Return names of tensors whose modules accept other shapes on loading, as observers of ranges do."""
     return {
         clean_name(f"{prefix}.{name}".lstrip("."))
         for prefix, module in model.named_modules()
@@ -119,7 +119,7 @@ def _loads_in_its_own_way(kind: type[nn.Module]) -> bool:
 
 
 def without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Takes wrappers' prefixes off the names of a file that plain torch wrote.
+    """Take wrappers' prefixes off the names of a file that plain torch wrote.
 
     Args:
         saved: weights by name.

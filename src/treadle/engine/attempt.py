@@ -94,7 +94,7 @@ class Attempt:
         self._keeps_outputs = keeps_outputs
 
     def record_output(self, output: StepOutput) -> None:
-        """Adds a micro-batch's loss and records, free of their graph."""
+        """Add a micro-batch's loss and records, free of their graph."""
         weight = 1.0 if output.weight is None else output.weight
         loss = None if output.loss is None else output.loss.detach()
         if self.term_totals is not None and loss is not None:
@@ -108,7 +108,7 @@ class Attempt:
         self.keep(StepOutput(loss, records, weight, output.reduction, outputs, output.num_samples))
 
     def keep(self, output: StepOutput) -> None:
-        """Adds a micro-batch's output that is free of its graph already."""
+        """Add a micro-batch's output that is free of its graph already."""
         self.outputs.append(output)
         info = self.info
         info["loss"].append(output.loss)
@@ -117,21 +117,21 @@ class Attempt:
         info["num_samples"] += output.num_samples or 0
 
     def add_records(self, records: Mapping[str, Any]) -> None:
-        """Adds records to those of the latest micro-batch."""
+        """Add records to those of the latest micro-batch."""
         last = self.outputs[-1]
         self.outputs[-1] = replace(last, records={**last.records, **records})
         self.info["records"][-1] = self.outputs[-1].records
 
     def receive(self, messages: list[list[float]]) -> None:
-        """Keeps the numbers that each rank sent with this step."""
+        """Keep the numbers that each rank sent with this step."""
         self.rank_messages = messages
 
     def discard_outputs(self) -> None:
-        """Drops losses and records: those of a refused attempt are in no mean."""
+        """Drop losses and records: those of a refused attempt are in no mean."""
         self.outputs = []
 
     def close(self, outcome: Outcome, step_started: float, means: RunningMeans) -> None:
-        """Completes the record of the step and adds its outputs to the running epoch's means."""
+        """Complete the record of the step and add its outputs to the running epoch's means."""
         self.info["applied"] = outcome == "applied"
         self.info["step_time"] = time.perf_counter() - step_started
         if outcome == "refused":
@@ -141,7 +141,7 @@ class Attempt:
 
 
 def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns records free of their graph: the usual flat ones at once, others by the rules for nested values."""
+    """Return records free of their graph: the usual flat ones at once, others by the rules for nested values."""
     flat: dict[str, Any] = {}
     for name, value in (records or {}).items():
         kind = type(value)
@@ -155,13 +155,13 @@ def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def begin_step(engine: Engine) -> None:
-    """Counts a step and calls ``on_before_step``."""
+    """Count a step and call ``on_before_step``."""
     engine.progress.begin_step()
     engine.events.emit(engine, "on_before_step")
 
 
 def start_attempt(engine: Engine, group: Group) -> GroupWeights | GivenWeights:
-    """Clears the gradients and begins the record of an attempt.
+    """Clear the gradients and begin the record of an attempt.
 
     Returns:
         The weights of its micro-batches, which also carry the messages between ranks.
@@ -178,7 +178,7 @@ def start_attempt(engine: Engine, group: Group) -> GroupWeights | GivenWeights:
 
 
 def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float] | None = None) -> None:
-    """Begins the record of an attempt."""
+    """Begin the record of an attempt."""
     rates = engine.progress.begin_attempt(len(group.batches), engine.optimizer)
     engine.attempt = Attempt(
         group, rates=rates, tries=engine.progress.tries, term_totals=term_totals, num_ranks=engine.num_ranks,
@@ -189,13 +189,13 @@ def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float]
 
 
 def counts_terms(engine: Engine, batch: Any) -> bool:
-    """Returns whether the task divides each term of a batch's loss by a count."""
+    """Return whether the task divides each term of a batch's loss by a count."""
     weights_of = getattr(engine.task, "weights", None)
     return weights_of is not None and weights_of(batch) is not None
 
 
 def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
-    """Sums the counts of each loss term over the group and the ranks, before the first forward."""
+    """Sum the counts of each loss term over the group and the ranks, before the first forward."""
     # Asked each step, and whether a task is a WeighsTerms takes isinstance as long as two of the model's layers.
     weights_of: Callable[[Any], Mapping[str, float] | None] | None = getattr(engine.task, "weights", None)
     if weights_of is None:
@@ -212,7 +212,7 @@ def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, flo
 
 
 def run_gradient_hooks(engine: Engine, grads: Sequence[Tensor]) -> tuple[Gradients, Tensor]:
-    """Calls ``on_before_optimizer_step``.
+    """Call ``on_before_optimizer_step``.
 
     Returns:
         The gradients and their norm, as the hooks left them: what they changed is clipped and judged.
@@ -230,7 +230,7 @@ def run_gradient_hooks(engine: Engine, grads: Sequence[Tensor]) -> tuple[Gradien
 
 
 def skip(engine: Engine, reason: str) -> Outcome:
-    """Skips a step that has nothing to apply."""
+    """Skip a step that has nothing to apply."""
     engine.attempt.info["reason"] = reason
     engine.precision.skipped()
     clear_gradients(engine)
@@ -238,7 +238,7 @@ def skip(engine: Engine, reason: str) -> Outcome:
 
 
 def refuse(engine: Engine) -> Outcome:
-    """Refuses a non-finite gradient: lowers the fp16 scale where possible, else asks a hook or for other data."""
+    """Refuse a non-finite gradient: lowers the fp16 scale where possible, else asks a hook or for other data."""
     info = engine.attempt.info
     if engine.precision.refused():
         info["reason"] = "non-finite gradient: the fp16 scale was lowered"
@@ -253,7 +253,7 @@ def refuse(engine: Engine) -> Outcome:
 
 
 def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
-    """Moves what moves with applied steps only: counters, schedule, averages; of those in ``moved`` the counter."""
+    """Move what moves with applied steps only: counters, schedule, averages; of those in ``moved`` the counter."""
     if engine.guard.recording:
         return "applied"  # nothing changed: see treadle.capture
     engine.precision.applied()
@@ -270,7 +270,7 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
 
 
 def finish_step(engine: Engine, outcome: Outcome) -> None:
-    """Closes the record of a step, calls ``on_after_step``, writes what hooks ask for, and leaves at a signal."""
+    """Close the record of a step, call ``on_after_step``, write what hooks ask for, and leave at a signal."""
     engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
     engine.progress.in_step = False
     if engine.target.deadline is not None and engine.target.deadline.over:
@@ -282,7 +282,7 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
 
 
 def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tensor | None = None) -> NonFiniteError:
-    """Returns the error of a step whose gradient is not finite and whose retries are used up."""
+    """Return the error of a step whose gradient is not finite and whose retries are used up."""
     at = engine.location() if at is None else at
     measured = float(engine.attempt.info.get("grad_norm", math.nan) if norm is None else norm)
     first = max(at.position - at.num_batches + 1, min(at.position, 1))
@@ -297,7 +297,7 @@ def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tenso
 
 
 def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
-    """Raises NonFiniteError for a step that the device refused and the host learned of late.
+    """Raise NonFiniteError for a step that the device refused and the host learned of late.
 
     The optimizer skipped that step and every later one, so the weights and its state are those of the last applied
     step. The schedule and the averages in memory are as many updates ahead; the saved state is checked before.
@@ -308,7 +308,7 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
 
 
 def clear_gradients(engine: Engine) -> None:
-    """Sets every gradient to None, also those of parameters that no optimizer holds."""
+    """Set every gradient to None, also those of parameters that no optimizer holds."""
     optimizer = engine.optimizer
     if type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
         for group in optimizer.param_groups:  # as torch's own does, which takes longer over it than over a small layer

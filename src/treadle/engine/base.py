@@ -83,7 +83,7 @@ class EngineBase:
         logger: logging.Logger,
         state_options: StateOptions | None = None,
     ) -> None:
-        """Keeps the settings and sets every counter to 0; builds nothing."""
+        """Keep the settings and set every counter to 0; build nothing."""
         self.settings = settings
         self.precision = Precision(precision, get_device(settings.device_asked))
         self.logger = logger
@@ -215,16 +215,16 @@ class EngineBase:
         return self.settings.capture
 
     def location(self) -> StepLocation:
-        """Returns the location of the present step, for error messages."""
+        """Return the location of the present step, for error messages."""
         position, tries = self.cursor.position, self.progress.tries
         return StepLocation(self.progress.step, self.cursor.epoch, position, len(self.attempt.info["loss"]), tries)
 
     def train_means(self) -> dict[str, Any]:
-        """Returns the running epoch's weighted mean ``loss`` and ``records`` over all ranks; reads the device."""
+        """Return the running epoch's weighted mean ``loss`` and ``records`` over all ranks; read the device."""
         return self.progress.epoch_means.compute(distributed.sum_over_ranks)
 
     def refuse_training(self, reason: str) -> None:
-        """Makes every later call that would train an error; evaluations and saves stay possible."""
+        """Make every later call that would train an error; evaluations and saves stay possible."""
         self.state.closed = reason
 
     def _refuse_if_closed(self) -> None:
@@ -233,7 +233,7 @@ class EngineBase:
 
     @contextlib.contextmanager
     def evaluations_limited_to(self, limit: Amount | None) -> Iterator[None]:
-        """Evaluates so many batches inside the block, or the part of a loader; None evaluates all."""
+        """Evaluate so many batches inside the block, or the part of a loader; None evaluates all."""
         limits = dataclasses.replace(
             self.settings.limits, limit_eval_batches=limit, overfit_batches=None, fast_dev_run=False
         )
@@ -241,21 +241,21 @@ class EngineBase:
             yield
 
     def temporarily(self, **parts: Any) -> AbstractContextManager[None]:
-        """Replaces parts of the engine inside the block, such as ``optimizer=`` or ``guard=``."""
+        """Replace parts of the engine inside the block, such as ``optimizer=`` or ``guard=``."""
         return temporarily(self, **parts)
 
     def set_group(self, group: Group) -> None:
-        """Makes a group the present one before its attempt begins, for a task that asks where a batch comes from."""
+        """Make a group the present one before its attempt begins, for a task that asks where a batch comes from."""
         self.attempt = Attempt(group)
 
     def isolated_step(self, guard: FiniteGuard) -> AbstractContextManager[None]:
-        """Lets steps run inside the block of which the engine keeps no record."""
+        """Let steps run inside the block of which the engine keeps no record."""
         return self.temporarily(guard=guard, attempt=self.attempt, progress=copy.copy(self.progress))
 
 
 @contextlib.contextmanager
 def temporarily(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Sets attributes of an object inside the block, and restores them."""
+    """Set attributes of an object inside the block, and restore them."""
     before = {name: getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():

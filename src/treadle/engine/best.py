@@ -21,7 +21,7 @@ _MAX = {
 
 
 def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:
-    """Returns the direction of a metric: as given, or by the last part of its name.
+    """Return the direction of a metric: as given, or by the last part of its name.
 
     Args:
         metric: for example ``"val_loss"`` or ``"eval/accuracy"``.
@@ -100,7 +100,7 @@ class BestRule:
         return self.patience is not None and self.count >= self.patience
 
     def update(self, epoch: int, value: float) -> bool:
-        """Takes the value of an epoch (1-based) and returns whether it is an improvement."""
+        """Take the value of an epoch (1-based) and return whether it is an improvement."""
         value = float(value)
         better = value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
         if math.isfinite(value) and better:
@@ -111,7 +111,7 @@ class BestRule:
         return False
 
     def value_in(self, record: Mapping[str, Any]) -> float:
-        """Returns the metric's value in an epoch record.
+        """Return the metric's value in an epoch record.
 
         Raises:
             ConfigError: the record has no such key; the keys present are listed.
@@ -121,7 +121,7 @@ class BestRule:
         return float(record[self.metric])
 
     def ranked(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
-        """Returns the epochs of records with a finite value, the best first, and the earlier first of equal ones.
+        """Return the epochs of records with a finite value, the best first, and the earlier first of equal ones.
 
         Example:
             >>> BestRule("val_loss").ranked([{"epoch": 1, "val_loss": 0.5}, {"epoch": 2, "val_loss": 0.4}])
@@ -136,14 +136,14 @@ class BestRule:
         return [epoch for _, epoch in sorted(found)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the rule's state as plain values."""
+        """Return the rule's state as plain values."""
         return {
             "metric": self.metric, "mode": self.mode, "best": self.best, "best_epoch": self.best_epoch,
             "count": self.count,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned.
+        """Restore what :meth:`state_dict` returned.
 
         Raises:
             ConfigError: it belongs to another metric or direction.
@@ -178,7 +178,7 @@ class EarlyStopping:
         self.epoch = 0
 
     def __call__(self, value: float) -> bool:
-        """Takes the value of the next epoch and returns whether to stop."""
+        """Take the value of the next epoch and return whether to stop."""
         self.epoch += 1
         self.rule.update(self.epoch, float(value))
         return self.rule.should_stop
@@ -189,10 +189,10 @@ class EarlyStopping:
         return self.rule.best
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as plain values."""
+        """Return the state as plain values."""
         return {"epoch": self.epoch, "rule": self.rule.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self.epoch = int(state_dict["epoch"])
         self.rule.load_state_dict(state_dict["rule"])

@@ -57,7 +57,7 @@ class StepBlock:
         return StepLocation(self.first_step, self.epoch, self.first_position, 1, 1)
 
     def add_to(self, means: RunningMeans) -> None:
-        """Adds the losses and records of the steps to running means, as one by one."""
+        """Add the losses and records of the steps to running means, as one by one."""
         output = self.output
         weight = 1.0 if output.weight is None else output.weight
         if output.records or type(weight) is not float or output.reduction == "sum":
@@ -87,16 +87,16 @@ class RunsAhead:
     pace: float | None = None
 
     def may_run_ahead(self) -> bool:
-        """Returns whether the next step can be replayed with others."""
+        """Return whether the next step can be replayed with others."""
         raise NotImplementedError
 
     def ahead(self, count: int) -> tuple[Group, StepBlock]:
-        """Replays the next steps, which the engine has not counted yet; returns the last batch and their numbers."""
+        """Replay the next steps, which the engine has not counted yet; return the last batch and their numbers."""
         raise NotImplementedError
 
 
 def run_ahead(engine: Engine) -> bool:
-    """Runs as many steps as may pass before a hook, the end of the epoch or the target needs one by itself.
+    """Run as many steps as may pass before a hook, the end of the epoch or the target needs one by itself.
 
     Returns:
         Whether there were any: none where steps are not captured, or where the next one is to be captured first.
@@ -122,7 +122,7 @@ def run_ahead(engine: Engine) -> bool:
 
 
 def steps_to_look(engine: Engine) -> int:
-    """Returns how many steps may pass until the last of them must be seen."""
+    """Return how many steps may pass until the last of them must be seen."""
     target, cursor, progress = engine.target, engine.cursor, engine.progress
     if engine.should_stop or engine.signals.received or cursor.length is None or engine.accumulation_steps > 1:
         return 0
@@ -139,12 +139,12 @@ def steps_to_look(engine: Engine) -> int:
 
 
 def _most_at(pace: float | None) -> int:
-    """Returns how many steps make a block of a quarter of a second: a signal is looked at between two."""
+    """Return how many steps make a block of a quarter of a second: a signal is looked at between two."""
     return _FIRST if pace is None else max(_LEAST, min(MOST, int(_SECONDS / max(pace, 1e-6))))
 
 
 def _count(engine: Engine, block: StepBlock) -> None:
-    """Counts the steps of a block, as one by one, and adds their losses to the means of the epoch."""
+    """Count the steps of a block, as one by one, and add their losses to the means of the epoch."""
     engine.progress.count_block(len(block), block.rates)
     for average in engine.averages.values():
         for _ in range(len(block)):
@@ -153,7 +153,7 @@ def _count(engine: Engine, block: StepBlock) -> None:
 
 
 def _record(engine: Engine, group: Group, block: StepBlock) -> None:
-    """Makes the last step of a block the latest attempt."""
+    """Make the last step of a block the latest attempt."""
     attempt = Attempt(group, rates=block.rates)
     output = block.output
     norm, loss = block.numbers[-1].unbind()

@@ -29,14 +29,14 @@ class Built:
         self.begin(engine)
 
     def begin(self, engine: Engine) -> None:
-        """Takes the parts with which a run begins: between two runs of one object they may be replaced."""
+        """Take the parts with which a run begins: between two runs of one object they may be replaced."""
         self._optimizer, self._scheduler = engine.optimizer, engine.lr_scheduler
         self._model, self._task = engine.model, engine.task
         self._owner = getattr(engine.task, "trainer", None)
         self._loss = getattr(self._owner, "loss_fn", None)
 
     def refuse_others(self, engine: Engine) -> None:
-        """Raises where a checkpoint would not fit the run that builds the first parts again.
+        """Raise where a checkpoint would not fit the run that builds the first parts again.
 
         Raises:
             CheckpointError: the model has other parameters, or the optimizer, the model or the schedule is another.
@@ -68,7 +68,7 @@ class Built:
             )
 
     def replaced(self, engine: Engine) -> Iterator[str]:
-        """Yields warnings about parts that were replaced and that no checkpoint holds."""
+        """Yield warnings about parts that were replaced and that no checkpoint holds."""
         advice = "a resumed run begins with the first one. Build both and choose by an attribute, which is kept"
         if engine.task is not self._task:
             yield f"task: it has been replaced by another {type(engine.task).__name__}: {advice}"
@@ -89,7 +89,7 @@ def _name_of(value: Any) -> str:
 
 
 def _saved_names(model: nn.Module) -> Iterator[str]:
-    """Yields the names of parameters and persistent buffers."""
+    """Yield the names of parameters and persistent buffers."""
     for prefix, module in unwrap(model).named_modules(remove_duplicate=False):
         names = [*module._parameters, *(name for name in module._buffers
                                         if name not in module._non_persistent_buffers_set)]  # fmt: skip

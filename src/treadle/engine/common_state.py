@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def common_state(
     engine: Engine, tree: Mapping[str, Any], kept: Collection[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Returns a checkpoint tree without the keys that the engine's model lacks, and logs what starts fresh.
+    """Return a checkpoint tree without the keys that the engine's model lacks, and log what starts fresh.
 
     Args:
         engine: takes the state.
@@ -46,7 +46,7 @@ def common_state(
 
 
 def _is_named(saved: Mapping[str, Any], live: Sequence[Sequence[str]]) -> bool:
-    """Returns whether all parameters have names on both sides, in as many groups; else their order decides."""
+    """Return whether all parameters have names on both sides, in as many groups; else their order decides."""
     groups = [group.get("param_names") or [""] for group in saved["param_groups"]]
     return len(groups) == len(live) and all(name for group in [*groups, *live] for name in group)
 
@@ -56,7 +56,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def common_weights(saved: Mapping[str, Any], live: Collection[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Returns the saved weights that a model has, the names of those it lacks, and of those that only it has.
+    """Return the saved weights that a model has, the names of those it lacks, and of those that only it has.
 
     Returns:
         (the weights; names that the state lacks; names that the model lacks).
@@ -70,7 +70,7 @@ def common_weights(saved: Mapping[str, Any], live: Collection[str]) -> tuple[dic
 
 
 def common_optimizer_state(saved: Mapping[str, Any], live: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns a saved optimizer state as it fits other parameters: those that it does not know have no state.
+    """Return a saved optimizer state as it fits other parameters: those that it does not know have no state.
 
     Args:
         saved: an optimizer's state dict with ``param_names`` in each group.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
-    """Finishes a complete epoch, in the order that ``treadle.hooks.base`` writes down.
+    """Finish a complete epoch, in the order that ``treadle.hooks.base`` writes down.
 
     Args:
         engine: whose epoch is complete.
@@ -69,7 +69,7 @@ def _moves_each_epoch(engine: Engine) -> bool:
 
 
 def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
-    """Returns other data for a refused step; an empty group where an epoch face has none left.
+    """Return other data for a refused step; an empty group where an epoch face has none left.
 
     Raises:
         NonFiniteError: the retries are used up.

@@ -40,7 +40,7 @@ def evaluate(
     interrupted: Callable[[], bool] | None = None,
     limit: Amount | None = None,
 ) -> dict[str, Any]:
-    """Returns the weighted mean loss, records and epoch metrics of a task over a loader.
+    """Return the weighted mean loss, records and epoch metrics of a task over a loader.
 
     Args:
         model: on the device of ``precision``.
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def _as_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns numbers into floats and tensors and arrays into lists, for records and files; texts stay as they are."""
+    """Turn numbers into floats and tensors and arrays into lists, for records and files; texts stay as they are."""
     flat: dict[tuple[str, ...], Any] = {}
     for path, value in flatten_nested_dict(values).items():
         try:
@@ -104,7 +104,7 @@ def for_each_batch(
     interrupted: Callable[[], bool] | None = None,
     limit: Amount | None = None,
 ) -> None:
-    """Calls ``fn`` with every batch under the rules of an evaluation.
+    """Call ``fn`` with every batch under the rules of an evaluation.
 
     Eval mode, no gradients, autocast, and an RNG of its own. The mode of every module, the generators of the loader
     and the training RNG are put back, also after an exception. Ranks may have unequal numbers of batches, unless the
@@ -138,7 +138,7 @@ def for_each_batch(
 
 
 def refuse_no_batch(count: int, loader: str) -> None:
-    """Raises ConfigError where a loader gave no batch on any rank; all ranks call it.
+    """Raise ConfigError where a loader gave no batch on any rank; all ranks call it.
 
     Args:
         count: how many it gave on this one.
@@ -152,7 +152,7 @@ def refuse_no_batch(count: int, loader: str) -> None:
 
 
 def copies_in(loader: Any) -> list[str]:
-    """Says what a DistributedSampler does to the means of an evaluation; nothing for other loaders.
+    """Say what a DistributedSampler does to the means of an evaluation; nothing for other loaders.
 
     Example:
         >>> from torch.utils.data import DataLoader, DistributedSampler
@@ -180,7 +180,7 @@ def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> It
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts every module into eval mode without gradients, and each module's own mode back afterwards.
+    """Put every module into eval mode without gradients, and each module's own mode back afterwards.
 
     A sharded model has its parts as parameters before and after.
     """
@@ -198,7 +198,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
-    """Keeps a replica from exchanging buffers in its forward passes, of which other ranks may have fewer."""
+    """Keep a replica from exchanging buffers in its forward passes, of which other ranks may have fewer."""
     if replicas is None:
         yield
         return

@@ -33,7 +33,7 @@ class Events:
         self._writes: list[Callable[[], Any]] = []
 
     def emit(self, engine: Engine, event: str, *args: Any) -> None:
-        """Calls one event of every hook, in order; in a run's steps, of those that do something at it."""
+        """Call one event of every hook, in order; in a run's steps, of those that do something at it."""
         hooks = engine.hooks
         if self._listening and self._listened != hooks:
             self.cache_dispatch(hooks)  # hooks came or went
@@ -44,27 +44,27 @@ class Events:
                 self.abandoned = True
 
     def hooks_for(self, hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
-        """Returns the hooks that do something at an event of a step."""
+        """Return the hooks that do something at an event of a step."""
         if self._listening and self._listened == hooks:
             return self._listening[event]
         return listeners(hooks, event)
 
     def cache_dispatch(self, hooks: Sequence[BaseHook]) -> None:
-        """Finds which hooks do something in a step, so that in each step the others are not called."""
+        """Find which hooks do something in a step, so that in each step the others are not called."""
         self._listened = list(hooks)
         self._listening = {event: listeners(self._listened, event) for event in STEP_EVENTS}
 
     def clear_dispatch(self) -> None:
-        """Ends what :meth:`cache_dispatch` began: from here on every hook is called, as outside a run."""
+        """End what :meth:`cache_dispatch` began: from here on every hook is called, as outside a run."""
         self._listening = {}
 
     def serve(self, engine: Engine, event: str, records: Mapping[str, Any], *, dry_run: bool) -> None:
-        """Calls ``on_log`` or ``on_log_images`` of every hook, which from here on counts as served."""
+        """Call ``on_log`` or ``on_log_images`` of every hook, which from here on counts as served."""
         self.served = True
         self.emit(engine, event, records, dry_run)
 
     def calling(self, engine: Engine, event: str, override: Callable[[], Any], *args: Any) -> None:
-        """Calls a user's override of ``log`` or ``log_images``, then the hooks if the override did not reach them."""
+        """Call a user's override of ``log`` or ``log_images``, then the hooks if the override did not reach them."""
         self.served = False
         override()
         if not self.served:
@@ -72,11 +72,11 @@ class Events:
             self.emit(engine, event, *args)
 
     def request_write(self, write: Callable[[], Any]) -> None:
-        """Requests a file to be written once every hook has seen the step, so that hook order cannot matter."""
+        """Request a file to be written once every hook has seen the step, so that hook order cannot matter."""
         self._writes.append(write)
 
     def write_requested(self) -> None:
-        """Writes the requested files."""
+        """Write the requested files."""
         if not self._writes:
             return
         writes, self._writes = self._writes, []

@@ -36,7 +36,7 @@ _BACKENDS = ("gloo", "nccl", "tcpstore")
 
 @contextlib.contextmanager
 def failing_by_name(engine: Engine) -> Iterator[None]:
-    """Logs an error that leaves the block, with the rank and its place, if there are several ranks.
+    """Log an error that leaves the block, with the rank and its place, if there are several ranks.
 
     Raises:
         RankLostError: instead of what a collective raised since another rank is gone or does not answer.
@@ -63,7 +63,7 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
 
 
 def _note_batches(engine: Engine, error: BaseException) -> None:
-    """Adds the step and the shapes of its batches to an error that was raised in it, as a note: the error stays as it
+    """Add the step and the shapes of its batches to an error that was raised in it, as a note: the error stays as it
     is."""
     inside = bool(engine.attempt.info) and "step_time" not in engine.attempt.info
     if not inside or isinstance(error, TreadleError) or not hasattr(error, "add_note"):  # before Python 3.11
@@ -73,7 +73,7 @@ def _note_batches(engine: Engine, error: BaseException) -> None:
 
 
 def shapes_of(value: Any) -> str:
-    """Returns types and shapes in a batch, in few words.
+    """Return types and shapes in a batch, in few words.
 
     Example:
         >>> import torch
@@ -99,7 +99,7 @@ def _line(engine: Engine, error: BaseException) -> str:
 
 
 def lost_rank(error: BaseException) -> RankLostError | None:
-    """Returns what an error of a collective means if another rank is its cause; None for any other error.
+    """Return what an error of a collective means if another rank is its cause; None for any other error.
 
     Example:
         >>> lost_rank(RuntimeError("Gloo: Connection closed by peer [10.0.0.7]:4711"))
@@ -126,7 +126,7 @@ def lost_rank(error: BaseException) -> RankLostError | None:
 
 
 def leave_error(error: BaseException) -> None:
-    """Writes an error where torchrun looks for it; does nothing in a process that torchrun did not launch.
+    """Write an error where torchrun looks for it; do nothing in a process that torchrun did not launch.
 
     The same file as ``torch.distributed.elastic.multiprocessing.errors.record`` writes, at the moment of the error. One
     that another rank caused is dated later, so that it is not taken for the cause. The first error of a run stays, and

@@ -26,7 +26,7 @@ _LARGEST_COPY = 2**28  # bytes of the parameters of an optimizer of which copies
 
 
 def try_loading(engine: Engine, tree: Mapping[str, Any]) -> None:
-    """Tries whether a checkpoint can be loaded into the run that writes it; changes nothing.
+    """Try whether a checkpoint can be loaded into the run that writes it; changes nothing.
 
     Raises:
         CheckpointError: it cannot, or the optimizer would come back without its state.
@@ -57,7 +57,7 @@ def _try_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 
 def refuse_hidden_tensors(optimizer: Any) -> None:
-    """Raises for an optimizer that keeps tensors where its inherited state dict does not look.
+    """Raise for an optimizer that keeps tensors where its inherited state dict does not look.
 
     Raises:
         CheckpointError: it does.
@@ -71,7 +71,7 @@ def refuse_hidden_tensors(optimizer: Any) -> None:
 
 
 def try_optimizer(optimizer: Any) -> None:
-    """Steps a copy of a user's optimizer with gradients of zero, and loads its state into another copy.
+    """Step a copy of a user's optimizer with gradients of zero, and load its state into another copy.
 
     Raises:
         CheckpointError: its state is lost, or does not load.
@@ -107,7 +107,7 @@ def try_optimizer(optimizer: Any) -> None:
 
 
 def _double(optimizer: Any, named: Mapping[int, Tensor]) -> Any:
-    """Returns a copy of an optimizer over copies of its parameters, with gradients of zero."""
+    """Return a copy of an optimizer over copies of its parameters, with gradients of zero."""
     double = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): double}
     for identity, parameter in named.items():

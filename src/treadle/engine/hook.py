@@ -80,7 +80,7 @@ STEP_EVENTS = ("on_before_step", "on_before_optimizer_step", "on_after_step")
 
 
 def read_only(method: Event) -> Event:
-    """Marks an ``on_before_optimizer_step`` that leaves the gradients alone, so that they are not measured again.
+    """Mark an ``on_before_optimizer_step`` that leaves the gradients alone, so that they are not measured again.
 
     Example:
         >>> class Counts(BaseHook):
@@ -171,33 +171,33 @@ class BaseHook:
     # -- declarations ---------------------------------------------------------------------------------------------
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
-        """Returns the averaged models this hook keeps, by name; asked for once, before any load."""
+        """Return the averaged models this hook keeps, by name; asked for once, before any load."""
         return {}
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Returns the checkpoint to start from, or None; asked for before any event of a fresh run."""
+        """Return the checkpoint to start from, or None; asked for before any event of a fresh run."""
         return None
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Returns a context that spans all events of a run, such as the lock of a folder.
+        """Return a context that spans all events of a run, such as the lock of a folder.
 
         It refuses what another process holds, before any hook has touched a file of it.
         """
         return contextlib.nullcontext()
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Returns the action at a signal, or None; called when training starts."""
+        """Return the action at a signal, or None; called when training starts."""
         return None
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Returns how many captured steps may run until this hook must see one, the last of them; None for any number.
+        """Return how many captured steps may run until this hook must see one, the last of them; None for any number.
 
         Asked of hooks that replace an event of a step, between two steps. 1 by default: the hook sees each by itself.
         """
         return 1
 
     def notice(self, trainer: Engine) -> Callable[[], float] | None:
-        """Returns a function whose number is gathered from all ranks in each step, or None; called once.
+        """Return a function whose number is gathered from all ranks in each step, or None; called once.
 
         ``trainer.rank_notices`` gives the numbers of all ranks; nothing is exchanged for it but what a step exchanges
         anyway. All ranks must answer alike.
@@ -205,18 +205,18 @@ class BaseHook:
         return None
 
     def _save_end(self, trainer: Engine) -> None:
-        """Saves the state in which a front end left an epoch, where the hook saves the end of a run."""
+        """Save the state in which a front end left an epoch, where the hook saves the end of a run."""
 
     def wait_for_writes(self) -> None:
-        """Waits until all background writes of this hook are on the disk; may raise their error."""
+        """Wait until all background writes of this hook are on the disk; may raise their error."""
 
     def refusal_plan(self, trainer: Engine) -> RefusalPlan | None:
-        """Returns the action for a step whose gradient is not finite, or None; called once, before any load."""
+        """Return the action for a step whose gradient is not finite, or None; called once, before any load."""
         return None
 
 
 def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
-    """Returns the hooks that override an event and are not idle, in order.
+    """Return the hooks that override an event and are not idle, in order.
 
     Example:
         >>> listeners([BaseHook()], "on_after_step")
@@ -228,7 +228,7 @@ def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
 
 
 def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None]:
-    """Wraps an overridden ``log`` so that every hook gets the records exactly once, whatever the override does."""
+    """Wrap an overridden ``log`` so that every hook gets the records exactly once, whatever the override does."""
 
     @functools.wraps(method)
     def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:

@@ -22,7 +22,7 @@ _WORDS = re.compile(r"(?:\s*(\d+(?:\.\d+)?)\s*([dhms]))+\s*")
 
 
 def as_seconds(value: Duration, argument: str = "max_time") -> float:
-    """Returns a duration in seconds.
+    """Return a duration in seconds.
 
     Args:
         value: see :data:`Duration`.
@@ -111,7 +111,7 @@ class Limits:
 
     @classmethod
     def of(cls, given: Limits | Mapping[str, Any] | None) -> Limits:
-        """Returns limits as given, from a mapping of their names, or none.
+        """Return limits as given, from a mapping of their names, or none.
 
         Raises:
             ConfigError: a name is unknown or a value is outside its range.
@@ -129,7 +129,7 @@ class Limits:
 
     @classmethod
     def among(cls, values: Mapping[str, Any]) -> Limits:
-        """Returns the limits that are among settings of other kinds; None stands for the default.
+        """Return the limits that are among settings of other kinds; None stands for the default.
 
         Example:
             >>> Limits.among({"lr": 0.1, "fast_dev_run": 2, "max_time": None}) == Limits(fast_dev_run=2)
@@ -143,7 +143,7 @@ class Limits:
         return None if self.max_time is None else as_seconds(self.max_time)
 
     def deadline(self) -> Deadline | None:
-        """Returns the deadline of a call that begins now; None without ``max_time``."""
+        """Return the deadline of a call that begins now; None without ``max_time``."""
         return None if self.seconds is None else Deadline(self.seconds)
 
     @property
@@ -164,14 +164,14 @@ class Limits:
         return None if self.num_sanity_eval_steps == -1 else self.num_sanity_eval_steps
 
     def target(self, max_steps: int | None, epochs: int | None) -> tuple[int | None, int | None]:
-        """Returns the target of a run, in steps and in epochs, of which one is None."""
+        """Return the target of a run, in steps and in epochs, of which one is None."""
         if not self.fast_dev_run:
             return max_steps, epochs
         trial = None if max_steps is None else min(max_steps, int(self.fast_dev_run))
         return trial, None if epochs is None else min(epochs, 1)
 
     def given(self) -> dict[str, Any]:
-        """Returns the limits that are set, as plain values.
+        """Return the limits that are set, as plain values.
 
         Example:
             >>> Limits(max_time=timedelta(hours=1), overfit_batches=2).given()
@@ -208,5 +208,5 @@ class Deadline:
 
 
 def now() -> float:
-    """Returns seconds of a clock that is not set back."""
+    """Return seconds of a clock that is not set back."""
     return time.monotonic()

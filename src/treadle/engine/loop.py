@@ -140,7 +140,7 @@ class Engine(EngineBase):
         self.steps = self.train_step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes an overridden ``log`` or ``log_images`` reach the hooks, with or without ``super()``."""
+        """Make an overridden ``log`` or ``log_images`` reach the hooks, with or without ``super()``."""
         super().__init_subclass__(**kwargs)
         for name in ("log", "log_images"):
             if name in cls.__dict__:
@@ -158,7 +158,7 @@ class Engine(EngineBase):
         after_epoch: Callable[[], None] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """Trains to an absolute target; see ``treadle.hooks.base`` for the loop with every event at its place.
+        """Train to an absolute target; see ``treadle.hooks.base`` for the loop with every event at its place.
 
         Args:
             loader: any iterable of micro-batches; re-iterated for each epoch.
@@ -210,24 +210,24 @@ class Engine(EngineBase):
             self.events.write_requested()
 
     def _stops_here(self) -> bool:
-        """Returns whether the run stops after this step, alike on all ranks: a stop counts once they all know."""
+        """Return whether the run stops after this step, alike on all ranks: a stop counts once they all know."""
         return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_messages)
 
     def _ahead(self) -> bool:
-        """Runs captured steps ahead, as far as nobody must see one by itself; returns whether the run ends there."""
+        """Run captured steps ahead, as far as nobody must see one by itself; return whether the run ends there."""
         while run_ahead(self):
             if self._stops_here() or self.target.reached(self):
                 return True
         return False
 
     def _log_nothing_to_do(self) -> None:
-        """Logs that the target is reached, as a warning if this object has trained: its second call trains nothing."""
+        """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
         level = logging.WARNING if self.state.num_runs else logging.INFO
         text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached"
         self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
-        """Runs one optimizer step over a group of micro-batches, top to bottom.
+        """Run one optimizer step over a group of micro-batches, top to bottom.
 
         Returns:
             ``"applied"`` if the weights changed; ``"skipped"`` if there was no loss or the fp16 scale was lowered;
@@ -270,11 +270,11 @@ class Engine(EngineBase):
         return apply_step_effects(self)
 
     def forward(self, batch: Any) -> Any:
-        """Turns one micro-batch into a StepOutput, under autocast."""
+        """Turn one micro-batch into a StepOutput, under autocast."""
         return self.task.step(self.model, batch, totals=self.attempt.term_totals)
 
     def step_group(self, batches: Sequence[Any]) -> bool:
-        """Runs one step on given micro-batches, with its events; returns whether it was applied.
+        """Run one step on given micro-batches, with its events; return whether it was applied.
 
         Raises:
             NonFiniteError: the gradient is not finite.
@@ -293,23 +293,23 @@ class Engine(EngineBase):
     # -- events and files -----------------------------------------------------------------------------------------
 
     def emit(self, event: str, *args: Any) -> None:
-        """Calls one event of every hook, in order."""
+        """Call one event of every hook, in order."""
         self.events.emit(self, event, *args)
 
     def log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Hands aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
+        """Hand aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
         self.events.serve(self, "on_log", records, dry_run=dry_run)
 
     def log_images(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Hands nested images to ``on_log_images`` of every hook; may be overridden as ``log`` may."""
+        """Hand nested images to ``on_log_images`` of every hook; may be overridden as ``log`` may."""
         self.events.serve(self, "on_log_images", records, dry_run=dry_run)
 
     def request_write(self, write: Callable[[], Any]) -> None:
-        """Requests a file to be written once every hook has seen the step, so that hook order cannot matter."""
+        """Request a file to be written once every hook has seen the step, so that hook order cannot matter."""
         self.events.request_write(write)
 
     def write_requested(self) -> None:
-        """Writes the requested files."""
+        """Write the requested files."""
         self.events.write_requested()
 
     # -- where the run is -----------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Engine(EngineBase):
 
     @property
     def applied_steps(self) -> int:
-        """Steps that changed the weights."""
+        """Step that changed the weights."""
         return self.progress.applied_steps
 
     @property
@@ -350,7 +350,7 @@ class Engine(EngineBase):
         return self._stops_here() or self.target.is_last_step(self)
 
     def raise_if_refused(self, *, wait: bool = True) -> None:
-        """Raises NonFiniteError if the device refused a step and the host has not looked until now.
+        """Raise NonFiniteError if the device refused a step and the host has not looked until now.
 
         Args:
             wait: for all steps so far, which reads the device; False looks at what has arrived on the host.
@@ -360,13 +360,13 @@ class Engine(EngineBase):
             raise_late_refusal(self, late)
 
     def rank_notices(self, notice: Callable[[], float]) -> list[float]:
-        """Returns the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
+        """Return the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
         return session.messages_of_ranks(self, notice)
 
     heard_of = rank_notices  # former name
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
-        """Returns the weighted mean loss, records and epoch metrics of a task over a loader; training does not notice.
+        """Return the weighted mean loss, records and epoch metrics of a task over a loader; training does not notice.
 
         Args:
             loader: any iterable of micro-batches.
@@ -389,7 +389,7 @@ class Engine(EngineBase):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Collects what hooks declare, once; runs before any state is made or loaded."""
+        """Collect what hooks declare, once; run before any state is made or loaded."""
         self.num_ranks = distributed.world_size()
         if self.declared.complete:
             return
@@ -408,13 +408,13 @@ class Engine(EngineBase):
             self.steps = steps_of(self)
 
     def state_dict(self, *, buffers: HostBuffers | None = None, parts: bool = False) -> dict[str, Any]:
-        """Returns the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``state``."""
+        """Return the whole training state as plain values and CPU copies, in ``buffers`` if given; see ``state``."""
         self.prepare()
         self.raise_if_refused()
         return self.state.collect(self, buffers, parts=parts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned, in place.
+        """Restore what :meth:`state_dict` returned, in place.
 
         Raises:
             CheckpointError: the model or optimizer does not fit.

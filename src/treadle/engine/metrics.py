@@ -43,13 +43,13 @@ class Metric(Protocol):
     """Metric fed batch by batch."""
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
 
     def update(self, prediction: Any, target: Any) -> Any:
-        """Adds one batch."""
+        """Add one batch."""
 
     def compute(self) -> Any:
-        """Returns a value or several by name."""
+        """Return a value or several by name."""
 
 
 class EpochMetrics:
@@ -90,18 +90,18 @@ class EpochMetrics:
         return bool(self._named)
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         for metric in self._named.values():
             metric.reset()
 
     def update(self, outputs: Any) -> None:
-        """Adds ``(prediction, target)`` of one batch."""
+        """Add ``(prediction, target)`` of one batch."""
         prediction, target = outputs
         for metric in self._named.values():
             metric.update(prediction, target)
 
     def try_first_batch(self) -> None:
-        """Applies functions to the one batch that was added, before step 1, and forgets it.
+        """Apply functions to the one batch that was added, before step 1, and forget it.
 
         Raises:
             ConfigError: one fails, or returns no number.
@@ -112,7 +112,7 @@ class EpochMetrics:
         self.reset()
 
     def compute(self) -> Mapping[str, Any]:
-        """Returns the values by name: numbers, and lists where a metric gives more than one."""
+        """Return the values by name: numbers, and lists where a metric gives more than one."""
         values: dict[str, Any] = {}
         for name, metric in self._named.items():
             result = metric.compute()
@@ -154,15 +154,15 @@ class FunctionMetric:
         self._batches: list[Any] = []
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._batches = []
 
     def update(self, prediction: Any, target: Any) -> None:
-        """Keeps outputs and targets of one batch on the CPU."""
+        """Keep outputs and targets of one batch on the CPU."""
         self._batches.append(kept_outputs((prediction, target)))
 
     def compute(self) -> Any:
-        """Applies the function to all batches of all ranks, and lets go of them."""
+        """Apply the function to all batches of all ranks, and let go of them."""
         batches = [batch for part in distributed.gather_objects(self._batches) for batch in part if batch is not None]
         self.reset()
         if not batches:
@@ -175,7 +175,7 @@ class FunctionMetric:
             return self._checked(self._function(outputs, targets))
 
     def try_first_batch(self) -> None:
-        """Applies the function to the batches so far. A ValueError is a warning: few rows may lack a class.
+        """Apply the function to the batches so far. A ValueError is a warning: few rows may lack a class.
 
         Raises:
             ConfigError: it fails otherwise, or returns no number.
@@ -232,13 +232,13 @@ class ClassMetric:
         self._shape: tuple[str, int] | None = None
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._rows.reset()
         if self._made is not None:
             self._made.reset()
 
     def update(self, prediction: Any, target: Any) -> None:
-        """Adds one batch.
+        """Add one batch.
 
         Raises:
             ConfigError: the shapes or types of outputs and targets fit no classification.
@@ -252,7 +252,7 @@ class ClassMetric:
         self._make(shape[1], prediction.device).update(prediction, target)
 
     def compute(self) -> Any:
-        """Returns the value over all batches of all ranks."""
+        """Return the value over all batches of all ranks."""
         shapes = [shape for shape in distributed.gather_objects(self._shape) if shape is not None]
         if not shapes:
             return self._rows.compute()
@@ -297,7 +297,7 @@ class ClassMetric:
 
 
 def _takes_logits(loss_fn: Any) -> bool | None:
-    """Returns whether a loss turns outputs into probabilities by itself; None where that is not known."""
+    """Return whether a loss turns outputs into probabilities by itself; None where that is not known."""
     if isinstance(loss_fn, nn.BCEWithLogitsLoss) or loss_fn is nn.functional.binary_cross_entropy_with_logits:
         return True
     return False if isinstance(loss_fn, nn.BCELoss) else None
@@ -362,7 +362,7 @@ def _torchmetrics(part: str) -> Any:
 
 
 def _name_of(metric: Any) -> str:
-    """Returns ``accuracy`` for a MulticlassAccuracy, ``mean_squared_error`` for a MeanSquaredError."""
+    """Return ``accuracy`` for a MulticlassAccuracy, ``mean_squared_error`` for a MeanSquaredError."""
     word = re.sub(r"^(Binary|Multiclass|Multilabel)(?=[A-Z])", "", type(metric).__name__)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower()
 

@@ -20,7 +20,7 @@ FOREIGN = {
 
 
 def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign: Mapping[str, str]) -> Iterator[str]:
-    """Yields warnings about methods of a class that are named almost as one that is called, or as elsewhere.
+    """Yield warnings about methods of a class that are named almost as one that is called, or as elsewhere.
 
     A method that another method of the class calls is the user's own.
 
@@ -52,14 +52,14 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
 
 
 def names_used_in(owner: type) -> Iterator[str]:
-    """Yields the names that the methods of a class use."""
+    """Yield the names that the methods of a class use."""
     for value in vars(owner).values():
         if isinstance(value, types.FunctionType):
             yield from names_used_by(value)
 
 
 def replaces(kind: type, base: type, method: str) -> bool:
-    """Returns whether a subclass has a method in place of its base's: no override of it leads to that one.
+    """Return whether a subclass has a method in place of its base's: no override of it leads to that one.
 
     Args:
         kind: the user's class.
@@ -83,7 +83,7 @@ def replaces(kind: type, base: type, method: str) -> bool:
 
 
 def _names_reached(function: types.FunctionType, own: Mapping[str, Any]) -> set[str]:
-    """Returns the names that a method uses, itself or through other methods of its class."""
+    """Return the names that a method uses, itself or through other methods of its class."""
     found: set[str] = set()
     waiting = list(names_used_by(function))
     while waiting:
@@ -96,7 +96,7 @@ def _names_reached(function: types.FunctionType, own: Mapping[str, Any]) -> set[
 
 
 def is_own_helper(kind: type, base: type, name: str) -> bool:
-    """Returns whether other methods of a user's class call a method of this name, so that it is the user's own.
+    """Return whether other methods of a user's class call a method of this name, so that it is the user's own.
 
     Example:
         >>> class Base: ...
@@ -113,7 +113,7 @@ def is_own_helper(kind: type, base: type, name: str) -> bool:
 
 
 def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str]:
-    """Yields warnings about methods that were set on an object and are looked up on its class.
+    """Yield warnings about methods that were set on an object and are looked up on its class.
 
     Example:
         >>> class Mine:

@@ -32,7 +32,7 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Tells an observer of every engine that is prepared inside the block.
+    """Tell an observer of every engine that is prepared inside the block.
 
     Example:
         >>> class Count:
@@ -54,19 +54,19 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def announce_building(engine: Engine) -> None:
-    """Says that an engine is about to be built."""
+    """Say that an engine is about to be built."""
     for observer in _observers:
         observer.before_building(engine)
 
 
 def announce_running(engine: Engine) -> None:
-    """Says that an engine is built."""
+    """Say that an engine is built."""
     for observer in _observers:
         observer.before_running(engine)
 
 
 def exchange_observers(observers: list[Observer]) -> list[Observer]:
-    """Replaces the registered observers; returns those before, for runs that take turns in one process.
+    """Replace the registered observers; return those before, for runs that take turns in one process.
 
     Example:
         >>> before = exchange_observers([])

@@ -39,12 +39,12 @@ class RunOrigin:
         self._cleared: set[_Watched] = set()
 
     def moved(self, reach: Reach) -> None:
-        """Sets where the run begins: a state was loaded."""
+        """Set where the run begins: a state was loaded."""
         self.reach = reach
         self._cleared = set()
 
     def watch(self, folder: Path, states: States) -> None:
-        """Names a folder that the run writes states to.
+        """Name a folder that the run writes states to.
 
         Args:
             folder: may not be there yet.
@@ -55,7 +55,7 @@ class RunOrigin:
             self._watched.append(entry)
 
     def clear(self) -> None:
-        """Sets aside the states of earlier runs beyond the origin, in every folder, before the run's first write.
+        """Set aside the states of earlier runs beyond the origin, in every folder, before the run's first write.
 
         Else the next resume would take one of them for the furthest of this run. All ranks call this.
 

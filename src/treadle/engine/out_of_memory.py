@@ -27,15 +27,15 @@ class Saves(Protocol):
     """A hook that can save the present state at any step boundary."""
 
     def save(self, trainer: Engine) -> None:
-        """Saves it, once per step."""
+        """Save it, once per step."""
 
     def wait_for_writes(self) -> None:
-        """Returns once it is on the disk."""
+        """Return once it is on the disk."""
 
 
 @contextlib.contextmanager
 def explaining_out_of_memory(engine: Engine) -> Iterator[None]:
-    """Turns an error for want of memory into one that names batch, setting and fix, having saved what can be saved.
+    """Turn an error for want of memory into one that names batch, setting and fix, having saved what can be saved.
 
     The step that failed is undone: its data comes again. The saved state is that of the last finished step, except for
     the random numbers that the failed step drew and the buffers that its forward pass changed: the run continues from
@@ -56,7 +56,7 @@ def explaining_out_of_memory(engine: Engine) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error means that memory ran out, on a device or on the host.
+    """Return whether an error means that memory ran out, on a device or on the host.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(ValueError("no memory"))
@@ -102,7 +102,7 @@ def _fix(engine: Engine) -> str:
 
 
 def _batch_size(engine: Engine) -> int | None:
-    """Returns the samples of a micro-batch: what the forward pass counts, else the first tensor's first dimension."""
+    """Return the samples of a micro-batch: what the forward pass counts, else the first tensor's first dimension."""
     counted = [output.num_samples for output in engine.attempt.outputs if output.num_samples]
     if counted:
         return int(counted[0])
@@ -120,7 +120,7 @@ def _first_size(batch: Any) -> int | None:
 
 
 def _save(engine: Engine) -> str:
-    """Saves the last finished step where that is possible; returns what became of it."""
+    """Save the last finished step where that is possible; return what became of it."""
     writes = _writers(engine)
     if not writes:
         return "Nothing is saved, as no hook saves"
@@ -152,7 +152,7 @@ def _save_by(hook: Saves, engine: Engine) -> None:
 
 
 def _undo_step(engine: Engine) -> bool:
-    """Undoes a step whose gradients were not there yet, and frees what it held; returns whether there was one."""
+    """Undo a step whose gradients were not there yet, and free what it held; return whether there was one."""
     info, batches = engine.attempt.info, engine.attempt.group.batches
     begun = bool(info) and "grad_norm" not in info and "step_time" not in info
     if not begun or engine.progress.tries > 1:  # of a group that was refused before, the place in the data is not known

@@ -13,7 +13,7 @@ from treadle.errors import ConfigError
 
 
 def kept_outputs(outputs: Any) -> Any:
-    """Returns the tensors of one batch's outputs on the CPU, in plain containers; other values are left out.
+    """Return the tensors of one batch's outputs on the CPU, in plain containers; other values are left out.
 
     Example:
         >>> kept_outputs({"logits": torch.zeros(1), "cache": object()})
@@ -33,7 +33,7 @@ def kept_outputs(outputs: Any) -> Any:
 
 
 def joined(outputs: list[Any], name: str = "outputs") -> Any:
-    """Joins what :func:`kept_outputs` returned for each batch along dimension 0; 0-d tensors are stacked.
+    """Join what :func:`kept_outputs` returned for each batch along dimension 0; 0-d tensors are stacked.
 
     Raises:
         ConfigError: there is nothing to join, or the batches differ in more than dimension 0.

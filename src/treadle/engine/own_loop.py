@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], bool]) -> None:
-    """Trains to a number of epochs by a function that reads each epoch's batches from the engine's cursor.
+    """Train to a number of epochs by a function that reads each epoch's batches from the engine's cursor.
 
     Args:
         engine: keeps the counters, calls the hooks and saves the state.

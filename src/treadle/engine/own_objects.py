@@ -73,7 +73,7 @@ class OwnObjects:
         self._look(self._roots)
 
     def add(self, path: str, owner: Any) -> None:
-        """Looks into one more root, and restores it from the checkpoint that was loaded before it came."""
+        """Look into one more root, and restore it from the checkpoint that was loaded before it came."""
         self._roots[path] = owner
         self.functions.clear()
         self._restore_found(self._look({path: owner}))
@@ -87,7 +87,7 @@ class OwnObjects:
             self._carried.add(path)
 
     def add_variables(self, path: str, roots: Iterable[Any]) -> None:
-        """Adds the variables that the code of some objects uses, and what has state among them."""
+        """Add the variables that the code of some objects uses, and what has state among them."""
         known = [name for bag in self._roots.values() if isinstance(bag, Variables) for name in bag.values()]
         variables = Variables(roots, known=known)
         for name, owner in {path: variables, **variables.stateful}.items():
@@ -95,7 +95,7 @@ class OwnObjects:
             self._restore_found(self._look({name: owner}))
 
     def look_again(self) -> None:
-        """Looks for objects that were made since, in hooks before training; what a checkpoint holds of them is loaded.
+        """Look for objects that were made since, in hooks before training; what a checkpoint holds of them is loaded.
 
         Raises:
             CheckpointError: it holds the state of one that was not made.
@@ -108,7 +108,7 @@ class OwnObjects:
                 raise _missing(path)
 
     def _look(self, roots: Mapping[str, Any], *, plain_too: bool = True) -> set[str]:
-        """Returns the paths of what was found in some roots and was not known.
+        """Return the paths of what was found in some roots and was not known.
 
         Args:
             roots: where to look.
@@ -174,11 +174,11 @@ class OwnObjects:
         return {path: attributes.owner for path, attributes in self._attributes.items()}
 
     def optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers among them, which the user's own code steps."""
+        """Return the optimizers among them, which the user's own code steps."""
         return [owner for owner in self.owners.values() if isinstance(owner, Optimizer)]
 
     def collect(self) -> dict[str, Any]:
-        """Returns the states by path; of a module nothing where it has not changed and cannot be trained."""
+        """Return the states by path; of a module nothing where it has not changed and cannot be trained."""
         found: dict[str, Any] = {}
         for path, owner in self.owners.items():
             if isinstance(owner, nn.Module):
@@ -209,7 +209,7 @@ class OwnObjects:
         return {path: {"state": state}}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raises for a state that no object of this run takes.
+        """Raise for a state that no object of this run takes.
 
         Raises:
             CheckpointError: there is none under its path, or it is another frozen module.
@@ -231,7 +231,7 @@ class OwnObjects:
                     )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Loads states that :meth:`collect` returned.
+        """Load states that :meth:`collect` returned.
 
         Raises:
             CheckpointError: an object refuses its own state.
@@ -256,7 +256,7 @@ class OwnObjects:
             self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
 
     def _restore_found(self, found: Collection[str]) -> None:
-        """Restores what came after a checkpoint was loaded."""
+        """Restore what came after a checkpoint was loaded."""
         for path in found:
             entry = self._loaded.get(path)
             if entry is not None and path in self.owners:
@@ -265,29 +265,29 @@ class OwnObjects:
                 self._attributes[path].restore(entry.get("attributes", {}))
 
     def restore_attributes(self, saved: Mapping[str, Any]) -> None:
-        """Sets attributes as in an entry of :meth:`collect`, and the others as they were at the start."""
+        """Set attributes as in an entry of :meth:`collect`, and the others as they were at the start."""
         for path, attributes in self._attributes.items():
             if path not in self.owners:
                 attributes.restore(saved.get(path, {}).get("attributes", {}))
 
     def attributes(self) -> dict[str, Any]:
-        """Returns the attributes that changed, by path; of objects with a state of their own too."""
+        """Return the attributes that changed, by path; of objects with a state of their own too."""
         return {path: {"attributes": now} for path, one in self._attributes.items() if (now := one.changed())}
 
     def without_entry(self, saved: Mapping[str, Any]) -> list[str]:
-        """Returns the paths of objects that have state and of which a checkpoint holds none."""
+        """Return the paths of objects that have state and of which a checkpoint holds none."""
         loaders = {path for path, owner in self.owners.items() if isinstance(owner, DataLoader)}  # a cursor may read it
         return [path for path in self.collect() if path in self.owners.keys() - loaders and path not in saved]
 
     def differences(self, saved: Mapping[str, Any]) -> Iterator[Difference]:
-        """Yields where a state, once loaded, is not what the checkpoint holds."""
+        """Yield where a state, once loaded, is not what the checkpoint holds."""
         for path, entry in saved.items():
             if "state" in entry and path in self.owners:
                 now = to_plain(self.owners[path].state_dict(), f"objects.{path}")
                 yield from unequal(entry["state"], now, f"objects.{path}")
 
     def lost(self) -> Iterator[str]:
-        """Yields the names of attributes that changed since this was last asked and that no checkpoint holds."""
+        """Yield the names of attributes that changed since this was last asked and that no checkpoint holds."""
         for path, attributes in self._attributes.items():
             if path not in self.owners:  # else its own state may hold them
                 yield from (f"{path}.{name}".lstrip(".") for name in attributes.lost())
@@ -303,7 +303,7 @@ def _missing(path: str) -> CheckpointError:
 
 
 def objects_of(engine: Engine) -> OwnObjects:
-    """Returns the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
+    """Return the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
     roots = _roots(engine)
     known = {id(part) for part in _parts_of(engine)}
     found = OwnObjects({**roots, **_callables_of(engine)}, known=known, whole=tuple(roots))
@@ -313,7 +313,7 @@ def objects_of(engine: Engine) -> OwnObjects:
 
 
 def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
-    """Returns what a user's hook holds, or None where it keeps its state itself."""
+    """Return what a user's hook holds, or None where it keeps its state itself."""
     if _keeps_itself(hook) or is_ours(hook) or has_state(hook):
         return None
     known = {id(part) for part in _parts_of(engine)} - {id(hook)} | {id(engine), id(engine.task)}
@@ -322,7 +322,7 @@ def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
 
 
 def attributes_of_hook(hook: BaseHook) -> Attributes | None:
-    """Returns the attributes of a user's hook that keeps its state itself, or None: it may leave some out."""
+    """Return the attributes of a user's hook that keeps its state itself, or None: it may leave some out."""
     kinds = [kind for kind in type(hook).__mro__ if kind not in (BaseHook, object)]
     if not _keeps_itself(hook) or not all(map(is_users_class, kinds)):
         return None
@@ -335,7 +335,7 @@ def _keeps_itself(hook: BaseHook) -> bool:
 
 
 def _callables_of(engine: Engine) -> dict[str, Any]:
-    """Returns what a schedule, the modules and the optimizer call: no state dict of theirs holds its state."""
+    """Return what a schedule, the modules and the optimizer call: no state dict of theirs holds its state."""
     found: dict[str, Any] = {}
     for path, scheduler in schedulers_in(engine.lr_scheduler):
         for number, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
@@ -369,7 +369,7 @@ def _roots(engine: Engine) -> dict[str, Any]:
 
 
 def is_ours(owner: Any) -> bool:
-    """Returns whether the class of an object is treadle's.
+    """Return whether the class of an object is treadle's.
 
     Example:
         >>> is_ours(nn.Linear(1, 1))
@@ -380,12 +380,12 @@ def is_ours(owner: Any) -> bool:
 
 
 def _is_written_whole(item: Any) -> bool:
-    """Returns whether an item of a container is a user's plain object that is written as part of the container."""
+    """Return whether an item of a container is a user's plain object that is written as part of the container."""
     return is_plain_object(item) and encode(item, deep=True) is not OPAQUE
 
 
 def _is_looked_into(owner: Any) -> bool:
-    """Returns whether an object is a user's, whose attributes may hold others."""
+    """Return whether an object is a user's, whose attributes may hold others."""
     if isinstance(owner, types.FunctionType):
         return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
     if isinstance(owner, Named):
@@ -429,7 +429,7 @@ _OF_TRAINERS = _trainer_names()
 
 
 def warn_of_lost(engine: Engine) -> None:
-    """Warns of what has changed in the user's objects and of iterators on them, which no checkpoint holds, once."""
+    """Warn of what has changed in the user's objects and of iterators on them, which no checkpoint holds, once."""
     for name in engine.state.objects.lost():
         engine.state.warn_once(
             engine,

@@ -84,7 +84,7 @@ class FormatPart(StatePart):
 
 
 def _device_notices(before: str | None, now: str) -> Iterator[Notice]:
-    """Yields a warning of another kind of device, or of one whose kernels may vary from run to run."""
+    """Yield a warning of another kind of device, or of one whose kernels may vary from run to run."""
     if before not in (None, now):
         yield Notice(
             f"the checkpoint was written on {before} and this run is on {now}: kernels round differently, and what is "
@@ -335,7 +335,7 @@ class HooksPart(StatePart):
                 tree.setdefault("objects", {})[_of_hook(key)] = {"attributes": changed_here}
 
     def _add_attributes(self, engine: Engine, key: str, tree: dict[str, Any]) -> None:
-        """Adds what a hook holds that keeps no state itself."""
+        """Add what a hook holds that keeps no state itself."""
         objects = engine.state.hook_objects.get(key)
         if objects is None:
             return
@@ -388,7 +388,7 @@ class RngPart(StatePart):
     """Random state of every rank; collected after all that may draw, and loaded last."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        """Adds what each rank has to itself to a tree whose other entries are alike on all ranks."""
+        """Add what each rank has to itself to a tree whose other entries are alike on all ranks."""
         own = {
             "rng": RngState.capture().to_plain(),
             "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
@@ -434,7 +434,7 @@ MOVED_BY_STEPS = tuple(
 
 
 def _of_hook(key: str) -> str:
-    """Returns the path under which the attributes of a hook are kept that its own state leaves out."""
+    """Return the path under which the attributes of a hook are kept that its own state leaves out."""
     return f"hooks.{key}"
 
 
@@ -450,7 +450,7 @@ def _warn_of_lost(engine: Engine, name: str, advice: str) -> None:
 
 
 def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Iterator[Difference]:
-    """Yields where a state in memory differs from a saved one; of tensors over ranks, this rank's parts are "
+    """Yield where a state in memory differs from a saved one; of tensors over ranks, this rank's parts are "
     "compared."""
     for key, value in saved.items():
         if key not in now:
@@ -471,7 +471,7 @@ def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Itera
 
 
 def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:
-    """Returns this rank's random state of a checkpoint; for another number of ranks, fresh streams made from it."""
+    """Return this rank's random state of a checkpoint; for another number of ranks, fresh streams made from it."""
     states = saved.get("rng")
     if not states:
         return None

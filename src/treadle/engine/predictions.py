@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def scored_weights(engine: Engine) -> Iterator[None]:
-    """Puts the weights that evaluations score into the model inside the block: the averaged ones if there are some."""
+    """Put the weights that evaluations score into the model inside the block: the averaged ones if there are some."""
     engine.prepare()
     average = next(iter(engine.averages.values()), None)
     with at_evaluation_point(engine.optimizer) if average is None else average.swapped_into(engine.model):
@@ -25,7 +25,7 @@ def scored_weights(engine: Engine) -> Iterator[None]:
 
 
 def predicted(engine: Engine, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
-    """Returns the joined outputs of ``forward(batch)`` over a loader, of the scored weights; training does not notice.
+    """Return the joined outputs of ``forward(batch)`` over a loader, of the scored weights; training does not notice.
 
     Raises:
         ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.

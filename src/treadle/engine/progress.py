@@ -50,14 +50,14 @@ class Progress:
         self._rates = LearningRates()
 
     def begin_step(self) -> None:
-        """Counts a step."""
+        """Count a step."""
         self.step += 1
         self.tries = 1
         self.in_step = True
         self.step_started = time.perf_counter()
 
     def begin_attempt(self, num_micro_batches: int, optimizer: Optimizer) -> list[Any]:
-        """Counts the micro-batches of an attempt; returns the learning rate of each parameter group."""
+        """Count the micro-batches of an attempt; return the learning rate of each parameter group."""
         self.micro_steps += num_micro_batches
         rates = self._rates.read(optimizer)
         if not self.epoch_applied_steps:
@@ -65,21 +65,21 @@ class Progress:
         return rates
 
     def read_rates(self, optimizer: Optimizer) -> list[Any]:
-        """Returns the learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return self._rates.read(optimizer)
 
     def retry(self) -> None:
-        """Counts another try at the present step."""
+        """Count another try at the present step."""
         self.tries += 1
 
     def apply(self, rates: Sequence[Any]) -> None:
-        """Counts an applied step, whose learning rates are ``rates``."""
+        """Count an applied step, whose learning rates are ``rates``."""
         self.applied_steps += 1
         self.epoch_applied_steps += 1
         self.last_lr = rates
 
     def count_block(self, count: int, rates: Sequence[Any]) -> None:
-        """Counts applied steps of one micro-batch each, whose learning rates are ``rates``."""
+        """Count applied steps of one micro-batch each, whose learning rates are ``rates``."""
         self.step += count
         self.applied_steps += count
         self.epoch_applied_steps += count
@@ -88,26 +88,26 @@ class Progress:
         self.last_lr = rates
 
     def take_back(self, num_applied: int) -> None:
-        """Uncounts applied steps that turn out to be refused."""
+        """Uncount applied steps that turn out to be refused."""
         self.applied_steps -= num_applied
         self.epoch_applied_steps -= num_applied
 
     def undo_step(self, num_micro_batches: int) -> None:
-        """Uncounts a step that broke off before it changed anything."""
+        """Uncount a step that broke off before it changed anything."""
         self.step -= 1
         self.micro_steps -= num_micro_batches
 
     def roll_back(self, applied_steps: int) -> None:
-        """Sets the count of applied steps to that of a checkpoint; attempted steps stay counted."""
+        """Set the count of applied steps to that of a checkpoint; attempted steps stay counted."""
         self.applied_steps = applied_steps
 
     def end_epoch(self) -> None:
-        """Resets what belongs to the running epoch."""
+        """Reset what belongs to the running epoch."""
         self.epoch_means.reset()
         self.epoch_applied_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all but ``step``, which has a key to itself in a checkpoint."""
+        """Return all but ``step``, which has a key to itself in a checkpoint."""
         return {
             "applied_steps": self.applied_steps,
             "micro_steps": self.micro_steps,
@@ -118,7 +118,7 @@ class Progress:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], *, step: int, device: torch.device) -> None:
-        """Restores what :meth:`state_dict` returned.
+        """Restore what :meth:`state_dict` returned.
 
         Args:
             saved: may lack any key, as in checkpoints of other libraries.
@@ -136,7 +136,7 @@ class Progress:
             self._load_means(saved["epoch_means"], device)
 
     def _load_means(self, saved: Mapping[str, Any], device: torch.device) -> None:
-        """Restores the sums of the running epoch; those of another number of ranks all go to the first one."""
+        """Restore the sums of the running epoch; those of another number of ranks all go to the first one."""
         of_ranks = saved.get("ranks") or [saved]
         if len(of_ranks) == distributed.world_size():
             self.epoch_means.load_state_dict(of_ranks[distributed.rank()], device=device)
@@ -162,7 +162,7 @@ class LearningRates:
         self._copies: list[Any] = []
 
     def read(self, optimizer: Optimizer) -> list[Any]:
-        """Returns the present rate of each parameter group."""
+        """Return the present rate of each parameter group."""
         rates = [group["lr"] for group in optimizer.param_groups]
         for rate in rates:
             if isinstance(rate, Tensor):

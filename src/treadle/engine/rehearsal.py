@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def refuse_fsdp_1(model: nn.Module) -> None:
-    """Raises for torch's first FullyShardedDataParallel, whose ranks would each clip by their own norm.
+    """Raise for torch's first FullyShardedDataParallel, whose ranks would each clip by their own norm.
 
     Raises:
         ConfigError: a part of the model is wrapped in it.
@@ -55,7 +55,7 @@ def refuse_fsdp_1(model: nn.Module) -> None:
 
 
 def try_schedule(engine: Engine) -> None:
-    """Moves a copy of the schedule once, as the run will, over a copy of the optimizer's groups.
+    """Move a copy of the schedule once, as the run will, over a copy of the optimizer's groups.
 
     Raises:
         ConfigError: it has no state, wants other arguments, or fails.
@@ -101,7 +101,7 @@ def try_schedule(engine: Engine) -> None:
 
 
 def _copied(engine: Engine) -> Any:
-    """Returns a copy of the schedule that moves copies of the optimizer's groups, or None where it cannot be copied."""
+    """Return a copy of the schedule that moves copies of the optimizer's groups, or None where it cannot be copied."""
     optimizer = engine.optimizer
     shadow = copy.copy(optimizer)
     groups = [
@@ -118,7 +118,7 @@ def _copied(engine: Engine) -> Any:
 
 
 def check_length_of_schedule(engine: Engine) -> None:
-    """Raises for a schedule that raises before the run has reached its target; warns of one that ends before.
+    """Raise for a schedule that raises before the run has reached its target; warns of one that ends before.
 
     Raises:
         ConfigError: a OneCycleLR has fewer moves left than the run has steps.
@@ -144,7 +144,7 @@ def check_length_of_schedule(engine: Engine) -> None:
 
 
 def _moves_left(engine: Engine) -> int | None:
-    """Returns how often the schedule moves until the target, or None where that is not known."""
+    """Return how often the schedule moves until the target, or None where that is not known."""
     if engine.scheduler_interval == "epoch":
         return None if engine.target.epochs is None else engine.target.epochs - engine.epoch
     total = engine.target.total_steps(engine)
@@ -152,7 +152,7 @@ def _moves_left(engine: Engine) -> int | None:
 
 
 def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, str]]:
-    """Yields schedules of torch that end, with the number of moves after which they do and what follows."""
+    """Yield schedules of torch that end, with the number of moves after which they do and what follows."""
     if isinstance(scheduler, CosineAnnealingLR):
         yield f"CosineAnnealingLR(T_max={scheduler.T_max})", start + scheduler.T_max, "rises again"
     elif isinstance(scheduler, PolynomialLR):
@@ -165,7 +165,7 @@ def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, str]]:
 
 
 def try_folders(engine: Engine) -> None:
-    """Looks whether the folders into which hooks will write can be made.
+    """Look whether the folders into which hooks will write can be made.
 
     Raises:
         ConfigError: a file is in the place of a folder, or a folder is not writable.
@@ -186,7 +186,7 @@ def try_folders(engine: Engine) -> None:
 def try_evaluation(
     model: nn.Module, loader: Iterable[Any], task: Task | None, *, precision: Precision, eval_seed: int = 0
 ) -> None:
-    """Reads the first batch of a loader and evaluates it, with the metrics if there are any; keeps nothing of it.
+    """Read the first batch of a loader and evaluate it, with the metrics if there are any; keep nothing of it.
 
     Args:
         model: on the device of ``precision``.

@@ -57,7 +57,7 @@ class Declared:
 
 
 def declared_by_hooks(engine: Engine) -> Declared:
-    """Returns what the hooks of an engine declare.
+    """Return what the hooks of an engine declare.
 
     Raises:
         ConfigError: two hooks share a state key, or two averages a name.
@@ -81,7 +81,7 @@ def declared_by_hooks(engine: Engine) -> Declared:
 
 
 def leave_out_writers(engine: Engine) -> None:
-    """Takes out the hooks that write, and the workspace, of a run that is a short trial."""
+    """Take out the hooks that write, and the workspace, of a run that is a short trial."""
     engine.workspace = None
     left_out = [hook for hook in engine.hooks if hook.writes and not hook.writes_in_workspace_alone]
     engine.hooks = [hook for hook in engine.hooks if hook not in left_out]
@@ -94,7 +94,7 @@ def leave_out_writers(engine: Engine) -> None:
 
 
 def refusal_plan(engine: Engine) -> RefusalPlan | None:
-    """Returns the plan of the hook that decides about non-finite gradients, or None.
+    """Return the plan of the hook that decides about non-finite gradients, or None.
 
     Raises:
         ConfigError: two hooks decide.
@@ -108,7 +108,7 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
 
 
 def finite_guard(engine: Engine) -> FiniteGuard:
-    """Returns the guard of the weights: on the device, unless a refused step must be known at once."""
+    """Return the guard of the weights: on the device, unless a refused step must be known at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
@@ -116,7 +116,7 @@ def finite_guard(engine: Engine) -> FiniteGuard:
 
 
 def resume_from_hooks(engine: Engine) -> None:
-    """Loads what a hook names, before any event of the first run; a state loaded by hand wins."""
+    """Load what a hook names, before any event of the first run; a state loaded by hand wins."""
     state = engine.state
     if state.resumed or (engine.progress.step > 0 and not state.loaded):
         return  # this object continues from where it is
@@ -131,7 +131,7 @@ def resume_from_hooks(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def training_session(engine: Engine) -> Iterator[None]:
-    """Opens the hooks and signal handlers for a run and closes them whatever happens."""
+    """Open the hooks and signal handlers for a run and close them whatever happens."""
     with speaking(engine), contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
         plans = engine.signals.plans
@@ -148,7 +148,7 @@ def training_session(engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened_hooks(engine: Engine) -> Iterator[None]:
-    """Opens the hooks, leaves on a signal at the end of the block, and closes them whatever happens."""
+    """Open the hooks, leave on a signal at the end of the block, and close them whatever happens."""
     opened: list[BaseHook] = []
     failure: BaseException | None = None
     try:
@@ -205,7 +205,7 @@ class BetweenRuns:
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """Saves and leaves, at the end of the block, for a signal that arrived so far; evaluations are abandoned."""
+        """Save and leave, at the end of the block, for a signal that arrived so far; evaluations are abandoned."""
         self._engine.signals.expect(self._plans)
         try:
             with contextlib.suppress(EvaluationAbandoned):
@@ -216,7 +216,7 @@ class BetweenRuns:
 
 
 def into_training_mode(engine: Engine) -> None:
-    """Puts every module into training mode, and warns of layers with frozen running statistics.
+    """Put every module into training mode, and warns of layers with frozen running statistics.
 
     A model that is in eval mode as a whole was loaded for inference; no part of it was frozen on purpose.
     """
@@ -238,7 +238,7 @@ def into_training_mode(engine: Engine) -> None:
 
 
 def check_added_hooks(engine: Engine) -> None:
-    """Raises for a hook that came too late for what it declares.
+    """Raise for a hook that came too late for what it declares.
 
     Raises:
         ConfigError: it keeps averages, or decides about gradients that are not finite.
@@ -254,7 +254,7 @@ def check_added_hooks(engine: Engine) -> None:
 
 
 def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
-    """Checks a run and takes what hooks hold for it, before any event; returns the signals that hooks wait for."""
+    """Check a run and take what hooks hold for it, before any event; return the signals that hooks wait for."""
     with failing_by_name(engine):
         check_added_hooks(engine)
         for hook in engine.hooks:
@@ -273,7 +273,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
 
 
 def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:
-    """Closes hooks in reverse order; an error in one does not keep the others open, nor hide ``failure``."""
+    """Close hooks in reverse order; an error in one does not keep the others open, nor hide ``failure``."""
     first: BaseException | None = None
     for hook in reversed(opened):
         try:
@@ -286,7 +286,7 @@ def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException |
 
 
 def check_before_training(engine: Engine) -> None:
-    """Raises or warns about what would train a wrong model in silence.
+    """Raise or warn about what would train a wrong model in silence.
 
     Raises:
         ConfigError: a lazy parameter is not initialised, the optimizer wants a closure or holds no parameter of the
@@ -336,7 +336,7 @@ def check_before_training(engine: Engine) -> None:
 
 
 def _warn_of_half_sums(engine: Engine) -> None:
-    """Warns where gradients of several micro-batches are summed in a type that drops small ones."""
+    """Warn where gradients of several micro-batches are summed in a type that drops small ones."""
     half = {torch.bfloat16, torch.float16}
     kinds = {p.dtype for group in engine.optimizer.param_groups for p in group["params"] if p.dtype in half}
     if kinds and engine.settings.accumulation_steps > 1:
@@ -349,13 +349,13 @@ def _warn_of_half_sums(engine: Engine) -> None:
 
 
 def own_messages(engine: Engine) -> list[float]:
-    """Returns the numbers that this rank sends in each step: a signal, whether it is to stop, those of hooks."""
+    """Return the numbers that this rank sends in each step: a signal, whether it is to stop, those of hooks."""
     own = [float(engine.signals.received or 0), float(engine.should_stop)]
     return own + [message() for message in engine.declared.messages]
 
 
 def messages_of_ranks(engine: Engine, message: Callable[[], float]) -> list[float]:
-    """Returns the number that each rank sent for a hook in the present step."""
+    """Return the number that each rank sent for a hook in the present step."""
     if distributed.world_size() == 1:
         return [message()]
     column = 2 + engine.declared.messages.index(message)
@@ -363,13 +363,13 @@ def messages_of_ranks(engine: Engine, message: Callable[[], float]) -> list[floa
 
 
 def ranks_stop(engine: Engine) -> bool:
-    """Returns whether any rank is to stop, between two epochs, and stops this one too."""
+    """Return whether any rank is to stop, between two epochs, and stop this one too."""
     engine.should_stop = bool(distributed.agree(int(engine.should_stop)))
     return engine.should_stop
 
 
 def leave_after_step(engine: Engine) -> None:
-    """Leaves as :func:`leave_on_signal` does, by the messages of the step: nothing more is exchanged."""
+    """Leave as :func:`leave_on_signal` does, by the messages of the step: nothing more is exchanged."""
     if engine.num_ranks == 1 or engine.events.abandoned:
         leave_on_signal(engine)
     elif engine.signals.plans:
@@ -377,7 +377,7 @@ def leave_after_step(engine: Engine) -> None:
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
-    """Returns a callable that is True once a signal should abandon the evaluation; None if none should.
+    """Return a callable that is True once a signal should abandon the evaluation; None if none should.
 
     No evaluation is abandoned inside a step: a hook that was cut short there would leave other gradients than it meant
     to, and a step that has begun has no state to be saved.
@@ -407,7 +407,7 @@ def _leave(engine: Engine, received: int) -> None:
 
 
 def _exit(plans: Sequence[ExitPlan], received: int) -> NoReturn:
-    """Leaves by the first of the plans."""
+    """Leave by the first of the plans."""
     if received == signal.SIGINT and hasattr(sys, "ps1"):  # a prompt or a notebook, which is to stay
         raise KeyboardInterrupt
     raise SystemExit(plans[0].exit_code(received))

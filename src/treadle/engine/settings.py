@@ -88,7 +88,7 @@ class EngineSettings:
 
 
 def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:
-    """Raises ConfigError unless it is a number of micro-batches that a step can have.
+    """Raise ConfigError unless it is a number of micro-batches that a step can have.
 
     Example:
         >>> check_accumulation(4)
@@ -98,7 +98,7 @@ def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> N
 
 
 def check_capture(capture: Any) -> Capture:
-    """Returns the setting.
+    """Return the setting.
 
     Raises:
         ConfigError: it is another value.

@@ -35,7 +35,7 @@ class ExitPlan:
     wait: float = 0.0
 
     def exit_code(self, received: int) -> int:
-        """Returns the exit code for the signal that was received.
+        """Return the exit code for the signal that was received.
 
         Example:
             >>> ExitPlan((15,), write=lambda: None).exit_code(15)
@@ -51,7 +51,7 @@ def exit_plan(
     code: ExitCode = "128+signal",
     wait: float | timedelta = 0.0,
 ) -> ExitPlan | None:
-    """Checks the arguments a user gave and returns a plan, or None when no signal is named.
+    """Check the arguments a user gave and return a plan, or None when no signal is named.
 
     Raises:
         ConfigError: ``code`` is another string, ``wait`` is negative, or a signal cannot be handled.
@@ -104,13 +104,13 @@ class SignalListener:
         self._phase: bytearray | mmap.mmap = bytearray(1)
 
     def expect(self, plans: Sequence[ExitPlan]) -> list[int]:
-        """Keeps the plans of a run's hooks; returns the signals to listen to."""
+        """Keep the plans of a run's hooks; return the signals to listen to."""
         self.plans = list(plans)
         return [number for plan in self.plans for number in plan.signals]
 
     @contextlib.contextmanager
     def listening(self, signals: Sequence[int]) -> Iterator[bool]:
-        """Installs the handlers inside the block and restores the earlier ones afterwards.
+        """Install the handlers inside the block and restore the earlier ones afterwards.
 
         Inside another such block it does nothing: what was noted there stays noted.
 
@@ -143,7 +143,7 @@ class SignalListener:
             _restore(self._previous)
 
     def note(self, number: int) -> None:
-        """Notes a signal that a relay received for this run."""
+        """Note a signal that a relay received for this run."""
         if self.received is None:
             self.received = number
 
@@ -197,7 +197,7 @@ class SignalRelay:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Serves the runs of other threads inside the block, and restores the handlers that they asked for."""
+        """Serve the runs of other threads inside the block, and restore the handlers that they asked for."""
         before, SignalRelay.active = SignalRelay.active, self
         try:
             yield
@@ -207,7 +207,7 @@ class SignalRelay:
 
     @contextlib.contextmanager
     def serving(self, listener: SignalListener, signals: Sequence[int]) -> Iterator[None]:
-        """Hands signals to a listener inside the block."""
+        """Hand signals to a listener inside the block."""
         entry = (listener, frozenset(signals), threading.current_thread())
         self._listeners.append(entry)
         new = [number for number in entry[1] if number not in self._previous]
@@ -221,7 +221,7 @@ class SignalRelay:
             self._listeners.remove(entry)
 
     def serves(self, thread: threading.Thread) -> bool:
-        """Returns whether a run in a thread leaves by its own plan at the signal that was received."""
+        """Return whether a run in a thread leaves by its own plan at the signal that was received."""
         return any(owner is thread and self.received in signals for _, signals, owner in self._listeners)
 
     def _install(self, numbers: Sequence[int]) -> None:
@@ -241,7 +241,7 @@ class SignalRelay:
 
 
 def _restore(previous: dict[int, Any]) -> None:
-    """Restores the handlers from before, and forgets them."""
+    """Restore the handlers from before, and forget them."""
     for number, handler in previous.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
     previous.clear()

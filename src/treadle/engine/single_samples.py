@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explaining_single_samples(engine: Engine) -> Iterator[None]:
-    """Turns the error of a batch of one sample in a BatchNorm layer into one that names batch and fix.
+    """Turn the error of a batch of one sample in a BatchNorm layer into one that names batch and fix.
 
     Raises:
         ConfigError: a step failed on such a batch.
@@ -37,7 +37,7 @@ def explaining_single_samples(engine: Engine) -> Iterator[None]:
 
 
 def _single_sample(engine: Engine) -> tuple[int, str] | None:
-    """Returns the number of the micro-batch with one sample and the layer that cannot take it, if a step failed so."""
+    """Return the number of the micro-batch with one sample and the layer that cannot take it, if a step failed so."""
     if not engine.progress.in_step:
         return None
     layers = [
@@ -53,7 +53,7 @@ def _single_sample(engine: Engine) -> tuple[int, str] | None:
 
 
 def _num_samples(batch: Any) -> int | None:
-    """Returns the size of the first tensor's first dimension; of a batch that counts its graphs, their number."""
+    """Return the size of the first tensor's first dimension; of a batch that counts its graphs, their number."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
     graphs = getattr(batch, "num_graphs", None)

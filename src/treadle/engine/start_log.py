@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def start_block(engine: Engine) -> str:
-    """Returns what was decided for a run and why, one line each, hooks in the order in which they are called."""
+    """Return what was decided for a run and why, one line each, hooks in the order in which they are called."""
     lines = {
         "device": f"{engine.device} ({_why_device(engine)})",
         "precision": _precision(engine),
@@ -31,7 +31,7 @@ def start_block(engine: Engine) -> str:
 
 
 def start_line(engine: Engine) -> str:
-    """Returns the block in one line: where a run starts, on what, and where it is to end."""
+    """Return the block in one line: where a run starts, on what, and where it is to end."""
     where = f"on {engine.device}, to {engine.target}"
     if not engine.progress.step:
         return f"training starts {where}"
@@ -40,7 +40,7 @@ def start_line(engine: Engine) -> str:
 
 
 def end_line(engine: Engine, first_step: int, seconds: float) -> str:
-    """Returns why a run ended, where, after how long, with the best value and the last checkpoint.
+    """Return why a run ended, where, after how long, with the best value and the last checkpoint.
 
     Args:
         engine: at the end of its run.
@@ -61,7 +61,7 @@ def end_line(engine: Engine, first_step: int, seconds: float) -> str:
 
 
 def best_rules(engine: Engine) -> list[tuple[BestRule, str]]:
-    """Returns the rules in force that select a state, each with what it counts in, ``"epoch"`` or ``"step"``."""
+    """Return the rules in force that select a state, each with what it counts in, ``"epoch"`` or ``"step"``."""
     rules = [(getattr(driver, "best", None), "epoch") for driver in engine.state.drivers]
     rules += [(getattr(hook, "best_rule", None), "step") for hook in engine.hooks]
     return [(rule, place) for rule, place in rules if isinstance(rule, BestRule)]
@@ -88,7 +88,7 @@ def _duration(seconds: float) -> str:
 
 
 def short_path(path: str) -> str:
-    """Returns a path relative to the working directory if it is below it.
+    """Return a path relative to the working directory if it is below it.
 
     Example:
         >>> short_path("runs/a/last.pt")

@@ -42,11 +42,11 @@ class Driver(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the keys and their values."""
+        """Return the keys and their values."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them from a whole checkpoint tree."""
+        """Restore them from a whole checkpoint tree."""
         ...
 
 
@@ -112,7 +112,7 @@ class RunState:
         self._settings: EngineSettings | None = None
 
     def prepare(self, engine: Engine) -> None:
-        """Takes fingerprints of the frozen weights, and notes how the user's objects were built."""
+        """Take fingerprints of the frozen weights, and note how the user's objects were built."""
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
         self.built = Built(engine)
@@ -130,13 +130,13 @@ class RunState:
             objects.leave_out(loader)
 
     def warn_once(self, engine: Engine, text: str) -> None:
-        """Logs a warning about state that is lost, once."""
+        """Log a warning about state that is lost, once."""
         if text not in self._warned:
             self._warned.add(text)
             engine.logger.warning("%s", text, extra={"topic": "state that is lost"})
 
     def look_again(self) -> None:
-        """Looks for objects that hooks made before training.
+        """Look for objects that hooks made before training.
 
         Raises:
             CheckpointError: the checkpoint that was loaded holds one that was not made.
@@ -145,24 +145,24 @@ class RunState:
             objects.look_again()
 
     def try_before_step_1(self, trial: Callable[[], None]) -> None:
-        """Has something tried before the first step of a run that begins; one that was resumed has done it before."""
+        """Have something tried before the first step of a run that begins; one that was resumed has done it before."""
         self._trial = trial
 
     def run_trial(self, engine: Engine) -> None:
-        """Runs a trial and restores the user's objects afterwards."""
+        """Run a trial and restore the user's objects afterwards."""
         trial, self._trial = self._trial, None
         if trial is not None and not engine.progress.step and not self.loaded:
             self.isolated(engine, trial)
 
     def isolated(self, engine: Engine, trial: Callable[[], None]) -> None:
-        """Runs something, and puts back what it changed in buffers and in the user's objects."""
+        """Run something, and put back what it changed in buffers and in the user's objects."""
         modules, objects = self.modules.collect(engine.model), self.objects.attributes()
         trial()
         self.modules.restore(engine.model, modules, ready=False)
         self.objects.restore_attributes(objects)
 
     def signature(self, engine: Engine) -> Any:
-        """Returns what the user's code changes between steps, as a plain tree, to compare two moments."""
+        """Return what the user's code changes between steps, as a plain tree, to compare two moments."""
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in engine.optimizer.param_groups]  # fmt: skip
         written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
@@ -171,30 +171,30 @@ class RunState:
         return to_plain([self.objects.collect(), modules, groups, written, settings])
 
     def record_length_checked(self) -> None:
-        """Records that the schedule was found long enough for this run, or was named."""
+        """Record that the schedule was found long enough for this run, or was named."""
         self.length_checked = True
 
     def begin_run(self, engine: Engine) -> None:
-        """Records that steps are being taken."""
+        """Record that steps are being taken."""
         self._settings = engine.settings
         self.built.begin(engine)
         self.training, self.num_runs = True, self.num_runs + 1
         self.length_checked = False
 
     def record_moved_settings(self, engine: Engine) -> None:
-        """Records which settings a hook has changed since the run began; the progress keeps them."""
+        """Record which settings a hook has changed since the run began; the progress keeps them."""
         for name in MOVABLE if self.training else ():
             if getattr(engine.settings, name) != getattr(self._settings, name):
                 engine.progress.moved_settings[name] = getattr(engine.settings, name)
 
     def end_run(self, engine: Engine) -> None:
-        """Records that no more steps are taken, and the modes that the modules were left in."""
+        """Record that no more steps are taken, and the modes that the modules were left in."""
         self.record_moved_settings(engine)
         self.modules.end(engine.model)
         self.training = False
 
     def collect(self, engine: Engine, buffers: HostBuffers | None = None, *, parts: bool = False) -> dict[str, Any]:
-        """Returns the checkpoint tree: plain values and CPU copies that a following step cannot change.
+        """Return the checkpoint tree: plain values and CPU copies that a following step cannot change.
 
         All ranks take part. Of a sharded model, rank 0 gets the whole tensors and the others tensors without memory.
 
@@ -217,7 +217,7 @@ class RunState:
         return plain
 
     def restore(self, engine: Engine, tree: Mapping[str, Any]) -> None:
-        """Loads a checkpoint tree, in place.
+        """Load a checkpoint tree, in place.
 
         Raises:
             CheckpointError: a part does not fit; nothing was changed.
@@ -229,7 +229,7 @@ class RunState:
         self.origin.moved(Reach(engine.progress.step, engine.epoch))
 
     def _refuse_what_differs(self, engine: Engine, saved: Saved) -> None:
-        """Collects the state again and compares it with the checkpoint that was loaded.
+        """Collect the state again and compare it with the checkpoint that was loaded.
 
         Raises:
             CheckpointError: it is not the same.
@@ -246,7 +246,7 @@ class RunState:
                 )
 
     def roll_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
-        """Loads what a step changes: weights, optimizer, schedule, scaler, averages. Data and random numbers stay.
+        """Load what a step changes: weights, optimizer, schedule, scaler, averages. Data and random numbers stay.
 
         The count of attempted steps stays too, so that no file or log point is numbered twice; that of applied steps is
         the checkpoint's, since those after it are undone.
@@ -270,21 +270,21 @@ class RunState:
         self.num_loads += 1
 
     def record_source(self, source: object) -> None:
-        """Records the checkpoint that the run resumed from."""
+        """Record the checkpoint that the run resumed from."""
         self.source = self.origin.source = str(source)
 
     def record_searched(self) -> None:
-        """Records that the state was chosen among those of all hooks."""
+        """Record that the state was chosen among those of all hooks."""
         self.searched = True
 
     def record_saved(self, path: object, step: int) -> None:
-        """Records a checkpoint that was written, and the step whose state it holds."""
+        """Record a checkpoint that was written, and the step whose state it holds."""
         self.saved, self.saved_step = str(path), step
 
     def record_resumed(self) -> None:
-        """Records that hooks were asked for a checkpoint."""
+        """Record that hooks were asked for a checkpoint."""
         self.resumed = True
 
     def record_scored(self, weights: str | None) -> None:
-        """Records which weights an evaluation scored, ``"model"`` or ``"ema"``."""
+        """Record which weights an evaluation scored, ``"model"`` or ``"ema"``."""
         self.scored = weights

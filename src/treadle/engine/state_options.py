@@ -38,7 +38,7 @@ class StateOptions:
 
 
 def state_options(asked: StateDictOptions | None) -> StateOptions:
-    """Returns what torch's options ask for.
+    """Return what torch's options ask for.
 
     ``cpu_offload`` is implied: a state is on the CPU, and its whole tensors on rank 0.
 

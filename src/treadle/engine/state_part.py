@@ -39,7 +39,7 @@ class Saved:
 
     @classmethod
     def for_engine(cls, engine: Engine, tree: Mapping[str, Any]) -> Saved:
-        """Returns a checkpoint as it fits an engine's model; changes nothing.
+        """Return a checkpoint as it fits an engine's model; changes nothing.
 
         Raises:
             CheckpointError: it has no model, or its frozen weights are others than the model's.
@@ -52,7 +52,7 @@ class Saved:
         return cls(*common_state(engine, tree, kept))
 
     def get(self, key: str) -> Any:
-        """Returns an entry; None if it is missing."""
+        """Return an entry; None if it is missing."""
         return self.tree.get(key)
 
     @property
@@ -61,7 +61,7 @@ class Saved:
         return bool(self.part("versions").get("torch") == str(torch.__version__))
 
     def part(self, key: str) -> Mapping[str, Any]:
-        """Returns an entry that is a mapping; an empty one if it is missing."""
+        """Return an entry that is a mapping; an empty one if it is missing."""
         return self.tree.get(key) or {}
 
 
@@ -69,18 +69,18 @@ class StatePart:
     """One part of a checkpoint. The base class keeps nothing, accepts everything and warns of nothing."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        """Writes the part's keys into a tree."""
+        """Write the part's keys into a tree."""
 
     def check(self, engine: Engine, saved: Saved) -> None:
-        """Raises CheckpointError if the part cannot be loaded; changes nothing."""
+        """Raise CheckpointError if the part cannot be loaded; changes nothing."""
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
-        """Yields warnings about what differs between the checkpoint and this run."""
+        """Yield warnings about what differs between the checkpoint and this run."""
         yield from ()
 
     def load(self, engine: Engine, saved: Saved) -> None:
-        """Restores the part, in place."""
+        """Restore the part, in place."""
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
-        """Yields where the part, once loaded, is not what the checkpoint holds."""
+        """Yield where the part, once loaded, is not what the checkpoint holds."""
         yield from ()

@@ -54,26 +54,26 @@ class Target:
         return self.deadline is not None and self.deadline.over
 
     def reached(self, engine: Engine) -> bool:
-        """Returns whether nothing is left to do."""
+        """Return whether nothing is left to do."""
         if self.max_steps is not None:
             return engine.progress.step >= self.max_steps
         stopped_early = any(driver.finished for driver in engine.state.drivers)
         return stopped_early or (self.epochs is not None and engine.epoch >= self.epochs)
 
     def completes_epoch(self, engine: Engine) -> bool:
-        """Returns whether the running epoch is complete and must be finished before the run continues or ends."""
+        """Return whether the running epoch is complete and must be finished before the run continues or ends."""
         if not engine.cursor.ended or self.reached(engine):
             return False
         return self.epochs is not None or not engine.should_stop
 
     def is_last_step(self, engine: Engine) -> bool:
-        """Returns whether no step follows the present one."""
+        """Return whether no step follows the present one."""
         if self.max_steps is not None:
             return engine.progress.step >= self.max_steps
         return self.epochs is not None and engine.cursor.ended and engine.epoch + 1 >= self.epochs
 
     def total_steps(self, engine: Engine) -> int | None:
-        """Returns the step at which the run ends, where that is known."""
+        """Return the step at which the run ends, where that is known."""
         if self.max_steps is not None:
             return self.max_steps
         length = engine.cursor.length

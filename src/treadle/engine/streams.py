@@ -14,7 +14,7 @@ from treadle.seed import RngState, mix_seed
 
 
 def separate_streams() -> None:
-    """Derives a random stream per rank from rank 0's, for ranks that would draw the same numbers.
+    """Derive a random stream per rank from rank 0's, for ranks that would draw the same numbers.
 
     Python's, numpy's and torch's generators each; what a user seeded apart stays. Rank 0 draws as one process does.
     Called once at the start of a run, when the weights are there, so that they may be drawn alike on all ranks.

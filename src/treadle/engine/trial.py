@@ -44,7 +44,7 @@ class TrialSteps:
         self.optimizer = engine.optimizer
 
     def run(self) -> Tensor | None:
-        """Runs one step and returns its loss, 0-d; None if it was not applied.
+        """Run one step and return its loss, 0-d; None if it was not applied.
 
         Raises:
             ConfigError: the loader is empty.
@@ -66,7 +66,7 @@ class TrialSteps:
 
 @contextlib.contextmanager
 def undone(engine: Engine, loader: Iterable[Any]) -> Iterator[TrialSteps]:
-    """Lets trial steps run inside the block; weights, buffers, random numbers and data are put back after it, exactly.
+    """Let trial steps run inside the block; weights, buffers, random numbers and data are put back after it, exactly.
 
     No hook, schedule or average takes part, and the optimizer is a copy. The user's own objects on the trainer with
     ``state_dict``, such as second optimizers, are put back too.
@@ -130,7 +130,7 @@ def _kept_objects(engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_workers(loader: Any) -> Iterator[None]:
-    """Ends persistent workers that a trial started: those of the run must draw their seeds as if there was none."""
+    """End persistent workers that a trial started: those of the run must draw their seeds as if there was none."""
     before = getattr(loader, "_iterator", None)
     try:
         yield
@@ -140,7 +140,7 @@ def _kept_workers(loader: Any) -> Iterator[None]:
 
 
 def _copied(optimizer: Any) -> Any:
-    """Returns an optimizer over the same parameters with state and groups of its own."""
+    """Return an optimizer over the same parameters with state and groups of its own."""
     double = object.__new__(type(optimizer))
     memo = {id(p): p for group in optimizer.param_groups for p in group["params"]} | {id(optimizer): double}
     own = dict(vars(optimizer))

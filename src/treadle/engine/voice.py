@@ -30,12 +30,12 @@ class Screen(Protocol):
     """Place on a terminal or in a notebook that is redrawn, above which lines are printed."""
 
     def print_above(self, text: str) -> None:
-        """Prints a line above it."""
+        """Print a line above it."""
         ...
 
 
 def turned_off() -> bool:
-    """Returns whether the environment variable turns the voice off.
+    """Return whether the environment variable turns the voice off.
 
     Example:
         >>> import os
@@ -71,12 +71,12 @@ class Voice(logging.Handler):
         self._opened = self._refilled = 0.0
 
     def speaks(self) -> bool:
-        """Returns whether a run speaks at present."""
+        """Return whether a run speaks at present."""
         return self._logger is not None and not self._muted
 
     @contextlib.contextmanager
     def scope(self, logger: logging.Logger, *, wanted: bool) -> Iterator[None]:
-        """Shows the records of a logger and of the library inside the block, unless another handler does.
+        """Show the records of a logger and of the library inside the block, unless another handler does.
 
         A block inside another one belongs to it: the outermost shows one start and one end.
         """
@@ -112,7 +112,7 @@ class Voice(logging.Handler):
             self._write(self._end)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Shows a record, and hands it to the handlers that get it without this one."""
+        """Show a record, and hand it to the handlers that get it without this one."""
         if self._logger is None:
             return
         try:
@@ -148,7 +148,7 @@ class Voice(logging.Handler):
         self._write(text)
 
     def _has_token(self) -> bool:
-        """Returns whether one more of the lines may be shown of which there can be thousands."""
+        """Return whether one more of the lines may be shown of which there can be thousands."""
         now = time.monotonic()
         rate = max(min(1.0, 60 / max(now - self._opened, 1.0)), 1 / 60)
         self._tokens = min(_BURST, self._tokens + rate * (now - self._refilled))
@@ -171,7 +171,7 @@ VOICE = Voice()
 
 
 def speaking(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Shows the log of an engine inside the block where no handler of the user's does; on rank 0 only.
+    """Show the log of an engine inside the block where no handler of the user's does; on rank 0 only.
 
     Example:
         >>> # with speaking(engine):
@@ -181,7 +181,7 @@ def speaking(engine: Engine) -> contextlib.AbstractContextManager[None]:
 
 
 def is_shown(logger: logging.Logger, level: int = logging.INFO) -> bool:
-    """Returns whether a handler of the user's shows records of a logger.
+    """Return whether a handler of the user's shows records of a logger.
 
     Example:
         >>> is_shown(logging.Logger("alone"))
@@ -201,7 +201,7 @@ def _shows(logger: logging.Logger, level: int, *, skip: logging.Handler | None =
 
 
 def _is_quiet(logger: logging.Logger) -> bool:
-    """Returns whether the user raised the level of a logger, or of one above it but the root, over INFO."""
+    """Return whether the user raised the level of a logger, or of one above it but the root, over INFO."""
     if logger.manager.disable >= logging.INFO:
         return True
     owner: logging.Logger | None = logger

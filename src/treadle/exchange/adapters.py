@@ -19,7 +19,7 @@ _ADAPTERS: dict[type[nn.Module], Adapter] = {}
 
 
 def register_adapter(kind: type[nn.Module], adapt: Adapter) -> None:
-    """Registers the function that renames the weights of other packages for a class of models.
+    """Register the function that renames the weights of other packages for a class of models.
 
     Args:
         kind: the class; its subclasses are adapted too.
@@ -34,7 +34,7 @@ def register_adapter(kind: type[nn.Module], adapt: Adapter) -> None:
 
 
 def adapted(model: nn.Module, found: ForeignCheckpoint, optimizer: Optimizer | None = None) -> ForeignCheckpoint:
-    """Returns a checkpoint with the names of the model, where an adapter of its class knows those of the file."""
+    """Return a checkpoint with the names of the model, where an adapter of its class knows those of the file."""
     target = unwrap(model)
     for kind in type(target).__mro__:
         if kind in _ADAPTERS:
@@ -43,7 +43,7 @@ def adapted(model: nn.Module, found: ForeignCheckpoint, optimizer: Optimizer | N
 
 
 def shaped_like(value: Tensor, live: Any) -> Tensor:
-    """Returns a tensor in the shape of another where dimensions of size 1 are all that differs, else as it is.
+    """Return a tensor in the shape of another where dimensions of size 1 are all that differs, else as it is.
 
     Example:
         >>> import torch
@@ -59,7 +59,7 @@ def shaped_like(value: Tensor, live: Any) -> Tensor:
 def state_in_groups(
     state: Mapping[str, Any], names: Sequence[Sequence[str]], optimizer: Optimizer, model: nn.Module
 ) -> dict[str, Any]:
-    """Returns the state of an optimizer, stored by position, in the parameter groups of a live one, by name.
+    """Return the state of an optimizer, stored by position, in the parameter groups of a live one, by name.
 
     Settings of a group, such as its learning rate, are those of the group with its number in the file, or of the last.
 

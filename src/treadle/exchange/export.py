@@ -51,7 +51,7 @@ def export_weights(
     config: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Exported:
-    """Writes the weights of a checkpoint for other programs, whole or not at all.
+    """Write the weights of a checkpoint for other programs, whole or not at all.
 
     Args:
         source: a run folder, of which the best intact checkpoint counts, or the newest where none is the best; a
@@ -119,7 +119,7 @@ def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:
 
 
 def _header(found: Source) -> dict[str, str]:
-    """Returns the metadata of a safetensors header; transformers requires ``format``."""
+    """Return the metadata of a safetensors header; transformers requires ``format``."""
     known = {
         "format": "pt", "treadle": versions()["treadle"], "weights": found.which, "face": found.face,
         "step": found.step, "epoch": found.epoch,
@@ -147,7 +147,7 @@ def _write_pretrained(
 
 
 def _config_places(asked: Path, found: Source) -> list[Path]:
-    """Returns the possible places of the model's configuration; a run's ``config.json`` holds its settings."""
+    """Return the possible places of the model's configuration; a run's ``config.json`` holds its settings."""
     if found.kind == "transformers":
         return [found.path]
     if asked.is_dir():

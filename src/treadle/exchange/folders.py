@@ -42,7 +42,7 @@ _REASONS = (
 
 
 def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
-    """Reads a folder of Accelerate, of the Hugging Face Trainer, or of ``save_pretrained``.
+    """Read a folder of Accelerate, of the Hugging Face Trainer, or of ``save_pretrained``.
 
     Args:
         folder: the checkpoint.
@@ -73,7 +73,7 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
 
 
 def weights_file(folder: Path) -> str | None:
-    """Returns the name of the file, or the index, that holds the weights in a folder of these kinds.
+    """Return the name of the file, or the index, that holds the weights in a folder of these kinds.
 
     Example:
         >>> weights_file(Path("no_such_folder"))

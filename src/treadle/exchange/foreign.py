@@ -64,7 +64,7 @@ class ForeignCheckpoint:
 
 
 def is_own(tree: Mapping[str, Any]) -> bool:
-    """Returns whether a tree was written by treadle.
+    """Return whether a tree was written by treadle.
 
     Example:
         >>> is_own({"format": {"name": "treadle", "version": 1}, "model": {}})
@@ -75,7 +75,7 @@ def is_own(tree: Mapping[str, Any]) -> bool:
 
 
 def from_tree(path: Path, tree: Mapping[str, Any], metadata: Mapping[str, str] | None) -> ForeignCheckpoint:
-    """Returns the parts of what a file holds.
+    """Return the parts of what a file holds.
 
     Args:
         path: names it in messages.
@@ -100,12 +100,12 @@ def from_tree(path: Path, tree: Mapping[str, Any], metadata: Mapping[str, str] |
 
 
 def cleaned(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns weights without the prefixes of compiled parts in their names."""
+    """Return weights without the prefixes of compiled parts in their names."""
     return {clean_name(name): value for name, value in weights.items()}
 
 
 def number(value: Any, kind: type[int] | type[float]) -> Any:
-    """Returns a number that a file states, or None for anything else.
+    """Return a number that a file states, or None for anything else.
 
     Example:
         >>> number("12", int), number(None, int), number("a lot", int), number(0.75, float)
@@ -127,7 +127,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Returns whether a value has the form of an optimizer's state dict."""
+    """Return whether a value has the form of an optimizer's state dict."""
     if not isinstance(value, Mapping) or not isinstance(value.get("state"), Mapping):
         return False
     groups = value.get("param_groups")
@@ -194,7 +194,7 @@ def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
 
 
 def _lightning_epochs(tree: Mapping[str, Any]) -> int | None:
-    """Returns the epochs trained; ``epoch`` alone is one less in a file written at an epoch's end than after it."""
+    """Return the epochs trained; ``epoch`` alone is one less in a file written at an epoch's end than after it."""
     progress: Any = tree
     for key in ("loops", "fit_loop", "epoch_progress", "total", "processed"):
         progress = progress.get(key) if isinstance(progress, Mapping) else None

@@ -32,7 +32,7 @@ def load_foreign(
     optimizer: Optimizer | None = None,
     prefix: str | None = None,
 ) -> ForeignCheckpoint:
-    """Copies the weights of another framework's checkpoint into a model, in place and strictly.
+    """Copy the weights of another framework's checkpoint into a model, in place and strictly.
 
     Everything is checked before anything is changed. What could not be taken over is logged as one warning.
 
@@ -94,7 +94,7 @@ def _named_as_in(model: nn.Module, found: ForeignCheckpoint, prefix: str | None)
 
 
 def _prefix_before(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Returns what every saved name has before a name of the model; None if some names are the model's own anyway."""
+    """Return what every saved name has before a name of the model; None if some names are the model's own anyway."""
     if set(live) & set(saved):
         return None
     prefix = _likely_prefix(live, saved)
@@ -120,7 +120,7 @@ def _advice(model: nn.Module, found: ForeignCheckpoint) -> str:
 
 
 def _with_tied(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Adds the names under which the model holds a weight once more and the file does not.
+    """Add the names under which the model holds a weight once more and the file does not.
 
     Raises:
         CheckpointError: the file holds two different weights where the model has one.
@@ -145,7 +145,7 @@ def _with_tied(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> d
 
 
 def _fitting_state(found: ForeignCheckpoint, optimizer: Optimizer, model: nn.Module, where: str) -> dict[str, Any]:
-    """Returns the file's optimizer state with the model's names, if it fits an optimizer.
+    """Return the file's optimizer state with the model's names, if it fits an optimizer.
 
     Raises:
         CheckpointError: there is none, or groups, counts, settings or shapes differ.
@@ -175,7 +175,7 @@ def _fitting_state(found: ForeignCheckpoint, optimizer: Optimizer, model: nn.Mod
 
 
 def _check_shapes(entries: Mapping[str, Any], parameter: Tensor, name: str, where: str) -> None:
-    """Refuses state that cannot belong to a parameter; single numbers, such as step counts, fit any."""
+    """Refuse state that cannot belong to a parameter; single numbers, such as step counts, fit any."""
     for key, value in entries.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
             raise CheckpointError(

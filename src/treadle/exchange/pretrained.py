@@ -20,7 +20,7 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 def has_save_pretrained(model: nn.Module) -> bool:
-    """Returns whether a model, wrapped or compiled or not, knows how to write itself into a folder.
+    """Return whether a model, wrapped or compiled or not, knows how to write itself into a folder.
 
     Example:
         >>> has_save_pretrained(nn.Linear(1, 1))
@@ -30,7 +30,7 @@ def has_save_pretrained(model: nn.Module) -> bool:
 
 
 def write_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Lets a model write its present weights and its configuration, and then puts them in the place of ``folder``.
+    """Let a model write its present weights and its configuration, and then puts them in the place of ``folder``.
 
     Of a model with adapters that is what its own ``save_pretrained`` writes: the adapters. Weights that are not finite
     are not written, with a warning. On several ranks the first one writes; of a sharded model all must call this.

@@ -16,7 +16,7 @@ _NOT_COPIED = ("trainer_state.json", ".index.json")
 
 
 def find_config(places: Iterable[Path]) -> Path:
-    """Returns the first folder with a model's ``config.json``.
+    """Return the first folder with a model's ``config.json``.
 
     Raises:
         ConfigError: there is none; names where it was looked for.
@@ -33,7 +33,7 @@ def find_config(places: Iterable[Path]) -> Path:
 
 
 def ties_embeddings(folder: Path) -> bool:
-    """Returns whether the model ties its embeddings itself when it is loaded, so that they are stored once.
+    """Return whether the model ties its embeddings itself when it is loaded, so that they are stored once.
 
     Raises:
         ConfigError: the configuration cannot be read.
@@ -45,7 +45,7 @@ def ties_embeddings(folder: Path) -> bool:
 
 
 def write_folder(target: Path, config: Path, write_weights: Callable[[Path], None]) -> None:
-    """Writes a folder of weights and copies of the configuration and the tokenizer; whole or not at all.
+    """Write a folder of weights and copies of the configuration and the tokenizer; whole or not at all.
 
     Args:
         target: replaced if it is there.

@@ -12,7 +12,7 @@ from treadle.exchange.tensor_files import read_tree
 
 
 def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
-    """Reads a checkpoint of another framework; nothing in it is executed, and no pickled object is loaded.
+    """Read a checkpoint of another framework; nothing in it is executed, and no pickled object is loaded.
 
     Args:
         path: a ``.pt``, ``.pth`` or ``.bin`` file of ``torch.save`` (a state dict, or a dict with one under ``model``,
@@ -39,7 +39,7 @@ def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
 
 
 def read_as_named(path: str | os.PathLike[str], *, optimizer: bool = True) -> ForeignCheckpoint:
-    """Reads like :func:`read_foreign` but leaves ``module.`` where it is.
+    """Read like :func:`read_foreign` but leaves ``module.`` where it is.
 
     Args:
         path: a file or a folder.
@@ -52,12 +52,12 @@ def read_as_named(path: str | os.PathLike[str], *, optimizer: bool = True) -> Fo
 
 
 def without_prefix(found: ForeignCheckpoint, prefix: str) -> ForeignCheckpoint:
-    """Returns a checkpoint whose weights are named without a prefix that they all have."""
+    """Return a checkpoint whose weights are named without a prefix that they all have."""
     return replace(found, model={name.removeprefix(prefix): w for name, w in found.model.items()}, prefix=prefix)
 
 
 def without_wrapper(found: ForeignCheckpoint) -> ForeignCheckpoint:
-    """Returns a checkpoint without the ``module.`` that DataParallel puts before every name."""
+    """Return a checkpoint without the ``module.`` that DataParallel puts before every name."""
     if all(name.startswith("module.") for name in found.model):
         return without_prefix(found, "module.")
     return found

@@ -53,7 +53,7 @@ class Source:
 
 
 def find_source(path: Path, *, raw: bool = False) -> Source:
-    """Reads the weights of a run folder, a checkpoint, or a checkpoint of another framework.
+    """Read the weights of a run folder, a checkpoint, or a checkpoint of another framework.
 
     Args:
         path: of a run folder the best checkpoint counts, or the newest where none is the best; damaged ones are named

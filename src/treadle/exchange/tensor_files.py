@@ -23,7 +23,7 @@ _ADVICE = "where the file was made, save the weights alone: torch.save(model.sta
 
 
 def read_tree(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Reads a torch or a safetensors file to the CPU; nothing in it is executed.
+    """Read a torch or a safetensors file to the CPU; nothing in it is executed.
 
     Tied weights that a safetensors file holds once, by the rule of ``safetensors.torch.save_model``, come back under
     each of their names.
@@ -70,13 +70,13 @@ def _safetensors(part: str) -> Any:
 
 
 def with_memory_of_their_own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies that drag no larger storage along; tied weights are one object under several names."""
+    """Return copies that drag no larger storage along; tied weights are one object under several names."""
     copies: dict[str, Tensor] = to_plain(weights)
     return copies
 
 
 def tied_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Maps every further name of a tied weight to its first name.
+    """Map every further name of a tied weight to its first name.
 
     Args:
         weights: what :func:`with_memory_of_their_own` returned.
@@ -93,7 +93,7 @@ def tied_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def write_torch(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a plain state dict for ``torch.load(path, weights_only=True)``; tied weights are stored once.
+    """Write a plain state dict for ``torch.load(path, weights_only=True)``; tied weights are stored once.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -104,7 +104,7 @@ def write_torch(weights: Mapping[str, Tensor], path: Path) -> None:
 def write_safetensors(
     weights: Mapping[str, Tensor], path: Path, *, metadata: Mapping[str, str], drop: Mapping[str, str]
 ) -> None:
-    """Writes a safetensors file.
+    """Write a safetensors file.
 
     Args:
         weights: what :func:`with_memory_of_their_own` returned.

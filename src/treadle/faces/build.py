@@ -46,7 +46,7 @@ def place(
     gradient_checkpointing: Checkpointing = False,
     parallel: ParallelConfig | Mapping[str, Any] | str | None = None,
 ) -> Placed:
-    """Moves a model and the state of its optimizer to a device, compiles and spreads the model.
+    """Move a model and the state of its optimizer to a device, compile and spread the model.
 
     Args:
         model: moved in place.
@@ -150,7 +150,7 @@ class EngineCounters:
 
     @property
     def applied_steps(self) -> int:
-        """Steps that changed the weights."""
+        """Step that changed the weights."""
         return self._engine.applied_steps
 
     @property

@@ -12,7 +12,7 @@ from treadle.hooks.progress import ProgressHook
 
 
 def with_default_hooks(hooks: Sequence[BaseHook], *, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
-    """Returns hooks with the default ones behind them.
+    """Return hooks with the default ones behind them.
 
     Args:
         hooks: all of the run.

@@ -21,7 +21,7 @@ class EpochFace(EngineCounters):
     _folder: CheckpointFolder
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns the results over a loader, as an epoch's validation has them; training does not notice.
+        """Return the results over a loader, as an epoch's validation has them; training does not notice.
 
         The averaged weights are scored if there is an average, and ``limit_eval_batches`` counts.
 
@@ -34,7 +34,7 @@ class EpochFace(EngineCounters):
         return self._epochs.evaluate_each(loader)
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns the results over the whole loader, as :meth:`validate` does without a limit.
+        """Return the results over the whole loader, as :meth:`validate` does without a limit.
 
         Raises:
             ConfigError: a loader is empty.
@@ -43,7 +43,7 @@ class EpochFace(EngineCounters):
             return self._epochs.evaluate_each(loader)
 
     def save(self, path: str | Path) -> Path:
-        """Writes a checkpoint of everything that a run needs to resume exactly; all ranks take part.
+        """Write a checkpoint of everything that a run needs to resume exactly; all ranks take part.
 
         Returns:
             The file; another name beside it where the weights are not finite.
@@ -54,7 +54,7 @@ class EpochFace(EngineCounters):
         return save_state(self._engine, path)
 
     def load_from(self, tree: Mapping[str, Any], source: Path, *, folder: Path | None) -> None:
-        """Restores a state and sets the folder to write to.
+        """Restore a state and set the folder to write to.
 
         Args:
             tree: of a checkpoint.
@@ -69,7 +69,7 @@ class EpochFace(EngineCounters):
 
 
 def save_state(engine: Engine, path: str | Path) -> Path:
-    """Writes the whole state of a run to one file; all ranks take part.
+    """Write the whole state of a run to one file; all ranks take part.
 
     Args:
         engine: to save.

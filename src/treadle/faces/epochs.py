@@ -59,7 +59,7 @@ class EpochTrainer:
         *,
         after_epoch: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[dict[str, Any]]:
-        """Trains until ``epochs`` epochs are completed or the best rule stops; a finished run is a no-op.
+        """Train until ``epochs`` epochs are completed or the best rule stops; a finished run is a no-op.
 
         Args:
             train_loader: micro-batches for training.
@@ -90,7 +90,7 @@ class EpochTrainer:
         return self.history
 
     def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Trains one epoch without evaluation and returns its weighted means."""
+        """Train one epoch without evaluation and return its weighted means."""
         means: dict[str, Any] = {}
 
         def score() -> float | None:
@@ -101,7 +101,7 @@ class EpochTrainer:
         return means
 
     def train_step(self, batch: Any) -> None:
-        """Runs one optimizer step on one micro-batch, with its hooks; between two epochs it belongs to neither.
+        """Run one optimizer step on one micro-batch, with its hooks; between two epochs it belongs to neither.
 
         Raises:
             NonFiniteError: the gradient is not finite.
@@ -113,7 +113,7 @@ class EpochTrainer:
             engine.progress.end_epoch()
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the weighted means over a loader: of the averaged weights if the engine keeps an average.
+        """Return the weighted means over a loader: of the averaged weights if the engine keeps an average.
 
         Raises:
             ConfigError: the loader is empty, on every rank.
@@ -124,7 +124,7 @@ class EpochTrainer:
         return values
 
     def evaluate_each(self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns the results over a loader, or over each of a dict with the names before those of the results."""
+        """Return the results over a loader, or over each of a dict with the names before those of the results."""
         return self._each(loaders, self.evaluate)
 
     def _each(
@@ -136,20 +136,20 @@ class EpochTrainer:
         return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns the results over a loader, or each of a dict, as an epoch's validation has them."""
+        """Return the results over a loader, or each of a dict, as an epoch's validation has them."""
         return self.evaluate_each(loader)
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns the results over the whole loader, or each of a dict, without ``limit_eval_batches``."""
+        """Return the results over the whole loader, or each of a dict, without ``limit_eval_batches``."""
         with self.engine.evaluations_limited_to(None):
             return self.evaluate_each(loader)
 
     def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
-        """Returns the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
+        """Return the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
         return predicted(self.engine, loader, forward)
 
     def _try_before_step_1(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> None:
-        """Evaluates ``num_sanity_eval_steps`` batches and logs the results, or tries one batch."""
+        """Evaluate ``num_sanity_eval_steps`` batches and log the results, or try one batch."""
         if not self.engine.settings.limits.num_sanity_eval_steps:
             for loader in val_loader.values() if isinstance(val_loader, Mapping) else [val_loader]:
                 self._try_evaluation(loader)
@@ -159,7 +159,7 @@ class EpochTrainer:
         self.engine.logger.info("evaluated before step 1: %s", results, extra={"topic": "sanity"})
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
-        """Evaluates one batch before step 1, or only reads it where a subclass evaluates in another way."""
+        """Evaluate one batch before step 1, or only reads it where a subclass evaluates in another way."""
         own = type(self).evaluate is not EpochTrainer.evaluate
         self._try_batch(val_loader, None if own else self.engine.task)
 
@@ -169,15 +169,15 @@ class EpochTrainer:
             try_evaluation(engine.model, val_loader, task, precision=engine.precision, eval_seed=engine.eval_seed)
 
     def scored_weights(self) -> AbstractContextManager[None]:
-        """Puts the weights that evaluations score into the model inside the block."""
+        """Put the weights that evaluations score into the model inside the block."""
         return scored_weights(self.engine)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the training part of an epoch's record: ``train_loss``; a face may add to it."""
+        """Return the training part of an epoch's record: ``train_loss``; a face may add to it."""
         return {"train_loss": means.get("loss", math.nan)}
 
     def _score(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> float:
-        """Evaluates a complete epoch, appends its record, and returns the value that plateau schedulers watch."""
+        """Evaluate a complete epoch, append its record, and return the value that plateau schedulers watch."""
         engine = self.engine
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
@@ -204,7 +204,7 @@ class EpochTrainer:
         return self.best is not None and self.best.should_stop
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the checkpoint entries of the epoch driver."""
+        """Return the checkpoint entries of the epoch driver."""
         return {
             "best_metric": None if self.best is None else self.best.best,
             "best_epoch": None if self.best is None else self.best.best_epoch,
@@ -214,7 +214,7 @@ class EpochTrainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them from a checkpoint tree."""
+        """Restore them from a checkpoint tree."""
         selection = state_dict.get("selection")
         if self.best is not None and selection is not None:
             self.best.load_state_dict(selection)
@@ -229,7 +229,7 @@ def _as_float(value: float | Tensor) -> float:
 
 
 def numbers_of(record: Mapping[str, Any]) -> str:
-    """Returns the numbers of an epoch's record for a line of a log.
+    """Return the numbers of an epoch's record for a line of a log.
 
     Example:
         >>> numbers_of({"epoch": 1, "train_loss": 0.5, "lr": 1e-3})

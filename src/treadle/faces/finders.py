@@ -58,7 +58,7 @@ def find_learning_rate(
     num_steps: int = 100,
     divergence: float = 4.0,
 ) -> LearningRates:
-    """Tries steps with learning rates that grow from step to step, and puts everything back, to the bit.
+    """Try steps with learning rates that grow from step to step, and put everything back, to the bit.
 
     Groups keep the ratios of their rates. A trial ends early where the smoothed loss is ``divergence`` times its lowest
     value, or a gradient is not finite. A run after it equals a run without it: weights, buffers, optimizer, random
@@ -125,7 +125,7 @@ def find_batch_size(
     largest: int | None = None,
     num_steps: int = 2,
 ) -> int:
-    """Returns the largest batch size whose steps fit into memory, and puts everything back, to the bit.
+    """Return the largest batch size whose steps fit into memory, and put everything back, to the bit.
 
     The size is doubled until memory runs out, then narrowed down to an eighth. Leave some room: activations of later
     batches may be larger, and evaluations need memory too.

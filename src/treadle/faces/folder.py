@@ -20,7 +20,7 @@ _INNER = "checkpoints"
 
 
 def loss_name(loss_fn: Any) -> str:
-    """Returns the name of a loss in a checkpoint's config, the same in every process.
+    """Return the name of a loss in a checkpoint's config, the same in every process.
 
     Example:
         >>> loss_name(loss_name), loss_name(None)
@@ -31,7 +31,7 @@ def loss_name(loss_fn: Any) -> str:
 
 
 def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterable[str]) -> None:
-    """Warns of a checkpoint that was trained on another loss: the run would mix the values of both.
+    """Warn of a checkpoint that was trained on another loss: the run would mix the values of both.
 
     Args:
         engine: with the settings of this run in its ``config``.
@@ -74,14 +74,14 @@ class CheckpointFolder:
         self.path: Path | None = None
 
     def use(self, path: str | Path | None) -> None:
-        """Names the folder, where it is now: a callback may change the working directory. None for none."""
+        """Name the folder, where it is now: a callback may change the working directory. None for none."""
         trial = self.engine.settings.limits.fast_dev_run
         self.path = self.engine.workspace = None if path is None or trial else Path(path).absolute()
         if self.path is not None:
             self.engine.state.origin.watch(self.path, self.states)
 
     def held(self) -> AbstractContextManager[None]:
-        """Holds the folder for this run inside the block; all ranks enter it. One that is replayed is let alone.
+        """Hold the folder for this run inside the block; all ranks enter it. One that is replayed is let alone.
 
         Raises:
             CheckpointError: another process holds it; on all ranks.
@@ -96,16 +96,16 @@ class CheckpointFolder:
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns the trainer's own checkpoints in a folder; of equally far ones, the first is resumed from."""
+        """Return the trainer's own checkpoints in a folder; of equally far ones, the first is resumed from."""
         raise NotImplementedError
 
     def states(self, folder: Path) -> list[Path]:
-        """Returns every state in a folder: the trainer's own, then those that a CheckpointingHook wrote there."""
+        """Return every state in a folder: the trainer's own, then those that a CheckpointingHook wrote there."""
         by_step = [state for place in (folder, folder / "checkpoints") for state in step_states(place)]
         return [*self.candidates(folder), *by_step]
 
     def _states_of_run(self) -> list[Path]:
-        """Returns the candidates of ``resume_from="auto"``, from every writer of the run."""
+        """Return the candidates of ``resume_from="auto"``, from every writer of the run."""
         assert self.path is not None
         hooks = [hook for hook in self.engine.hooks if isinstance(hook, CheckpointingHook) and hook.loads_latest]
         return [*self.states(self.path), *(state for hook in hooks for state in step_states(hook.folder(self.engine)))]
@@ -113,11 +113,11 @@ class CheckpointFolder:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def before_write(self) -> None:
-        """Sets aside states of earlier runs that the coming one could be taken for; all ranks call it."""
+        """Set aside states of earlier runs that the coming one could be taken for; all ranks call it."""
         self.engine.state.origin.clear()
 
     def record_written(self) -> None:
-        """Records that a file holds the present state."""
+        """Record that a file holds the present state."""
         self._on_disk = Reach(self.engine.step, self.engine.epoch)
 
     def name_state(self, path: Path, *, best: bool) -> None:
@@ -139,18 +139,18 @@ class CheckpointFolder:
                 self.name_state(path, best=is_best)
 
     def write_end(self) -> None:
-        """Writes the state that a run ended with if no file holds it; all ranks call it."""
+        """Write the state that a run ended with if no file holds it; all ranks call it."""
         now = Reach(self.engine.step, self.engine.epoch)
         if self.path is not None and now not in (self._on_disk, self.engine.state.origin.reach):
             self.write_last()
             self.record_written()
 
     def write_last(self) -> None:
-        """Writes the present state to a file that :meth:`candidates` has; all ranks take part."""
+        """Write the present state to a file that :meth:`candidates` has; all ranks take part."""
         raise NotImplementedError
 
     def resume(self, source: str | Path | None) -> Path | None:
-        """Loads what ``resume_from`` names into a run that has not started.
+        """Load what ``resume_from`` names into a run that has not started.
 
         Returns:
             The file that ``"auto"`` found and loaded, else None.
@@ -184,7 +184,7 @@ class CheckpointFolder:
         return None
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Writes the files that a kill after ``source`` prevented, on rank 0; none by default.
+        """Write the files that a kill after ``source`` prevented, on rank 0; none by default.
 
         Args:
             tree: the state that the run resumes from.
@@ -192,13 +192,13 @@ class CheckpointFolder:
         """
 
     def find(self, path: str | Path) -> Path:
-        """Returns a path as given, or if there is no such file, inside the folder."""
+        """Return a path as given, or if there is no such file, inside the folder."""
         path = Path(path)
         inside = path if self.path is None else self.path / path
         return inside if inside.exists() and not path.exists() else path
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restores a checkpoint tree in place.
+        """Restore a checkpoint tree in place.
 
         Raises:
             CheckpointError: the model or the optimizer does not fit.
@@ -218,7 +218,7 @@ class CheckpointFolder:
 
 
 def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:
-    """Writes ``best.pt`` if it is the best, then the last, so that after a kill the furthest file records the best."""
+    """Write ``best.pt`` if it is the best, then the last, so that after a kill the furthest file records the best."""
     best, last = folder / "best.pt", folder / last_name
     if is_best and save_checkpoint(tree, best) == best:
         copy_checkpoint(best, last)

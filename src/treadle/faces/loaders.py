@@ -16,7 +16,7 @@ EvalLoaders: TypeAlias = Iterable[Any] | Mapping[str, Iterable[Any]]
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Raises ConfigError for a data set, or several loaders in a list, where a loader belongs.
+    """Raise ConfigError for a data set, or several loaders in a list, where a loader belongs.
 
     Args:
         loader: as the user gave it.
@@ -35,7 +35,7 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
-    """Raises ConfigError for a loader, or one of a dict, that cannot be evaluated, and for a dict without names.
+    """Raise ConfigError for a loader, or one of a dict, that cannot be evaluated, and for a dict without names.
 
     Args:
         loaders: as the user gave them.
@@ -65,7 +65,7 @@ def _check_eval_loader(loader: Any, argument: str) -> None:
 
 
 def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list[str]:
-    """Returns the names that results have in an evaluation: as they are, or behind the name of each loader of a dict.
+    """Return the names that results have in an evaluation: as they are, or behind the name of each loader of a dict.
 
     Args:
         results: names of the results over one loader.
@@ -82,7 +82,7 @@ def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list
 
 
 def selected_by(metric: str, loaders: EvalLoaders | None) -> str:
-    """Returns the result that a metric means: of a dict without the name of a loader, that of the first loader.
+    """Return the result that a metric means: of a dict without the name of a loader, that of the first loader.
 
     Example:
         >>> selected_by("loss", {"near": [], "far": []}), selected_by("far_loss", {"near": [], "far": []})
@@ -94,7 +94,7 @@ def selected_by(metric: str, loaders: EvalLoaders | None) -> str:
 
 
 def without_loader(metric: str, loaders: EvalLoaders | None) -> str:
-    """Returns a metric without the name of the loader that it was measured over.
+    """Return a metric without the name of the loader that it was measured over.
 
     Example:
         >>> without_loader("far_mae", {"near": [], "far": []}), without_loader("mae", None)

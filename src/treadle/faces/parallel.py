@@ -71,7 +71,7 @@ class ParallelConfig:
 
 
 def as_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> ParallelConfig | None:
-    """Returns the setting of a face as a ParallelConfig; None stays None.
+    """Return the setting of a face as a ParallelConfig; None stays None.
 
     Raises:
         ConfigError: an unknown name, key or kind.
@@ -99,7 +99,7 @@ def parallelize(
     optimizer: Optimizer | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """Spreads a model over the ranks of the process group and returns it.
+    """Spread a model over the ranks of the process group and return it.
 
     All ranks start from the weights and buffers of rank 0; tied weights stay tied. ``"ddp"`` returns a
     DistributedDataParallel for an engine, which exchanges the gradients itself: a backward pass anywhere else raises.
@@ -144,7 +144,7 @@ def parallelize(
 def spread(
     model: nn.Module, parallel: ParallelConfig | Mapping[str, Any] | str | None, optimizer: Optimizer
 ) -> nn.Module:
-    """Returns the model spread by the ``parallel=`` of a face; None leaves it as it is.
+    """Return the model spread by the ``parallel=`` of a face; None leaves it as it is.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -156,7 +156,7 @@ def spread(
 
 
 def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """Wraps a model without the buckets of torch's reducer, which has nothing to do in an engine's step.
+    """Wrap a model without the buckets of torch's reducer, which has nothing to do in an engine's step.
 
     They would be as large as the gradients. The wrapper makes them for the parameters that are trainable at that
     moment, so all but the smallest parameter are frozen meanwhile.
@@ -176,7 +176,7 @@ def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
 
 
 def _check_alike(model: nn.Module) -> None:
-    """Raises on every rank unless the parameters have the same names, shapes and types on all."""
+    """Raise on every rank unless the parameters have the same names, shapes and types on all."""
     # DistributedDataParallel only checks parameters that it makes buckets for.
     described = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
     mark = zlib.crc32(repr(described).encode())
@@ -227,7 +227,7 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig
 
 
 def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """Returns the names of the parameters in each group of an optimizer."""
+    """Return the names of the parameters in each group of an optimizer."""
     if optimizer is None:
         return []
     if optimizer.state:
@@ -252,7 +252,7 @@ def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
 
 @torch.no_grad()
 def _start_equal(model: nn.Module) -> None:
-    """Gives every rank the weights and buffers of rank 0, as DistributedDataParallel does.
+    """Give every rank the weights and buffers of rank 0, as DistributedDataParallel does.
 
     Weights become contiguous, as FSDP2 wants them.
     """
@@ -278,7 +278,7 @@ def _mesh(device_type: str, replicas: int | None) -> Any:
 
 
 def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
-    """Returns the blocks, those inside others first.
+    """Return the blocks, those inside others first.
 
     Raises:
         ConfigError: a block is no part of the model, or there is none of a class.
@@ -297,7 +297,7 @@ def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
 
 
 def block_name(block: Block) -> str:
-    """Returns the name of a block's class.
+    """Return the name of a block's class.
 
     Example:
         >>> block_name("Linear"), block_name(nn.Linear), block_name(nn.Linear(1, 1))

@@ -46,7 +46,7 @@ class RunFilesHook(BaseHook):
         self._settings: Path | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Opens the logs that no other hook writes."""
+        """Open the logs that no other hook writes."""
         self._steps = self._sessions = self._settings = None
         self.idle = trainer.workspace is None
         if trainer.workspace is None:
@@ -61,7 +61,7 @@ class RunFilesHook(BaseHook):
             self._settings = trainer.workspace / "settings.json"
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Logs the step; after the first one, whose loader is known, writes the settings."""
+        """Log the step; after the first one, whose loader is known, write the settings."""
         if self._settings is not None:
             path, self._settings = self._settings, None
             with self._guard(trainer, self, "writing the settings"):
@@ -72,23 +72,23 @@ class RunFilesHook(BaseHook):
             self._sessions.on_after_step(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run once the first is logged."""
+        """Let any number of steps run once the first is logged."""
         return 1 if self._settings is not None else None
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Logs the steps of a block."""
+        """Log the steps of a block."""
         if self._steps is not None:
             self._steps.on_after_steps(trainer, block)
         if self._sessions is not None:
             self._sessions.on_after_steps(trainer, block)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Writes the steps that a run which resumes from this state would not see again."""
+        """Write the steps that a run which resumes from this state would not see again."""
         if self._steps is not None:
             self._steps.flush(trainer)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Writes the remaining rows, and how the session ended."""
+        """Write the remaining rows, and how the session ended."""
         for part in (self._steps, self._sessions):
             if part is not None:
                 part.on_close(trainer, error)
@@ -96,7 +96,7 @@ class RunFilesHook(BaseHook):
 
 
 def settings_of(trainer: Engine) -> dict[str, Any]:
-    """Returns the settings of a run as plain values: trainer, data, model, optimizer, schedule, versions, commit."""
+    """Return the settings of a run as plain values: trainer, data, model, optimizer, schedule, versions, commit."""
     model, scheduler = distributed.unwrap(trainer.model), trainer.lr_scheduler
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     found: dict[str, Any] = {
@@ -150,7 +150,7 @@ def _data(loader: Any, accumulation: int) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the class and the plain values of each group; the learning rate is the one before any schedule."""
+    """Return the class and the plain values of each group; the learning rate is the one before any schedule."""
     groups = {}
     for index, group in enumerate(optimizer.param_groups):
         values = {key: _plain(value) for key, value in group.items() if key not in ("params", "initial_lr")}
@@ -172,7 +172,7 @@ def _script_folder() -> Path:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit that is checked out in the repository of a folder, read from its files; None outside one.
+    """Return the commit that is checked out in the repository of a folder, read from its files; None outside one.
 
     Example:
         >>> git_commit(Path("/")) is None

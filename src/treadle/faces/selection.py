@@ -36,14 +36,14 @@ class SelectingEpochs(EpochTrainer):
         return self._kept if self.best is None else self.best.state_dict()
 
     def select_by(self, make_rule: Callable[[], BestRule] | None) -> None:
-        """Puts a rule in force that continues from the known best, or none."""
+        """Put a rule in force that continues from the known best, or none."""
         self._kept = self.selection
         self._make_rule = make_rule
         self.best = None if make_rule is None else self._informed(make_rule())
         self.improved = False
 
     def prepare_alone(self) -> None:
-        """Makes ready for an epoch that is asked for by itself: nothing is selected, and nothing ends it early.
+        """Make ready for an epoch that is asked for by itself: nothing is selected, and nothing ends it early.
 
         What hooks load is loaded here, before the target is set, which is one epoch beyond it.
         """
@@ -67,7 +67,7 @@ class SelectingEpochs(EpochTrainer):
         return rule
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the checkpoint entries of the epoch driver."""
+        """Return the checkpoint entries of the epoch driver."""
         known = self.selection
         return {
             **super().state_dict(),
@@ -77,7 +77,7 @@ class SelectingEpochs(EpochTrainer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them from a checkpoint tree; a rule that is in force takes over the tree's state."""
+        """Restore them from a checkpoint tree; a rule that is in force takes over the tree's state."""
         self.best, self._kept = None, state_dict.get("selection")
         super().load_state_dict(state_dict)
         if self._make_rule is not None:

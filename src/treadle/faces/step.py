@@ -181,7 +181,7 @@ class BaseTrainer(Engine):
         )  # fmt: skip
 
     def _described(self, *, gradient_checkpointing: Checkpointing, **given: Any) -> dict[str, Any]:
-        """Returns the settings that a checkpoint records, as they were given; later ones only where set."""
+        """Return the settings that a checkpoint records, as they were given; later ones only where set."""
         own = self.settings
         later = {"grad_clip_value": own.grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
         return {
@@ -193,19 +193,19 @@ class BaseTrainer(Engine):
         }  # fmt: skip
 
     def _clear_parts(self) -> None:
-        """Sets the parts that :meth:`prepare` builds to None."""
+        """Set the parts that :meth:`prepare` builds to None."""
         self.model = self.optimizer = self.lr_scheduler = self.hooks = None
         self.grad_scaler: torch.amp.GradScaler | None = None
         self.data_loader: Any = None
 
     def train(self) -> None:
-        """Trains to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
+        """Train to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
         with failing_by_name(self):
             self.prepare()
         self.run(self.data_loader, max_steps=self.max_steps)
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
-        """Returns the weighted mean loss, records and epoch metrics over a loader; see :meth:`Engine.evaluate`.
+        """Return the weighted mean loss, records and epoch metrics over a loader; see :meth:`Engine.evaluate`.
 
         Raises:
             ConfigError: nothing is built yet.
@@ -221,7 +221,7 @@ class BaseTrainer(Engine):
             )
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns the results over a loader, of the averaged weights if there is an average; training does not notice.
+        """Return the results over a loader, of the averaged weights if there is an average; training does not notice.
 
         Args:
             loader: batches, limited by ``limit_eval_batches``; of a dict each loader, with its name before those
@@ -240,7 +240,7 @@ class BaseTrainer(Engine):
         return values
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns the results over the whole loader, as :meth:`validate` does without a limit.
+        """Return the results over the whole loader, as :meth:`validate` does without a limit.
 
         Raises:
             ConfigError: nothing is built yet, or a loader is empty.
@@ -249,7 +249,7 @@ class BaseTrainer(Engine):
             return BaseTrainer.validate(self, loader)
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Returns the outputs of ``predict_step(input)`` of the subclass for a loader, in eval mode, in its order.
+        """Return the outputs of ``predict_step(input)`` of the subclass for a loader, in eval mode, in its order.
 
         Returns:
             The outputs of all batches joined along dimension 0 on the CPU, of the averaged weights if there is an
@@ -269,7 +269,7 @@ class BaseTrainer(Engine):
         return predicted(self, loader, step)
 
     def save(self, path: str | Path) -> Path:
-        """Writes a checkpoint of everything that a run needs to resume exactly; all ranks take part.
+        """Write a checkpoint of everything that a run needs to resume exactly; all ranks take part.
 
         Returns:
             The file; another name beside it where the weights are not finite.
@@ -282,22 +282,22 @@ class BaseTrainer(Engine):
     # -- to implement ---------------------------------------------------------------------------------------------
 
     def build_data_loader(self) -> Iterable[Any]:
-        """Returns any iterable of micro-batches; a finite one is opened again for each epoch."""
+        """Return any iterable of micro-batches; a finite one is opened again for each epoch."""
         raise self._missing("build_data_loader")
 
     def build_model(self) -> nn.Module:
-        """Returns the model, moved to ``self.device`` and wrapped or compiled as you like.
+        """Return the model, moved to ``self.device`` and wrapped or compiled as you like.
 
         On the ranks of a process group, ``treadle.parallelize(model, "ddp")`` or ``"fsdp"`` spreads it.
         """
         raise self._missing("build_model")
 
     def build_optimizer(self) -> Optimizer:
-        """Returns the optimizer; ``self.model`` exists."""
+        """Return the optimizer; ``self.model`` exists."""
         raise self._missing("build_optimizer")
 
     def forward(self, input: Any) -> Any:
-        """Returns ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; runs under autocast.
+        """Return ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; run under autocast.
 
         Args:
             input: the loader's item, untouched.
@@ -310,15 +310,15 @@ class BaseTrainer(Engine):
     # -- may be overridden ----------------------------------------------------------------------------------------
 
     def build_lr_scheduler(self) -> LRScheduler | None:
-        """Returns the learning-rate scheduler, or None."""
+        """Return the learning-rate scheduler, or None."""
         return None
 
     def build_grad_scaler(self) -> torch.amp.GradScaler:
-        """Returns the gradient scaler; enabled for fp16 only."""
+        """Return the gradient scaler; enabled for fp16 only."""
         return torch.amp.GradScaler(self.device.type, enabled=self.precision.name == "fp16")
 
     def build_hooks(self) -> list[BaseHook]:
-        """Returns the hooks, in order."""
+        """Return the hooks, in order."""
         return []
 
     # -- building, once and on demand -----------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class BaseTrainer(Engine):
         return not self.settings.syncs_each
 
     def prepare(self) -> None:
-        """Builds data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time.
+        """Build data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time.
 
         Raises:
             ConfigError: a subclass has assigned an attribute under the name of a part of the engine.
@@ -349,7 +349,7 @@ class BaseTrainer(Engine):
         super().prepare()
 
     def _build(self) -> None:
-        """Builds every part; a subclass may do something around ``super()._build()``."""
+        """Build every part; a subclass may do something around ``super()._build()``."""
         self.data_loader = self._built("build_data_loader")
         self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
         compile_model(self.model, self.compile_setting)
@@ -366,7 +366,7 @@ class BaseTrainer(Engine):
         self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
 
     def _refuse_own_loop(self) -> None:
-        """Raises ConfigError for a ``_run_step`` of mini's or trainloop's, which nothing here would call."""
+        """Raise ConfigError for a ``_run_step`` of mini's or trainloop's, which nothing here would call."""
         kind = type(self)
         if hasattr(kind, "_run_step") and not is_own_helper(kind, BaseTrainer, "_run_step"):
             raise ConfigError(
@@ -391,7 +391,7 @@ class BaseTrainer(Engine):
 
     @staticmethod
     def unwrap(module: nn.Module) -> nn.Module:
-        """Peels ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting."""
+        """Peel ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting."""
         return unwrap(module)
 
     @property

@@ -78,7 +78,7 @@ class ModelSummary:
 
 
 def summary(model: nn.Module, input: Any = None, *, depth: int | None = 2) -> ModelSummary:
-    """Returns a table of the modules of a model; print it.
+    """Return a table of the modules of a model; print it.
 
     With an input the model is called once, in eval mode without gradients; random numbers and modes are put back.
 

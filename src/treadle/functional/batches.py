@@ -12,7 +12,7 @@ from treadle.errors import ConfigError
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Returns ``(inputs, targets)`` of a loader's item; targets are None where the item holds none by position.
+    """Return ``(inputs, targets)`` of a loader's item; targets are None where the item holds none by position.
 
     A list or tuple of two or more gives its first two items, one of one its only item. A tensor, a mapping and
     anything else is all inputs.
@@ -34,12 +34,12 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def first_tensor(obj: Any) -> Tensor | None:
-    """Returns the first tensor in a nesting of containers, or None."""
+    """Return the first tensor in a nesting of containers, or None."""
     return next(tensors_in(obj), None)
 
 
 def tensors_in(obj: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a nesting of containers and of objects with attributes."""
+    """Yield the tensors in a nesting of containers and of objects with attributes."""
     if isinstance(obj, Tensor):
         yield obj
     elif isinstance(obj, Mapping):
@@ -53,7 +53,7 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def num_samples(obj: Any) -> int | None:
-    """Returns the graphs of a batch of graphs, else the size of dimension 0 of its first tensor; None without one.
+    """Return the graphs of a batch of graphs, else the size of dimension 0 of its first tensor; None without one.
 
     Example:
         >>> import torch

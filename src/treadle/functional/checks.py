@@ -40,7 +40,7 @@ _OURS = {"mode": "best_mode", "patience": "early_stopping_patience"}
 
 
 def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
-    """Returns ``(optimizer, loss_fn)``, exchanged where they came in the order of ``qurious.llms.trainer``.
+    """Return ``(optimizer, loss_fn)``, exchanged where they came in the order of ``qurious.llms.trainer``.
 
     Example:
         >>> in_argument_order(nn.MSELoss(), None)
@@ -53,7 +53,7 @@ def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Returns the optimizer as given, its state beside the parameters, or an AdamW over the trainable parameters.
+    """Return the optimizer as given, its state beside the parameters, or an AdamW over the trainable parameters.
 
     The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
 
@@ -94,7 +94,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
 
 
 def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
-    """Warns about a setting of when the scheduler moves that has no effect.
+    """Warn about a setting of when the scheduler moves that has no effect.
 
     Example:
         >>> warn_of_idle_interval(None, TrainingSettings())
@@ -108,7 +108,7 @@ def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
 
 
 def scheduler_for(optimizer: Optimizer, scheduler: Any, settings: TrainingSettings) -> Any:
-    """Returns the scheduler as given, or that which the settings name, whose length is set when training starts.
+    """Return the scheduler as given, or that which the settings name, whose length is set when training starts.
 
     Raises:
         ConfigError: there are both.
@@ -130,7 +130,7 @@ def scheduler_for(optimizer: Optimizer, scheduler: Any, settings: TrainingSettin
 
 
 def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settings: TrainingSettings) -> None:
-    """Sets the length of a schedule that the settings name: the steps of all epochs, which limits may shorten.
+    """Set the length of a schedule that the settings name: the steps of all epochs, which limits may shorten.
 
     Args:
         scheduler: of :func:`scheduler_for`.
@@ -165,7 +165,7 @@ def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settin
 
 
 def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None = None) -> None:
-    """Raises ConfigError for a loss that is not a scalar or a class, and warns of parameters that are not trained.
+    """Raise ConfigError for a loss that is not a scalar or a class, and warns of parameters that are not trained.
 
     Args:
         loss_fn: the loss, or None.
@@ -207,7 +207,7 @@ def check_call(
     callbacks: Sequence[Callable[..., Any]] | None,
     loaders: tuple[Iterable[Any], EvalLoaders | None],
 ) -> None:
-    """Raises ConfigError for an argument of ``train`` that is out of range; the loaders are those of both kinds."""
+    """Raise ConfigError for an argument of ``train`` that is out of range; the loaders are those of both kinds."""
     train_loader, eval_loader = loaders
     check_loader(train_loader, "train_dataloader")
     if isinstance(train_loader, Mapping):
@@ -230,7 +230,7 @@ def check_call(
 
 
 def check_callback(callback: Any) -> None:
-    """Raises ConfigError for a callback that cannot be called as ``callback(trainer, epoch, metrics)``.
+    """Raise ConfigError for a callback that cannot be called as ``callback(trainer, epoch, metrics)``.
 
     Example:
         >>> check_callback(lambda trainer, epoch, metrics: None)
@@ -249,7 +249,7 @@ def check_callback(callback: Any) -> None:
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Returns whether a function can be called with so many arguments; True where its signature is not known.
+    """Return whether a function can be called with so many arguments; True where its signature is not known.
 
     Example:
         >>> takes(lambda batches, epoch: {}, 3)
@@ -265,7 +265,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def eval_losses(loader: EvalLoaders | None) -> list[str]:
-    """Returns the keys of evaluated losses in a record: one, or one for each loader of a dict.
+    """Return the keys of evaluated losses in a record: one, or one for each loader of a dict.
 
     Example:
         >>> eval_losses(None), eval_losses([]), eval_losses({"near": [], "far": []})
@@ -289,7 +289,7 @@ def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
 
 
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:
-    """Returns the keys of a record that can be selected by; None where they depend on an overridden method or a metric.
+    """Return the keys of a record that can be selected by; None where they depend on an overridden method or a metric.
 
     Args:
         overrides: whether a subclass overrides a method, by name.
@@ -316,7 +316,7 @@ def rule_for(
     loaders: EvalLoaders | None,
     known: Sequence[str] | None,
 ) -> Callable[[], BestRule] | None:
-    """Returns a function that makes the best rule of a call, or None for no rule.
+    """Return a function that makes the best rule of a call, or None for no rule.
 
     Args:
         metric: a key of the record, with the prefix of evaluations or without; None for no rule.
@@ -371,7 +371,7 @@ _FOREIGN = {
 
 
 def unused_names(trainer: Any, base: type) -> list[str]:
-    """Returns warnings about methods of a trainer that nothing calls: misspelt, of another library, or on the object.
+    """Return warnings about methods of a trainer that nothing calls: misspelt, of another library, or on the object.
 
     Example:
         >>> unused_names(object(), object)
@@ -382,7 +382,7 @@ def unused_names(trainer: Any, base: type) -> list[str]:
 
 
 def say_if_finished(epochs: FaceEpochs, num_epochs: int) -> None:
-    """Logs how to train on, where nothing is left to do."""
+    """Log how to train on, where nothing is left to do."""
     done = epochs.engine.epoch
     level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
     if epochs.finished:

@@ -30,7 +30,7 @@ class MetricRule(BestRule):
     """A best rule over one metric, found in a record with the prefix of evaluations or without."""
 
     def value_in(self, record: Mapping[str, Any]) -> float:
-        """Returns the metric's value in an epoch record.
+        """Return the metric's value in an epoch record.
 
         Raises:
             ConfigError: the record has it under neither name.
@@ -66,7 +66,7 @@ class FaceEpochs(SelectingEpochs):
     # -- training -------------------------------------------------------------------------------------------------
 
     def one_epoch(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None) -> dict[str, Any]:
-        """Trains the running epoch to its end, or one more; returns its record, or means alone if it was cut short."""
+        """Train the running epoch to its end, or one more; return its record, or means alone if it was cut short."""
         if self._own_steps is not None:
             raise ConfigError(
                 "the override reaches the trainer's own loop by a way that was not seen when it was made; call it as "
@@ -95,7 +95,7 @@ class FaceEpochs(SelectingEpochs):
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Trains each epoch by ``train_epoch(epoch)``, which comes back through :meth:`one_epoch` exactly once.
+        """Train each epoch by ``train_epoch(epoch)``, which comes back through :meth:`one_epoch` exactly once.
 
         Hooks see every epoch as a separate run. Further values that ``train_epoch`` returns are added to the record.
 
@@ -121,13 +121,13 @@ class FaceEpochs(SelectingEpochs):
             self.deadline = None
 
     def _record_completed(self) -> None:
-        """Lets hooks save the end of an epoch again, whose record was not complete when its run ended."""
+        """Let hooks save the end of an epoch again, whose record was not complete when its run ended."""
         self._incomplete = False
         for hook in self.engine.hooks:
             hook._save_end(self.engine)
 
     def _one_through(self, train_epoch: Callable[[int], Any]) -> dict[str, Any] | None:
-        """Trains one epoch; returns its record, or None if it was stopped inside."""
+        """Train one epoch; return its record, or None if it was stopped inside."""
         self._incomplete = True
         before, self._epochs_run = self.engine.epoch, 0
         result = train_epoch(before)
@@ -150,7 +150,7 @@ class FaceEpochs(SelectingEpochs):
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Trains each epoch by ``train_epoch(batches, epoch)``, a loop of the user's.
+        """Train each epoch by ``train_epoch(batches, epoch)``, a loop of the user's.
 
         The batches come from the cursor, so that the position is saved and restored as in a loop of the engine's.
 
@@ -193,7 +193,7 @@ class FaceEpochs(SelectingEpochs):
         return _as_record(result, prefix="")
 
     def _score_result(self, result: Mapping[str, Any]) -> float:
-        """Appends the record of an epoch that an override trained; returns the value that plateau schedulers watch."""
+        """Append the record of an epoch that an override trained; return the value that plateau schedulers watch."""
         means = self.train_record(self.engine.train_means())
         loss = {"train_loss": result.get("train_loss", result.get("loss", means["train_loss"]))}
         numbers = {name: value for name, value in result.items() if name not in ("epoch", "loss", "train_loss", "lr")}
@@ -213,14 +213,14 @@ class FaceEpochs(SelectingEpochs):
         return value
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns ``train_loss``, and ``train_<name>`` of what an overridden ``train_step`` adds."""
+        """Return ``train_loss``, and ``train_<name>`` of what an overridden ``train_step`` adds."""
         added = flatten_nested_dict(means.get("records", {}))
         return {**super().train_record(means), **{f"train_{'/'.join(path)}": value for path, value in added.items()}}
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the results of the evaluation in force, without the prefix, as plain numbers."""
+        """Return the results of the evaluation in force, without the prefix, as plain numbers."""
         own_evaluate = self._find_evaluate()
         if own_evaluate is None:
             return self.measure(loader)
@@ -231,12 +231,12 @@ class FaceEpochs(SelectingEpochs):
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
-        """Evaluates one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
+        """Evaluate one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
         with temporarily(self, _evaluating=True):
             self._try_batch(val_loader, self._task if self._find_evaluate() is None else None)
 
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the weighted means over a loader by the engine's own evaluation.
+        """Return the weighted means over a loader by the engine's own evaluation.
 
         Raises:
             ConfigError: the loader is empty.
@@ -249,7 +249,7 @@ class FaceEpochs(SelectingEpochs):
         return _as_record(values)
 
     def loss_of(self, batch: Any) -> float:
-        """Returns the loss of one batch by the rules of an evaluation; NaN if nothing in it counts."""
+        """Return the loss of one batch by the rules of an evaluation; NaN if nothing in it counts."""
         engine = self.engine
         rules = (
             evaluation_mode(engine.model)
@@ -280,12 +280,12 @@ class FaceEpochs(SelectingEpochs):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the checkpoint entries of the epoch driver; ``metrics`` is the last epoch's record."""
+        """Return the checkpoint entries of the epoch driver; ``metrics`` is the last epoch's record."""
         return {**super().state_dict(), "metrics": dict(self.history[-1]) if self.history else None}
 
 
 def _as_record(values: Mapping[str, Any], *, prefix: str = PREFIX) -> dict[str, Any]:
-    """Returns results flat, without the prefix, 0-d tensors as numbers.
+    """Return results flat, without the prefix, 0-d tensors as numbers.
 
     Raises:
         ConfigError: a value is no number, or one name is there with the prefix and without.

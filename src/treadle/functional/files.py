@@ -24,19 +24,19 @@ _FIRST = ("epoch", "train_loss", "lr")
 
 
 def epoch_file(folder: Path, epoch: int) -> Path:
-    """Returns the checkpoint of an epoch, by epochs completed."""
+    """Return the checkpoint of an epoch, by epochs completed."""
     return folder / f"checkpoint_epoch_{epoch}.pt"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Returns the checkpoints of a run's folder, those that are not finite included; the best comes last."""
+    """Return the checkpoints of a run's folder, those that are not finite included; the best comes last."""
     pattern = re.compile(r"(checkpoint_epoch_\d+|last|best_model)(\.nonfinite)?\.pt")
     found = [path for path in sorted(folder.glob("*.pt")) if pattern.fullmatch(path.name)]
     return sorted(found, key=lambda path: path.name.startswith("best_model"))
 
 
 def in_order(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an epoch's record with ``epoch``, ``train_loss`` and ``lr`` first and then the evaluation.
+    """Return an epoch's record with ``epoch``, ``train_loss`` and ``lr`` first and then the evaluation.
 
     Example:
         >>> in_order({"epoch": 1, "train_loss": 0.5, "eval_loss": 0.6, "lr": 0.1})
@@ -48,7 +48,7 @@ def in_order(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns records as lists of equal lengths by key; a key that a record lacks is None there.
+    """Return records as lists of equal lengths by key; a key that a record lacks is None there.
 
     Example:
         >>> as_columns([{"epoch": 1, "train_loss": 0.5}, {"epoch": 2, "train_loss": 0.4, "eval_loss": 0.6}])
@@ -60,7 +60,7 @@ def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
-    """Logs the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as in callbacks."""
+    """Log the numbers of an epoch in one line, on rank 0; ``epoch`` counts from 0, as in callbacks."""
     if distributed.rank() == 0:
         _log.info("Epoch %d: %s", epoch + 1, numbers_of(in_order(record)), extra={"topic": "epoch"})
 
@@ -83,16 +83,16 @@ class HistoryFile(HistoryHook):
         self.folder: Path | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Sets the file of another run aside when this one starts from nothing."""
+        """Set the file of another run aside when this one starts from nothing."""
         if self.folder is not None:
             self.path = self.folder / "history.json"
             super().on_before_train(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Leaves it to the trainer, which writes once the record is complete."""
+        """Leave it to the trainer, which writes once the record is complete."""
 
     def write(self) -> None:
-        """Writes the file."""
+        """Write the file."""
         self._write()
 
     def _write(self) -> None:
@@ -101,7 +101,7 @@ class HistoryFile(HistoryHook):
 
 
 def dump_columns(records: Iterable[Mapping[str, Any]]) -> str:
-    """Returns the history as JSON, one column a line, NaN and infinities as null."""
+    """Return the history as JSON, one column a line, NaN and infinities as null."""
     columns = to_json(as_columns(records))
     lines = [f"{json.dumps(key)}: {json.dumps(values, allow_nan=False)}" for key, values in columns.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n"

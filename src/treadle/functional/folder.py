@@ -62,13 +62,13 @@ class NumberedFolder(CheckpointFolder):
         self._written: list[Path] | None = None  # at the end of the present epoch, while it is written
 
     def use(self, path: str | Path | None, save_freq: int | None = None) -> None:
-        """Sets the folder of a call, and the epochs between two numbered checkpoints; 0 or None: none."""
+        """Set the folder of a call, and the epochs between two numbered checkpoints; 0 or None: none."""
         super().use(path)
         self._history.folder = self.path
         self._save_freq = save_freq or 0
 
     def held(self) -> AbstractContextManager[None]:
-        """Holds the folder for this run inside the block; one that is replayed gets no history either."""
+        """Hold the folder for this run inside the block; one that is replayed gets no history either."""
         held = super().held()
         self._history.folder = self.path
         return held
@@ -76,18 +76,18 @@ class NumberedFolder(CheckpointFolder):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns every checkpoint of the folder."""
+        """Return every checkpoint of the folder."""
         return checkpoints_in(folder)
 
     def resume(self, source: str | Path | None) -> Path | None:
-        """Loads ``resume_from`` into a run that has not started, and finishes what a kill interrupted."""
+        """Load ``resume_from`` into a run that has not started, and finish what a kill interrupted."""
         found = super().resume(source)
         if found is not None:
             self._complete(found)
         return found
 
     def _complete(self, source: Path) -> None:
-        """Gives the epoch its own file, if the run was killed after the best was written and before that."""
+        """Give the epoch its own file, if the run was killed after the best was written and before that."""
         assert self.path is not None
         own = epoch_file(self.path, self.engine.epoch)
         if source.name == BEST and self._is_due():
@@ -101,7 +101,7 @@ class NumberedFolder(CheckpointFolder):
     def write_epoch(
         self, *, improved: bool | None, best: float | None, scored_weights: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Writes the files of an epoch.
+        """Write the files of an epoch.
 
         A model with ``save_pretrained`` writes ``pretrained/`` with each best checkpoint, or where no epoch is selected
         with each numbered one. Of the checkpoints the best goes first: whatever a kill leaves, the newest file knows of
@@ -131,14 +131,14 @@ class NumberedFolder(CheckpointFolder):
         on_rank_0(self._prune)
 
     def write_changed(self, best: float | None) -> None:
-        """Writes the numbered checkpoint of an epoch again, after callbacks that changed what it holds."""
+        """Write the numbered checkpoint of an epoch again, after callbacks that changed what it holds."""
         if self.path is not None and self._is_due():
             self.before_write()
             self._save(epoch_file(self.path, self.engine.epoch), self.engine.epoch, best)
             self.record_written()
 
     def _prune(self) -> None:
-        """Deletes the numbered checkpoints that no rule keeps; none that is further than the present epoch."""
+        """Delete the numbered checkpoints that no rule keeps; none that is further than the present epoch."""
         folder, state = self.path, self.engine.state
         if folder is None or self._retention.keep_previous is None:
             return
@@ -151,7 +151,7 @@ class NumberedFolder(CheckpointFolder):
         self._retention.prune(folder, _NUMBERED, protected)
 
     def write_last(self) -> None:
-        """Writes the present state under the number of its epoch, or as the last one inside an epoch."""
+        """Write the present state under the number of its epoch, or as the last one inside an epoch."""
         assert self.path is not None
         self.before_write()
         epoch = self.engine.epoch
@@ -160,7 +160,7 @@ class NumberedFolder(CheckpointFolder):
         on_rank_0(self._prune)
 
     def save_and_log(self) -> None:
-        """Writes the state at which a signal ends the run, and logs how to resume it; all ranks take part."""
+        """Write the state at which a signal ends the run, and log how to resume it; all ranks take part."""
         self._history.write()
         self.write_end()
         if self.engine.state.saved is not None and distributed.rank() == 0:
@@ -175,7 +175,7 @@ class NumberedFolder(CheckpointFolder):
                 on_all_ranks(lambda: write_pretrained(model, path))
 
     def write(self, path: Path, metric_value: float | None) -> None:
-        """Writes one full checkpoint; the second of one epoch is a copy of the first. All ranks take part."""
+        """Write one full checkpoint; the second of one epoch is a copy of the first. All ranks take part."""
         first = self._written[0] if self._written else None
         if first is not None and not is_aside(first):
             on_rank_0(lambda: copy_checkpoint(first, path) if first.exists() else None)
@@ -192,7 +192,7 @@ class NumberedFolder(CheckpointFolder):
             self._written.append(written)
 
     def _name(self, path: Path) -> None:
-        """Gives a state of the run the name that it has in every face."""
+        """Give a state of the run the name that it has in every face."""
         if path.exists() and path in checkpoints_in(path.parent):
             if path.name == BEST:
                 self.name_state(path, best=True)

@@ -20,7 +20,7 @@ _IGNORED = -100  # what models that compute their own loss leave out
 
 
 def model_loss(outputs: Any) -> Tensor | None:
-    """Returns the loss that a model computed itself: ``outputs.loss`` or ``outputs["loss"]``; None without one.
+    """Return the loss that a model computed itself: ``outputs.loss`` or ``outputs["loss"]``; None without one.
 
     Example:
         >>> model_loss({"loss": torch.tensor(1.0)}), model_loss(torch.zeros(2))
@@ -32,7 +32,7 @@ def model_loss(outputs: Any) -> Tensor | None:
 
 
 def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
-    """Returns the error of a batch from which no loss can be computed."""
+    """Return the error of a batch from which no loss can be computed."""
     given = f"the model returned a {type(outputs).__name__} without a loss"
     if loss_fn is None:
         return ConfigError(
@@ -46,7 +46,7 @@ def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
 def loss_weight(
     model: nn.Module, loss_fn: Callable[..., Any] | None, *, inputs: Any, outputs: Any, targets: Any
 ) -> float | Tensor:
-    """Returns how many things the loss of a batch is a mean over.
+    """Return how many things the loss of a batch is a mean over.
 
     - The model's own loss with integer ``labels`` (B, T) in the inputs: the labels that are not -100; of a causal
       language model those from position 1 on, which are the ones it predicts.
@@ -80,7 +80,7 @@ def loss_weight(
 def counted_labels(
     model: nn.Module, loss_fn: Callable[..., Any] | None, *, inputs: Any, outputs: Any, targets: Any
 ) -> Tensor | None:
-    """Returns which labels the loss of a batch is a mean over; None where :func:`loss_weight` goes by something else.
+    """Return which labels the loss of a batch is a mean over; None where :func:`loss_weight` goes by something else.
 
     The arguments are those of :func:`loss_weight`; None for ``outputs`` leaves the model's own loss out.
 
@@ -105,7 +105,7 @@ def counted_labels(
 
 
 def num_counted(loss_fn: Callable[..., Any] | None, outputs: Any, targets: Any) -> float | Tensor | None:
-    """Returns how many targets a loss with class weights counts: what numbers such as an accuracy are a mean over.
+    """Return how many targets a loss with class weights counts: what numbers such as an accuracy are a mean over.
 
     None where the weight of the loss is that already.
 

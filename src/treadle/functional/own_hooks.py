@@ -38,7 +38,7 @@ class SaveAtSignals(BaseHook):
         self._write = write
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Returns the plan, or None where there is nothing to save to or another one is in charge."""
+        """Return the plan, or None where there is nothing to save to or another one is in charge."""
         if trainer.workspace is None or threading.current_thread() is not threading.main_thread():
             return None
         if any(hook is not self and hook.exit_plan(trainer) is not None for hook in trainer.hooks):
@@ -51,12 +51,12 @@ _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def _is_free(handler: Any, trainer: Engine) -> bool:
-    """Returns whether a handler is Python's own, or that of this trainer, around the runs of single epochs."""
+    """Return whether a handler is Python's own, or that of this trainer, around the runs of single epochs."""
     return handler in _DEFAULT or getattr(handler, "__self__", None) is trainer.signals
 
 
 def own_hooks(settings: TrainingSettings, history: BaseHook, write: Callable[[], Any]) -> list[BaseHook]:
-    """Returns the average, the history and the save at signals, as the settings ask for them.
+    """Return the average, the history and the save at signals, as the settings ask for them.
 
     Args:
         settings: say which.

@@ -49,7 +49,7 @@ class OwnStepEngine(Engine):
         self._outcomes: list[Outcome] = []
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Trains as the engine does.
+        """Train as the engine does.
 
         Raises:
             ConfigError: a step has several micro-batches, but an override gets only one.
@@ -69,7 +69,7 @@ class OwnStepEngine(Engine):
         super().run(*args, **kwargs)
 
     def train_step(self, group: Group) -> Outcome:
-        """Lets the override run the step, once."""
+        """Let the override run the step, once."""
         if self._own_step is None:
             return super().train_step(group)
         if self._replaced is not None:
@@ -89,7 +89,7 @@ class OwnStepEngine(Engine):
         return self._outcomes[0]
 
     def inner_step(self, batch: Any) -> bool:
-        """Runs the step that the loop waits for; returns False where no loop waits for one.
+        """Run the step that the loop waits for; return False where no loop waits for one.
 
         Raises:
             ConfigError: it ran already.
@@ -112,7 +112,7 @@ class OwnStepEngine(Engine):
         return True
 
     def step_group(self, batches: Sequence[Any]) -> bool:
-        """Runs one step directly, for the override that calls it."""
+        """Run one step directly, for the override that calls it."""
         with self.temporarily(_own_step=None):
             return super().step_group(batches)
 
@@ -129,7 +129,7 @@ class OwnStepEngine(Engine):
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    """Returns results of a step of one micro-batch, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
+    """Return results of a step of one micro-batch, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
 
     Example:
         >>> numbers_of({"loss": [None], "lr": [0.1]})

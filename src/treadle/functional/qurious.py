@@ -107,7 +107,7 @@ class Trainer(ours.Trainer):
         self._folder.other_names = _names_of_the_package
 
     def _get_default_optimizer(self, learning_rate: float) -> Optimizer:
-        """Returns AdamW over all parameters."""
+        """Return AdamW over all parameters."""
         return torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
     @property
@@ -120,7 +120,7 @@ class Trainer(ours.Trainer):
         self._engine.cursor.restart(epoch=value)
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Runs one optimizer step.
+        """Run one optimizer step.
 
         Returns:
             ``train_loss``, ``lr``, and ``grad_norm`` where there was a gradient.
@@ -128,11 +128,11 @@ class Trainer(ours.Trainer):
         return {_prefixed(name, "train_"): value for name, value in super().train_step(batch).items()}
 
     def eval_step(self, batch: Any) -> dict[str, float]:
-        """Returns the ``eval_loss`` of one batch."""
+        """Return the ``eval_loss`` of one batch."""
         return {_prefixed(name, "eval_"): value for name, value in super().eval_step(batch).items()}
 
     def evaluate(self, dataloader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the weighted means over a loader: ``eval_loss``, then the metrics, and ``epoch``."""
+        """Return the weighted means over a loader: ``eval_loss``, then the metrics, and ``epoch``."""
         means = {f"eval_{name}": value for name, value in super().evaluate(dataloader).items()}
         return {**means, "epoch": self.epoch}
 
@@ -150,7 +150,7 @@ class Trainer(ours.Trainer):
         best_mode: Mode | None = None,
         resume_from: str | Path | None = None,
     ) -> Result:
-        """Trains ``num_epochs`` more epochs; the best epoch and the patience carry over from call to call.
+        """Train ``num_epochs`` more epochs; the best epoch and the patience carry over from call to call.
 
         Args:
             train_dataloader: micro-batches.
@@ -187,11 +187,11 @@ class Trainer(ours.Trainer):
         self._log_metrics(metrics)
 
     def _log_metrics(self, metrics: dict[str, Any]) -> None:
-        """Hands the record of an epoch to ``run``."""
+        """Hand the record of an epoch to ``run``."""
         self.run.log_metrics(metrics)
 
     def _save_checkpoint(self, path: str | Path, epoch: float | None = None, metric_value: float | None = None) -> None:
-        """Writes a full checkpoint, which the package reads too.
+        """Write a full checkpoint, which the package reads too.
 
         Args:
             path: the file.
@@ -208,7 +208,7 @@ class Trainer(ours.Trainer):
     def load_checkpoint(  # type: ignore[override]  # the package returns the epoch
         self, path: str | Path, load_optimizer: bool = True, load_scheduler: bool = True
     ) -> int:
-        """Restores everything from a checkpoint of this library, and what there is from one of the package.
+        """Restore everything from a checkpoint of this library, and what there is from one of the package.
 
         Returns:
             The epochs completed.
@@ -232,7 +232,7 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the parts of a checkpoint that the package reads, by its names."""
+    """Return the parts of a checkpoint that the package reads, by its names."""
     found = {"model_state_dict": tree["model"], "optimizer_state_dict": tree["optimizer"], "step": tree["global_step"]}
     if tree["scheduler"] is not None:
         found["scheduler_state_dict"] = tree["scheduler"]
@@ -240,7 +240,7 @@ def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _paths_of(config: Any) -> str | Path | None:
-    """Returns ``config.paths.checkpoint_dir``, of a mapping or an object; None where there is none."""
+    """Return ``config.paths.checkpoint_dir``, of a mapping or an object; None where there is none."""
     part = config.get("paths") if isinstance(config, dict) else getattr(config, "paths", None)
     found = part.get("checkpoint_dir") if isinstance(part, dict) else getattr(part, "checkpoint_dir", None)
     return found if isinstance(found, (str, Path)) else None

@@ -56,11 +56,11 @@ class Moves:
         self._handle = optimizer.register_step_post_hook(self._stepped)
 
     def close(self) -> None:
-        """Stops counting for good."""
+        """Stop counting for good."""
         self._handle.remove()
 
     def start(self) -> None:
-        """Begins to count."""
+        """Begin to count."""
         self.steps = 0
         self._count = self._schedule_count()
 
@@ -94,7 +94,7 @@ class ReplacedStep:
         self._moves = Moves(engine.optimizer, engine.lr_scheduler)
 
     def run(self, group: Group) -> Outcome:
-        """Runs the override and records its results and the steps that it made.
+        """Run the override and record its results and the steps that it made.
 
         Returns:
             ``"applied"`` where it stepped the optimizer, else ``"skipped"``.
@@ -119,7 +119,7 @@ class ReplacedStep:
 
 
 def step_output(batch: Any, result: Any) -> StepOutput:
-    """Returns the loss of an overridden ``train_step``, weighted by the samples of the batch, and its records.
+    """Return the loss of an overridden ``train_step``, weighted by the samples of the batch, and its records.
 
     Raises:
         ConfigError: it is no dict, or has no loss.
@@ -197,16 +197,16 @@ class OwnSteps:
         self._handle = engine.optimizer.register_step_pre_hook(self._count)
 
     def start(self) -> None:
-        """Begins to count, with an epoch."""
+        """Begin to count, with an epoch."""
         self.moves.start()
         self._counting = True
 
     def stop(self) -> None:
-        """Ends counting, after an epoch."""
+        """End counting, after an epoch."""
         self._counting = False
 
     def close(self) -> None:
-        """Stops counting for good."""
+        """Stop counting for good."""
         self._handle.remove()
         self.moves.close()
 
@@ -220,7 +220,7 @@ class OwnSteps:
 
 
 def warn_of_replaced_step(settings: TrainingSettings) -> None:
-    """Warns once of the features that a replaced step lacks, and refuses settings that have no effect in it.
+    """Warn once of the features that a replaced step lacks, and refuse settings that have no effect in it.
 
     Raises:
         ConfigError: mixed precision is asked for, which the override has to do itself.
@@ -235,7 +235,7 @@ def warn_of_replaced_step(settings: TrainingSettings) -> None:
 
 
 def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
-    """Warns once of what an epoch of the subclass's own does not have, and refuses settings that cannot act in it.
+    """Warn once of what an epoch of the subclass's own does not have, and refuse settings that cannot act in it.
 
     Raises:
         ConfigError: mixed precision or accumulation is asked for, which the override has to do itself.
@@ -257,7 +257,7 @@ def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
 
 
 def _idle(settings: TrainingSettings) -> str:
-    """Returns the end of a sentence on settings of the step that nothing reads."""
+    """Return the end of a sentence on settings of the step that nothing reads."""
     names = ("max_grad_norm", "grad_clip_value", "max_non_finite_grad_retries")
     idle = [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name)]
     return f"; without effect unless the override reads them: {', '.join(idle)}" if idle else ""

@@ -39,7 +39,7 @@ class RowCounts:
         self._counts: np.ndarray[Any, Any] | None = None
 
     def of(self, batch: Any, loader: Any, ids: Any, *, outputs: Any = None, rule: Any = None) -> float | None:
-        """Returns how many labels of a batch count; None where it is not known to be as the loader gave it.
+        """Return how many labels of a batch count; None where it is not known to be as the loader gave it.
 
         Args:
             batch: of the loader.
@@ -62,7 +62,7 @@ class RowCounts:
         return float(chosen.sum())
 
     def _counted(self, loader: TensorLoader, outputs: Any) -> np.ndarray[Any, Any] | None:
-        """Returns the counts of all rows, read from their device here and not again."""
+        """Return the counts of all rows, read from their device here and not again."""
         inputs, targets = split_batch(packed(loader.names, loader.tensors))
         mask = self._mask_of(inputs, outputs, targets)
         if mask is None:

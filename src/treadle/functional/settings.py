@@ -63,7 +63,7 @@ class RunDefaults:
             )
 
     def files(self, save_dir: str | Path | None, save_freq: int | None) -> tuple[str | Path | None, int | None]:
-        """Returns the folder of a call and the epochs between two numbered checkpoints."""
+        """Return the folder of a call and the epochs between two numbered checkpoints."""
         given = save_freq if self.save_interval is None or type(save_freq) is not _Default else self.save_interval
         return self.checkpoint_dir if save_dir is None else save_dir, None if given is None else int(given)
 
@@ -182,7 +182,7 @@ class TrainingSettings:
             raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
 
     def described(self) -> dict[str, Any]:
-        """Returns plain values for checkpoints: the older settings, and of the newer ones those that are set."""
+        """Return plain values for checkpoints: the older settings, and of the newer ones those that are set."""
         limits = Limits.among(vars(self)).given()
         default = TrainingSettings()
         changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
@@ -190,12 +190,12 @@ class TrainingSettings:
         return {**first, **{name: value for name, value in changed.items() if name not in limits}, **limits}
 
     def retention(self) -> Retention:
-        """Returns the rule by which numbered checkpoints are deleted; the best ones come on top."""
+        """Return the rule by which numbered checkpoints are deleted; the best ones come on top."""
         alone = self.save_total_limit is None and self.save_top_k is not None
         return Retention(1 if alone else self.save_total_limit)
 
     def engine_arguments(self) -> EngineArguments:
-        """Returns the arguments of the engine among them, by its names."""
+        """Return the arguments of the engine among them, by its names."""
         return {
             "scheduler_interval": "step" if self.scheduler_step_per_batch or self.lr_scheduler else "epoch",
             "precision": self.precision,
@@ -222,7 +222,7 @@ class TrainingSettings:
 
 
 def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> TrainingSettings:
-    """Returns the settings in ``config.training``, or ``config["training"]``; the config is not changed.
+    """Return the settings in ``config.training``, or ``config["training"]``; the config is not changed.
 
     Args:
         config: None, a mapping (OmegaConf's too), or any object with attributes. Other parts of it are not read.
@@ -269,7 +269,7 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
 
 
 def read_run_defaults(config: Any) -> RunDefaults:
-    """Returns the files of a run that ``config.training`` names.
+    """Return the files of a run that ``config.training`` names.
 
     Example:
         >>> read_run_defaults({"training": {"checkpoint_dir": "runs"}})
@@ -292,7 +292,7 @@ def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict
 
 
 def _warn_of_flat_settings(config: Any) -> None:
-    """Warns of an object without a part ``training`` that has settings of it as its own attributes."""
+    """Warn of an object without a part ``training`` that has settings of it as its own attributes."""
     known = {field.name for field in dataclasses.fields(TrainingSettings)}
     outside = sorted(known & _fields_of(config, closed=True).keys())
     if outside:
@@ -304,14 +304,14 @@ def _warn_of_flat_settings(config: Any) -> None:
 
 
 def _warn_of_misspelt_part(config: Mapping[Any, Any]) -> None:
-    """Warns of a key that is almost ``training``; a config may well hold other parts, which are not read."""
+    """Warn of a key that is almost ``training``; a config may well hold other parts, which are not read."""
     for key in difflib.get_close_matches("training", [key for key in config if isinstance(key, str)], n=1, cutoff=0.7):
         if key != "training":
             _log.warning("config: has no part 'training', and %r is not read; did you mean 'training'?", key)
 
 
 def _fields_of(part: Any, *, closed: bool = False) -> dict[str, Any]:
-    """Returns the public fields of a mapping or of an object with attributes, its classes' included.
+    """Return the public fields of a mapping or of an object with attributes, its classes' included.
 
     Args:
         part: the object.
@@ -351,7 +351,7 @@ def _serves(part: Any) -> bool:
 
 
 def _served_by(part: Any) -> dict[str, Any]:
-    """Returns the settings that an object gives by ``__getattr__``, which has no list of them."""
+    """Return the settings that an object gives by ``__getattr__``, which has no list of them."""
     if not _serves(part):
         return {}
     found = {}

@@ -40,7 +40,7 @@ class TrainerTask:
         self._row_counts = RowCounts(self._counted_labels)
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the loss of a batch with its weight."""
+        """Return the loss of a batch with its weight."""
         trainer = self.trainer
         inputs, targets = trainer._prepare_batch(batch)
         outputs = trainer._forward_pass(inputs)
@@ -63,17 +63,17 @@ class TrainerTask:
         return self.trainer.loss_fn
 
     def with_metrics(self, metrics: EpochMetrics) -> EvalTask:
-        """Returns the task of an evaluation that feeds metrics with outputs and targets."""
+        """Return the task of an evaluation that feeds metrics with outputs and targets."""
         return type(self.trainer._eval_task)(self.trainer, metrics)
 
     def count(self, outputs: Any, targets: Any, weight: float | Tensor) -> None:
-        """Notes what numbers beside the loss are a mean over, unless the trainer weighs losses in its own way."""
+        """Note what numbers beside the loss are a mean over, unless the trainer weighs losses in its own way."""
         own = self.trainer._overrides("_loss_weight")
         counted = None if own else num_counted(self.trainer.loss_fn, outputs, targets)
         self._num_counted = weight if counted is None and _adds_up(self.trainer, outputs) else counted
 
     def weighted(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns numbers of the last batch with what they are a mean over, which its loss may not be."""
+        """Return numbers of the last batch with what they are a mean over, which its loss may not be."""
         count = self._num_counted
         if count is None:
             return dict(numbers)
@@ -86,7 +86,7 @@ class TrainerTask:
         return {name: value if name == "loss" else one(value) for name, value in numbers.items()}
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Counts the elements that the loss of a batch is a mean over, if the host can do so before the model runs.
+        """Count the elements that the loss of a batch is a mean over, if the host can do so before the model runs.
 
         Whether it is the model's own loss is known from an earlier batch of the kind.
         """
@@ -101,12 +101,12 @@ class TrainerTask:
         return batch, None if isinstance(weight, Tensor) else weight
 
     def weigh(self, batch: Any, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
-        """Returns the weight of a loss: of a batch of whole tensors without a look at it, where that is possible."""
+        """Return the weight of a loss: of a batch of whole tensors without a look at it, where that is possible."""
         known = self.known_weight(batch, outputs) if self.trainer._counts_on_host else None
         return self.trainer._loss_weight(inputs, outputs, targets) if known is None else known
 
     def known_weight(self, batch: Any, outputs: Any) -> float | None:
-        """Returns how many labels of a batch of whole tensors count; None where only a look at it can tell."""
+        """Return how many labels of a batch of whole tensors count; None where only a look at it can tell."""
         engine, loss_fn = self.trainer._engine, self.trainer.loss_fn
         for given, ids in zip(engine.attempt.group.batches, engine.attempt.group.sample_ids):  # noqa: B905  (few have ids)
             if given is batch:
@@ -120,7 +120,7 @@ class TrainerTask:
         return counted_labels(trainer.model, trainer.loss_fn, inputs=inputs, outputs=outputs, targets=targets)
 
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
-        """Returns ``(prediction, target)`` where there are metrics; training has none."""
+        """Return ``(prediction, target)`` where there are metrics; training has none."""
         return None
 
 
@@ -141,11 +141,11 @@ class EvalTask(TrainerTask):
         self.gives_loss = True
 
     def known_weight(self, batch: Any, outputs: Any) -> float | None:
-        """Returns None: the batches of an evaluation are no micro-batches of a step."""
+        """Return None: the batches of an evaluation are no micro-batches of a step."""
         return None
 
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
-        """Returns ``(prediction, target)``: the logits where outputs have some, and the labels where there is none."""
+        """Return ``(prediction, target)``: the logits where outputs have some, and the labels where there is none."""
         if not self.metrics or outputs is None:
             return None
         logits = None if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
@@ -154,7 +154,7 @@ class EvalTask(TrainerTask):
         return prediction, target
 
     def new_metrics(self) -> EpochMetrics:
-        """Returns the metrics of an evaluation, emptied."""
+        """Return the metrics of an evaluation, emptied."""
         self.metrics.reset()
         return self.metrics
 
@@ -163,7 +163,7 @@ class OverriddenEvalTask(EvalTask):
     """Evaluates through the ``eval_step`` that a subclass wrote; its numbers are averaged with the loss's weight."""
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the numbers of ``eval_step`` as records."""
+        """Return the numbers of ``eval_step`` as records."""
         trainer = self.trainer
         with _watched(trainer) as seen:
             numbers = dict(numbers_from("eval_step", trainer.eval_step(batch)))
@@ -180,13 +180,13 @@ class OverriddenEvalTask(EvalTask):
         return StepOutput(None, numbers, weight=weight, outputs=kept, num_samples=num_samples(inputs))
 
     def new_metrics(self) -> EpochMetrics:
-        """Returns the metrics of an evaluation, emptied; whether there is a loss is the override's affair."""
+        """Return the metrics of an evaluation, emptied; whether there is a loss is the override's affair."""
         self.gives_loss = False
         return super().new_metrics()
 
 
 def numbers_from(method: str, result: Any) -> Mapping[str, Any]:
-    """Returns the result of an overridden method of an evaluation.
+    """Return the result of an overridden method of an evaluation.
 
     Raises:
         ConfigError: it is no mapping, as where a ``return`` was forgotten.
@@ -202,7 +202,7 @@ def numbers_from(method: str, result: Any) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Records what passes through the trainer's methods inside the block, overridden or not."""
+    """Record what passes through the trainer's methods inside the block, overridden or not."""
     seen: dict[str, Any] = {}
     prepare, forward, compute = trainer._prepare_batch, trainer._forward_pass, trainer._compute_loss
 
@@ -230,10 +230,10 @@ def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
 
 
 def _kind(inputs: Any, targets: Any) -> tuple[bool, bool]:
-    """Returns the kind of a batch: a model may compute its loss only without targets, or only with labels."""
+    """Return the kind of a batch: a model may compute its loss only without targets, or only with labels."""
     return targets is None, isinstance(inputs, Mapping) and "labels" in inputs
 
 
 def _adds_up(trainer: Trainer, outputs: Any) -> bool:
-    """Returns whether the loss is a sum over the batch, not a mean."""
+    """Return whether the loss is a sum over the batch, not a mean."""
     return model_loss(outputs) is None and getattr(trainer.loss_fn, "reduction", None) == "sum"

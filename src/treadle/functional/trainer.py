@@ -157,7 +157,7 @@ class Trainer(EpochFace):
         self._warn_of_replaced_methods()
 
     def _engine_class(self, task: TrainerTask) -> Callable[..., Engine]:
-        """Returns Engine, or one that steps by the subclass's ``train_step``."""
+        """Return Engine, or one that steps by the subclass's ``train_step``."""
         if not self._overrides("train_step"):
             return Engine
         replaced = self._replaces("train_step")
@@ -167,11 +167,11 @@ class Trainer(EpochFace):
         return getattr(type(self), method) is not getattr(self._face, method)
 
     def _is_own(self, method: str) -> bool:
-        """Returns whether a method is the user's: of a subclass, or set on this object."""
+        """Return whether a method is the user's: of a subclass, or set on this object."""
         return method in vars(self) or self._overrides(method)
 
     def _replaces(self, method: str) -> bool:
-        """Returns whether a method of the user's does not lead to the one that it overrides."""
+        """Return whether a method of the user's does not lead to the one that it overrides."""
         return method in vars(self) or replaces(type(self), self._face, method)
 
     def _warn_of_replaced_methods(self) -> None:
@@ -211,7 +211,7 @@ class Trainer(EpochFace):
     # -- to override ----------------------------------------------------------------------------------------------
 
     def _prepare_batch(self, batch: Any) -> tuple[Any, Any]:
-        """Returns ``(inputs, targets)`` on the device in new containers; the batch itself is not changed."""
+        """Return ``(inputs, targets)`` on the device in new containers; the batch itself is not changed."""
         inputs, targets = split_batch(batch)
         if isinstance(batch, (list, tuple)) and batch[0] is inputs and len(batch) > 2 and not self._warned_of_length:
             self._warned_of_length = True
@@ -223,11 +223,11 @@ class Trainer(EpochFace):
         return to_device(inputs, self.device), to_device(targets, self.device)
 
     def _forward_pass(self, inputs: Any) -> Any:
-        """Returns ``model(**inputs)`` for a mapping, else ``model(inputs)``."""
+        """Return ``model(**inputs)`` for a mapping, else ``model(inputs)``."""
         return self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
 
     def _compute_loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Returns the model's own loss where it has one, else ``loss_fn(outputs, targets)`` in float32."""
+        """Return the model's own loss where it has one, else ``loss_fn(outputs, targets)`` in float32."""
         own = model_loss(outputs)
         if own is not None:
             return own.float()
@@ -237,13 +237,13 @@ class Trainer(EpochFace):
         return loss
 
     def _loss_weight(self, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
-        """Returns how many things the loss is a mean over; see :func:`treadle.functional.losses.loss_weight`."""
+        """Return how many things the loss is a mean over; see :func:`treadle.functional.losses.loss_weight`."""
         return loss_weight(self.model, self.loss_fn, inputs=inputs, outputs=outputs, targets=targets)
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Runs one optimizer step on one micro-batch, with its hooks, and reads its results.
+        """Run one optimizer step on one micro-batch, with its hooks, and read its results.
 
         An override may add to ``super().train_step(batch)``, or replace the step: then it runs forward, backward and
         the optimizer itself and returns a dict with ``loss``, as a warning explains when the trainer is made.
@@ -264,7 +264,7 @@ class Trainer(EpochFace):
     def train_epoch(
         self, train_dataloader: Iterable[Any], eval_dataloader: Iterable[Any] | None = None, epoch: int = 0
     ) -> dict[str, Any]:
-        """Trains one more epoch, evaluates, and steps a per-epoch scheduler.
+        """Train one more epoch, evaluate, and step a per-epoch scheduler.
 
         Called by itself it selects no best epoch and writes no file. A subclass may override it to do something
         around ``super().train_epoch(...)`` and to add numbers to what that returns; ``train`` then goes through it,
@@ -298,7 +298,7 @@ class Trainer(EpochFace):
         best_mode: Mode | None = None,
         resume_from: str | Path | None = None,
     ) -> dict[str, list[Any]]:
-        """Trains until ``num_epochs`` epochs are completed or early stopping ends the run.
+        """Train until ``num_epochs`` epochs are completed or early stopping ends the run.
 
         Args:
             train_dataloader: micro-batches; re-iterated for each epoch.
@@ -368,7 +368,7 @@ class Trainer(EpochFace):
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
     def _best_epochs(self, has_file: Callable[[int], bool]) -> list[int]:
-        """Returns the ``save_top_k`` best epochs of those that have a numbered checkpoint, the best first."""
+        """Return the ``save_top_k`` best epochs of those that have a numbered checkpoint, the best first."""
         rule, count = self._epochs.best, self.settings.save_top_k
         if rule is None or count is None:
             return []
@@ -388,11 +388,11 @@ class Trainer(EpochFace):
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Any) -> dict[str, float]:
-        """Returns the ``loss`` of one batch in eval mode, without gradients; NaN if nothing in it counts."""
+        """Return the ``loss`` of one batch in eval mode, without gradients; NaN if nothing in it counts."""
         return {"loss": self._epochs.loss_of(batch)}
 
     def evaluate(self, dataloader: Iterable[Any]) -> dict[str, Any]:
-        """Returns the weighted means over a loader, of the averaged weights if there is an average.
+        """Return the weighted means over a loader, of the averaged weights if there is an average.
 
         Returns:
             ``loss``, then the metrics; unprefixed.
@@ -403,7 +403,7 @@ class Trainer(EpochFace):
         return self._epochs.measure(dataloader)
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
-        """Returns the model's outputs for a loader, in eval mode, of the averaged weights if there is an average.
+        """Return the model's outputs for a loader, in eval mode, of the averaged weights if there is an average.
 
         Args:
             dataloader: batches as for training; targets in them are not used.
@@ -422,7 +422,7 @@ class Trainer(EpochFace):
     def load_checkpoint(
         self, path: str | Path, load_optimizer: bool = True, load_scheduler: bool = True
     ) -> dict[str, Any]:
-        """Restores everything from a checkpoint, in place.
+        """Restore everything from a checkpoint, in place.
 
         Args:
             path: as given; if there is no such file, inside the last ``save_dir``.
@@ -441,7 +441,7 @@ class Trainer(EpochFace):
         return tree
 
     def _save_checkpoint(self, path: str | Path, epoch: int, metric_value: float | None = None) -> None:
-        """Writes one full checkpoint; every file of ``train`` goes through here, on every rank.
+        """Write one full checkpoint; every file of ``train`` goes through here, on every rank.
 
         Args:
             path: the file.

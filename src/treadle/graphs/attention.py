@@ -48,7 +48,7 @@ class AttentionLayout(NamedTuple):
 
 
 def group_sizes(sizes: Sequence[int]) -> list[int]:
-    """Returns the slots that each graph is given: the nodes of the largest graph of its group.
+    """Return the slots that each graph is given: the nodes of the largest graph of its group.
 
     Padding at most doubles the pairs, Σ slots² ≤ 2·Σ sizes². Within this bound there are few groups, since each costs
     launches of its own; graphs of about the same size form one.
@@ -77,7 +77,7 @@ def group_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def batch_layout(graph_N: Tensor, num_graphs: int, sizes: Sequence[int] | None = None) -> AttentionLayout:
-    """Lays out a batch of graphs of any sizes; reads their sizes on the host, once, unless they are given.
+    """Lay out a batch of graphs of any sizes; read their sizes on the host, once, unless they are given.
 
     Args:
         graph_N: (N,) integer, the graph of each node, in any order.
@@ -118,7 +118,7 @@ def batch_layout(graph_N: Tensor, num_graphs: int, sizes: Sequence[int] | None =
 
 
 def _starts(slots: Sequence[int], device: torch.device) -> tuple[tuple[tuple[int, int], ...], Tensor]:
-    """Returns (G_k, S_k) of each group, and for each graph its first slot, its first pair and its slots, (3, G)."""
+    """Return (G_k, S_k) of each group, and for each graph its first slot, its first pair and its slots, (3, G)."""
     if len(slots) == 1:  # in a captured step, a copy from the host would read memory that is gone by then
         start = torch.zeros(3, 1, dtype=torch.long, device=device)
         start[2].fill_(slots[0])
@@ -138,7 +138,7 @@ def _starts(slots: Sequence[int], device: torch.device) -> tuple[tuple[tuple[int
 
 
 def padded_layout(graph_RS: Tensor) -> AttentionLayout:
-    """Lays out nodes that already lie in rows; no value is read on the host, and every shape is known.
+    """Lay out nodes that already lie in rows; no value is read on the host, and every shape is known.
 
     Args:
         graph_RS: (R, S) integer, the graph of the node in each slot. A graph of real nodes lies in one row; the padding
@@ -155,7 +155,7 @@ def padded_layout(graph_RS: Tensor) -> AttentionLayout:
 
 
 def key_mask(real_GS: Tensor) -> Tensor:
-    """Returns the slots (G, 1, 1, S) that may be attended to, True = yes: the real ones, and always the first.
+    """Return the slots (G, 1, 1, S) that may be attended to, True = yes: the real ones, and always the first.
 
     The first slot of a graph is real unless the graph is empty. Attending to nothing would give 0/0 = NaN.
     """
@@ -180,7 +180,7 @@ class PairBias(nn.Module):
         self.proj = nn.Linear(relative_pe_dim, num_heads, bias=False)
 
     def forward(self, layout: AttentionLayout, pair_index_2P: Tensor, pair_pe_PR: Tensor) -> AttentionLayout:
-        """Returns the layout with a float mask: −∞ at padding, else what the pairs add.
+        """Return the layout with a float mask: −∞ at padding, else what the pairs add.
 
         Args:
             layout: of the batch, with bool masks.
@@ -222,7 +222,7 @@ class GraphAttention(nn.Module):
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(self, nodes_ND: Tensor, layout: AttentionLayout) -> Tensor:
-        """Returns (N, D)."""
+        """Return (N, D)."""
         qkv = self.qkv(nodes_ND)
         if layout.slot_N is not None:
             num_slots = sum(graphs * size for graphs, size in layout.groups)

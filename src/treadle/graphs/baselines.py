@@ -31,7 +31,7 @@ class GraphTable:
 
 
 def tabulate(graphs: Iterable[Any], num_features: int) -> GraphTable:
-    """Sums the node features of each graph; integer ``x`` is counted by type.
+    """Sum the node features of each graph; integer ``x`` is counted by type.
 
     Args:
         graphs: with ``x`` and ``y``, a target or a row of targets per graph.
@@ -54,7 +54,7 @@ def tabulate(graphs: Iterable[Any], num_features: int) -> GraphTable:
 
 
 def mean_baseline(train_GT: Tensor, test_GT: Tensor) -> dict[str, float]:
-    """Returns the errors of predicting the mean of the training targets; unknown targets, NaN, are left out.
+    """Return the errors of predicting the mean of the training targets; unknown targets, NaN, are left out.
 
     Example:
         >>> mean_baseline(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.5]]))
@@ -66,7 +66,7 @@ def mean_baseline(train_GT: Tensor, test_GT: Tensor) -> dict[str, float]:
 def ridge_baseline(
     features_GF: Sequence[Tensor], targets_GT: Sequence[Tensor], *, alphas: Sequence[float] = _ALPHAS
 ) -> dict[str, float]:
-    """Returns the test errors of a ridge regression whose strength is chosen by the validation error.
+    """Return the test errors of a ridge regression whose strength is chosen by the validation error.
 
     The features are brought to mean 0 and deviation 1; the intercept is not penalised.
 

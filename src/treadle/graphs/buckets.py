@@ -43,7 +43,7 @@ class PadBucket:
         return max(1, self.row_length // 8)
 
     def place(self, sizes: Sequence[int]) -> list[int] | None:
-        """Returns the first slot of each graph, largest graphs first into the first row with room; None: too many."""
+        """Return the first slot of each graph, largest graphs first into the first row with room; None: too many."""
         if len(sizes) > self.graphs:
             return None
         # The reserve takes part as one more graph.
@@ -63,7 +63,7 @@ class PadBucket:
 
 
 def columns(batch: Any, name: str) -> int:
-    """Returns the columns of an index (2, n) of a batch or graph; 0 when it is not there."""
+    """Return the columns of an index (2, n) of a batch or graph; 0 when it is not there."""
     index = getattr(batch, name, None)
     return 0 if index is None else int(index.shape[1])
 
@@ -77,7 +77,7 @@ def plan_buckets(
     multiple: int = 8,
     seed: int = 0,
 ) -> list[PadBucket]:
-    """Chooses a few buckets for a data set: one that holds any batch, and smaller ones for random batches.
+    """Choose a few buckets for a data set: one that holds any batch, and smaller ones for random batches.
 
     They are measured on 200 random batches. The last but one has rows as long as the largest graph in ``share`` of
     them, and holds each of those batches. With more than two buckets, the smaller ones hold equal parts of those
@@ -137,7 +137,7 @@ def _bucket_of_any(table: torch.Tensor, batch_size: int, multiple: int) -> PadBu
 def _usual_batches(
     table: torch.Tensor, batch_size: int, share: float, multiple: int, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """Returns random batches without those of the largest graphs, by row length, then by nodes."""
+    """Return random batches without those of the largest graphs, by row length, then by nodes."""
     size = min(batch_size, len(table))
     batches = [table[torch.randperm(len(table), generator=generator)[:size]] for _ in range(200)]
     largest = torch.stack([batch[:, 0].max() for batch in batches])
@@ -147,7 +147,7 @@ def _usual_batches(
 
 
 def _bucket_of(batches: Sequence[torch.Tensor], batch_size: int, multiple: int) -> PadBucket:
-    """Returns the smallest bucket that holds each of these batches."""
+    """Return the smallest bucket that holds each of these batches."""
     row_length = _rounded(max(int(batch[:, 0].max()) for batch in batches), multiple)
     others = torch.stack([batch[:, 1:].sum(0) for batch in batches]).amax(0).tolist()
     rows = 1

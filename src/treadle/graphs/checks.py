@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
 def loss_and_metrics(
     model: nn.Module, task_type: str, num_classes: int | None, loss_fn: LossFn | None, metrics: EpochMetrics | None
 ) -> Chosen:
-    """Returns loss and metrics as given, or those of the task.
+    """Return loss and metrics as given, or those of the task.
 
     Raises:
         ConfigError: the task is unknown, or the two disagree on whether predictions are logits.
@@ -62,7 +62,7 @@ def loss_and_metrics(
 
 
 def on_device(part: Any, device: torch.device) -> Any:
-    """Returns a loss or metrics on a device, where they hold tensors of their own.
+    """Return a loss or metrics on a device, where they hold tensors of their own.
 
     Example:
         >>> on_device(None, torch.device("cpu")) is None
@@ -72,7 +72,7 @@ def on_device(part: Any, device: torch.device) -> Any:
 
 
 def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
-    """Returns the name of the autocast type: True is bf16, False and None are full precision.
+    """Return the name of the autocast type: True is bf16, False and None are full precision.
 
     Raises:
         ConfigError: it is something else.
@@ -91,7 +91,7 @@ def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
 
 
 def check_log_every(log_every: int | None) -> None:
-    """Raises ConfigError unless it is a whole number of steps, or None.
+    """Raise ConfigError unless it is a whole number of steps, or None.
 
     Example:
         >>> check_log_every(0)
@@ -103,7 +103,7 @@ def check_log_every(log_every: int | None) -> None:
 
 
 def check_epochs(epochs: Any) -> None:
-    """Raises ConfigError unless it is a whole number >= 0.
+    """Raise ConfigError unless it is a whole number >= 0.
 
     Example:
         >>> check_epochs(100)
@@ -123,7 +123,7 @@ def best_rule(
     loaders: EvalLoaders | None,
     metrics: EpochMetrics,
 ) -> Callable[[], BestRule]:
-    """Returns what makes the best rule of a call.
+    """Return what makes the best rule of a call.
 
     Args:
         metric: a key of the validation record, or without validation of the training record; where there are several

@@ -32,7 +32,7 @@ _BOUND = 0.95  # quantile of the contributions that has the full colour: few ato
 
 @torch.no_grad()
 def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) -> Tensor:
-    """Returns the outputs for a graph less those without the features of each of its nodes.
+    """Return the outputs for a graph less those without the features of each of its nodes.
 
     A model that sums over nodes a linear function of their features gives every node its own term. Else the numbers of
     a graph do not add up to its prediction, as two atoms may say the same.
@@ -79,7 +79,7 @@ def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) ->
 
 
 def typical_and_worst(error: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.int64]]:
-    """Returns which samples have the errors nearest to the median, and which the largest, at most four each.
+    """Return which samples have the errors nearest to the median, and which the largest, at most four each.
 
     Args:
         error: (G,) absolute; NaN is left out.
@@ -99,7 +99,7 @@ def typical_and_worst(error: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[n
 def plot_contributions(
     rows: Mapping[str, Sequence[tuple[str, str, npt.NDArray[Any]]]], path: Path, *, unit: str
 ) -> Path:
-    """Draws molecules with their atoms coloured by what they add to the prediction, on one scale.
+    """Draw molecules with their atoms coloured by what they add to the prediction, on one scale.
 
     Args:
         rows: the name of each row, and its molecules: SMILES, caption, and a number (N,) for each atom.

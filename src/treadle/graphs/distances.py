@@ -43,7 +43,7 @@ class ErrorsByDistance:
 
 
 def errors_by_distance(data: GraphDataset, predicted: Tensor) -> ErrorsByDistance | None:
-    """Returns the errors on the test set with their distances.
+    """Return the errors on the test set with their distances.
 
     Args:
         data: the data set; its graphs on the CPU.
@@ -87,7 +87,7 @@ def _hops(graph: Any) -> Tensor:
 
 
 def plot_distances(errors: ErrorsByDistance, path: Path) -> Path | None:
-    """Draws the mean error of every distance beside that of a guess, and how many answers there are.
+    """Draw the mean error of every distance beside that of a guess, and how many answers there are.
 
     Args:
         errors: of the test set.

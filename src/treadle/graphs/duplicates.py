@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler
 
 
 def real_samples(loader: Any) -> int | None:
-    """Returns how many samples of this rank are no copies, which come last; None where a loader has no copies.
+    """Return how many samples of this rank are no copies, which come last; None where a loader has no copies.
 
     Args:
         loader: any iterable; a ``DataLoader`` with a ``DistributedSampler`` that drops nothing has copies.
@@ -29,7 +29,7 @@ def real_samples(loader: Any) -> int | None:
 
 
 def graphs_in(batch: Any) -> int | None:
-    """Returns how many graphs a batch has, padding left out; None where only a device knows, or nobody.
+    """Return how many graphs a batch has, padding left out; None where only a device knows, or nobody.
 
     Example:
         >>> from types import SimpleNamespace
@@ -44,7 +44,7 @@ def graphs_in(batch: Any) -> int | None:
 
 
 def rows_of_first(batch: Any, target: Tensor, num_graphs: int) -> Tensor:
-    """Returns which rows of a target belong to the first graphs of a batch, (rows,) bool.
+    """Return which rows of a target belong to the first graphs of a batch, (rows,) bool.
 
     Args:
         batch: with ``num_graphs``, and ``batch`` and ``pair_index`` where rows are nodes or pairs.

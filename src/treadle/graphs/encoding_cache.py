@@ -32,7 +32,7 @@ def cached_encodings(
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodedGraphs:
-    """Returns the encodings of many graphs: from a file if there is one for exactly these, else computed and written.
+    """Return the encodings of many graphs: from a file if there is one for exactly these, else computed and written.
 
     A file that is damaged or does not fit its name is named in a warning and rewritten; where nothing
     can be written, a warning is logged and the encodings are returned all the same.

@@ -42,7 +42,7 @@ def predict_smiles(
     batch_size: int = 128,
     device: torch.device | str | int | None = None,
 ) -> SmilesPrediction:
-    """Predicts targets of molecules as the mean over models, such as those of several seeds.
+    """Predict targets of molecules as the mean over models, such as those of several seeds.
 
     Args:
         models: of one task, trained on graphs of `get_dataset`; moved to the device, and left in eval mode.
@@ -86,7 +86,7 @@ def predict_graphs(
     batch_size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Returns mean and deviation of :class:`SmilesPrediction` for M graphs, None where there is none."""
+    """Return mean and deviation of :class:`SmilesPrediction` for M graphs, None where there is none."""
     from torch_geometric.data import Batch
 
     usable = [number for number, graph in enumerate(found) if graph is not None]

@@ -21,7 +21,7 @@ from treadle.checkpoint.store import write_text
 
 
 def get_git_info(folder: str | os.PathLike[str] = ".") -> dict[str, Any]:
-    """Returns the commit, the branch and whether files differ from it, of the repository around a folder.
+    """Return the commit, the branch and whether files differ from it, of the repository around a folder.
 
     Args:
         folder: by default the current one.
@@ -51,7 +51,7 @@ def get_git_info(folder: str | os.PathLike[str] = ".") -> dict[str, Any]:
 
 
 def get_environment_info() -> dict[str, Any]:
-    """Returns the versions of Python, torch, numpy, CUDA and treadle, the machine and its GPU.
+    """Return the versions of Python, torch, numpy, CUDA and treadle, the machine and its GPU.
 
     Example:
         >>> get_environment_info()["torch_version"] == torch.__version__
@@ -71,7 +71,7 @@ def get_environment_info() -> dict[str, Any]:
 
 
 def create_reproducibility_info(config: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Returns ``seed``, ``git``, ``environment``, ``config_hash`` and ``timestamp`` of a run.
+    """Return ``seed``, ``git``, ``environment``, ``config_hash`` and ``timestamp`` of a run.
 
     Example:
         >>> first, second = (create_reproducibility_info(config, 1) for config in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
@@ -91,7 +91,7 @@ def create_reproducibility_info(config: Mapping[str, Any], seed: int) -> dict[st
 def save_reproducibility_info(
     info: Mapping[str, Any], output_dir: str | os.PathLike[str], filename: str = "reproducibility.json"
 ) -> Path:
-    """Writes the information beside the results of a run; returns the path."""
+    """Write the information beside the results of a run; return the path."""
     path = Path(output_dir) / filename
     write_text(json.dumps(info, indent=2, default=str) + "\n", path)
     return path
@@ -107,7 +107,7 @@ def verify_reproducibility(
     metrics_file: str = "results.json",
     tolerance: float = 1e-6,
 ) -> dict[str, Any]:
-    """Compares the results of two runs, value by value.
+    """Compare the results of two runs, value by value.
 
     Args:
         output_dir1: folder of the first run.
@@ -142,7 +142,7 @@ def verify_reproducibility(
 
 
 def _differences(first: Any, second: Any, place: str, tolerance: float) -> Iterator[tuple[str, bool]]:
-    """Yields differences, each with whether it counts."""
+    """Yield differences, each with whether it counts."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in {**first, **second}:
             here = f"{place}.{key}" if place else str(key)

@@ -30,7 +30,7 @@ class GraphRule(BestRule):
     """A best rule over one key of a training or validation record."""
 
     def value_in(self, record: Mapping[str, Any]) -> float:
-        """Returns the metric's value in an epoch record.
+        """Return the metric's value in an epoch record.
 
         Raises:
             ConfigError: the record has no such key; the keys present are listed.
@@ -42,7 +42,7 @@ class GraphRule(BestRule):
 
 
 def missing_key(key: str, known: Iterable[str], prefix: str) -> ConfigError:
-    """Returns the error of a best metric that the records do not have."""
+    """Return the error of a best metric that the records do not have."""
     which = "validation" if prefix == VAL else "training"
     return ConfigError(
         f"the {which} record has no such key; it has {', '.join(known)}", argument="metric_for_best", value=key
@@ -68,13 +68,13 @@ class GraphEpochs(SelectingEpochs):
         self._opened = time.perf_counter()
 
     def fit(self, train_loader: Iterable[Any], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """Trains as the epoch driver does."""
+        """Train as the epoch driver does."""
         self._task.padding.plan(train_loader)
         self._opened = time.perf_counter()
         return super().fit(train_loader, *args, **kwargs)
 
     def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Trains one more epoch without evaluation and selection; returns its record."""
+        """Train one more epoch without evaluation and selection; return its record."""
         self.prepare_alone()
         self._task.padding.plan(loader)
         self._opened = time.perf_counter()
@@ -88,7 +88,7 @@ class GraphEpochs(SelectingEpochs):
         return train_part(record)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns loss, metrics of training outputs, the share of padding if any, and the seconds of the epoch."""
+        """Return loss, metrics of training outputs, the share of padding if any, and the seconds of the epoch."""
         metrics = self._outputs.measure()
         shares = share_of_padding(self._task.padding.used())
         padding = {f"{TRAIN}padding": shares["nodes"]} if shares else {}
@@ -108,7 +108,7 @@ class GraphEpochs(SelectingEpochs):
         return value
 
     def evaluate(self, loader: Iterable[Any], *, mask: str = "val_mask") -> dict[str, Any]:
-        """Returns the weighted mean loss and the metrics over a loader, each graph counted once.
+        """Return the weighted mean loss and the metrics over a loader, each graph counted once.
 
         Args:
             loader: batches.
@@ -123,12 +123,12 @@ class GraphEpochs(SelectingEpochs):
     def evaluate_each(
         self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]], *, mask: str = "val_mask"
     ) -> dict[str, Any]:
-        """Returns the results over a loader, or over each of a dict, by the rows of a mask where there are masks."""
+        """Return the results over a loader, or over each of a dict, by the rows of a mask where there are masks."""
         return self._each(loaders, lambda loader: self.evaluate(loader, mask=mask))
 
 
 def keys_of(record: Mapping[str, Any], prefix: str) -> list[str]:
-    """Returns the keys that the training or validation part of an epoch's record can be selected by.
+    """Return the keys that the training or validation part of an epoch's record can be selected by.
 
     Example:
         >>> keys_of({"epoch": 1, "train_loss": 1.0, "val_loss": 2.0, "val_mae": 1.0}, "val_")
@@ -138,7 +138,7 @@ def keys_of(record: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def train_part(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the training part of an epoch's record: ``epoch``, ``loss``, metrics, ``lr``, ``time``.
+    """Return the training part of an epoch's record: ``epoch``, ``loss``, metrics, ``lr``, ``time``.
 
     Example:
         >>> train_part({"epoch": 1, "train_loss": 1.0, "time": 0.5, "val_loss": 2.0, "lr": 0.1})
@@ -149,7 +149,7 @@ def train_part(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def val_part(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the validation part of an epoch's record, empty where there was no validation.
+    """Return the validation part of an epoch's record, empty where there was no validation.
 
     Example:
         >>> val_part({"epoch": 1, "train_loss": 1.0, "val_loss": 2.0})
@@ -164,7 +164,7 @@ def _part(record: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def as_history(records: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Returns records as ``{"train": [...], "val": [...]}``."""
+    """Return records as ``{"train": [...], "val": [...]}``."""
     kept = list(records)
     return {
         "train": [train_part(record) for record in kept],
@@ -173,7 +173,7 @@ def as_history(records: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str,
 
 
 def described(record: Mapping[str, Any]) -> str:
-    """Returns the numbers of a record as a line for the log.
+    """Return the numbers of a record as a line for the log.
 
     Example:
         >>> described({"epoch": 1, "loss": 0.51234, "mae": 0.6})
@@ -191,7 +191,7 @@ class GraphHistoryFile(HistoryHook):
 
 
 def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the history as JSON, NaN and infinities as null.
+    """Return the history as JSON, NaN and infinities as null.
 
     Example:
         >>> dump_history([{"epoch": 1, "train_loss": float("nan")}])
@@ -227,7 +227,7 @@ class LogHooks(IntervalHook):
         self.hooks: list[LogHook] = []
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Collects the step and reports when it is time."""
+        """Collect the step and report when it is time."""
         if not self._reports:
             return
         self._collect(trainer)
@@ -235,15 +235,15 @@ class LogHooks(IntervalHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Keeps what is left for the next report: a run may be continued."""
+        """Keep what is left for the next report: a run may be continued."""
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
-        """Tells the hooks ``loss``, ``lr`` and ``grad_norm``."""
+        """Tell the hooks ``loss``, ``lr`` and ``grad_norm``."""
         shown = {key: value for key, value in means.items() if key in ("loss", "grad_norm")}
         self.tell({**shown, "lr": means["lr"][0]}, trainer.step, "step")
 
     def tell(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
-        """Calls every hook with the numbers of a report, on the first rank."""
+        """Call every hook with the numbers of a report, on the first rank."""
         if distributed.rank() != 0:
             return
         for hook in self.hooks:

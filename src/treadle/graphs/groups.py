@@ -17,7 +17,7 @@ _SELF = "_self_"
 
 
 def compose(choices: Mapping[str, str], root: str = "quick") -> dict[str, Any]:
-    """Returns the settings of the chosen files, as nested plain values.
+    """Return the settings of the chosen files, as nested plain values.
 
     Args:
         choices: group -> file; a group that is not there takes the choice of ``root``.
@@ -47,7 +47,7 @@ def _options(folder: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _read(path: str) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the list ``defaults`` of a file, with the file itself last by default, and its settings."""
+    """Return the list ``defaults`` of a file, with the file itself last by default, and its settings."""
     with as_file(files(CONF).joinpath(*f"{path}.yaml".split("/"))) as file:
         values = load_config(file)
     defaults = values.pop("defaults", [])
@@ -55,7 +55,7 @@ def _read(path: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _defaults(root: str) -> dict[str, str]:
-    """Returns the choice of every group that a file makes or takes from the one that it builds on."""
+    """Return the choice of every group that a file makes or takes from the one that it builds on."""
     found: dict[str, str] = {}
     for entry in _read(root)[0]:
         if isinstance(entry, dict):
@@ -66,7 +66,7 @@ def _defaults(root: str) -> dict[str, str]:
 
 
 def _merged(group: str, name: str, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the settings of a file over those of the files in its ``defaults``, in their order."""
+    """Return the settings of a file over those of the files in its ``defaults``, in their order."""
     defaults, own = _read(f"{group}/{name}" if group else name)
     merged: dict[str, Any] = {}
     for entry in defaults:

@@ -15,7 +15,7 @@ from treadle.graphs.layers import Structure, sum_by_index
 
 
 def read_out(nodes_ND: Tensor, graph_N: Tensor, num_graphs: int, readout: str) -> Tensor:
-    """Joins the nodes of each graph by ``"mean"``, ``"add"`` or ``"max"``; a graph without nodes gives 0.
+    """Join the nodes of each graph by ``"mean"``, ``"add"`` or ``"max"``; a graph without nodes gives 0.
 
     Example:
         >>> read_out(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, 2]), 3, "mean").flatten().tolist()
@@ -62,7 +62,7 @@ class GraphHead(nn.Module):
         self.mlp = _mlp(2 * hidden_dim if both else hidden_dim, hidden_dim, num_classes, dropout)
 
     def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
-        """Returns (G, C)."""
+        """Return (G, C)."""
         graph_N, num_graphs = structure.graph_N, structure.num_graphs
         if self.mean_nodes is None:
             joined = read_out(nodes_ND, graph_N, num_graphs, self.readout)
@@ -81,7 +81,7 @@ class NodeHead(nn.Module):
         self.mlp = _mlp(hidden_dim, hidden_dim, num_classes, dropout)
 
     def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
-        """Returns (N, C)."""
+        """Return (N, C)."""
         outputs_NC: Tensor = self.mlp(nodes_ND)
         return outputs_NC
 
@@ -94,7 +94,7 @@ class EdgeHead(nn.Module):
         self.mlp = _mlp(2 * hidden_dim, hidden_dim, num_classes, dropout)
 
     def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
-        """Returns (P, C).
+        """Return (P, C).
 
         Raises:
             ConfigError: when the batch has no ``pair_index``.

@@ -28,7 +28,7 @@ _OF_SCHEDULER = {
 
 
 def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, task_type: str) -> None:
-    """Refuses what was set by hand and changes nothing beside the other settings.
+    """Refuse what was set by hand and changes nothing beside the other settings.
 
     The groups hold every key of a section, also those of other types, so only what was given can tell a mistake.
 
@@ -64,7 +64,7 @@ def _value(values: Any, key: str) -> Any:
 
 
 def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[str, str]]:
-    """Gives the keys, or the sections, that nothing reads, with the reason."""
+    """Give the keys, or the sections, that nothing reads, with the reason."""
     yield from _idle_encodings(config)
     for section, used in (("optimizer", _OF_OPTIMIZER), ("scheduler", _OF_SCHEDULER)):
         chosen = getattr(config.training, section).get("type")

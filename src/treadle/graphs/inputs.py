@@ -18,7 +18,7 @@ from treadle.graphs.statistics import GraphStatistics
 
 
 def needed(batch: Any, name: str) -> Tensor:
-    """Returns an attribute of the batch that the model cannot do without.
+    """Return an attribute of the batch that the model cannot do without.
 
     Raises:
         ConfigError: when it is absent.
@@ -32,7 +32,7 @@ def needed(batch: Any, name: str) -> Tensor:
 
 
 def graphs_of(batch: Any) -> tuple[Tensor, int]:
-    """Returns the graph of each node (N,) and the number of graphs; a batch that names none is one graph."""
+    """Return the graph of each node (N,) and the number of graphs; a batch that names none is one graph."""
     graph_N = getattr(batch, "batch", None)
     if graph_N is None:
         x = needed(batch, "x")
@@ -76,7 +76,7 @@ class FeatureEncoder(nn.Module):
         self.bias = nn.Parameter(torch.empty(hidden_dim).uniform_(-bound, bound))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Encodes (M,) or (M, 1) integers, or (M, F) floats, into (M, D).
+        """Encode (M,) or (M, 1) integers, or (M, F) floats, into (M, D).
 
         Raises:
             ValueError: when the shape does not fit, or an integer is outside 0 … F − 1. On a CUDA device the latter is
@@ -135,7 +135,7 @@ class NodeEncodingInput(nn.Module):
         self.gate = nn.Parameter(torch.zeros(hidden_dim))
 
     def forward(self, nodes_ND: Tensor, node_pe_NK: Tensor) -> Tensor:
-        """Returns (N, D)."""
+        """Return (N, D)."""
         values_NK = node_pe_NK.to(self.gate.dtype)
         if self.mean is not None and self.scale is not None:
             values_NK = (values_NK - self.mean) * self.scale

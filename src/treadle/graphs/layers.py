@@ -37,7 +37,7 @@ class Structure(NamedTuple):
 
 
 def sum_by_index(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """Sums the rows of ``values`` (M, …) that share an index (M,) into (num_rows, …), in float32 or better.
+    """Sum the rows of ``values`` (M, …) that share an index (M,) into (num_rows, …), in float32 or better.
 
     Example:
         >>> sum_by_index(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 0, 2]), 3).flatten().tolist()
@@ -78,7 +78,7 @@ class GINELayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(hidden_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, hidden_dim))
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Returns the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
         messages_ED = F.relu(nodes_ND.index_select(0, structure.source_E) + edges_ED)
         return self.mlp(nodes_ND + sum_by_index(messages_ED, structure.target_E, len(nodes_ND))), edges_ED
 
@@ -96,7 +96,7 @@ class GCNLayer(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_dim))
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Returns the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
         source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
         ones_E1 = torch.ones(len(target_E), 1, device=nodes_ND.device)
         scale_N1 = (1 + sum_by_index(ones_E1, target_E, num_nodes)).rsqrt()
@@ -128,7 +128,7 @@ class GATLayer(nn.Module):
             nn.init.xavier_uniform_(vector)
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Returns the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
         source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
         values_NHC = self.node(nodes_ND).unflatten(1, (self.num_heads, -1))
         edges_EHC = self.edge(edges_ED).unflatten(1, (self.num_heads, -1))
@@ -155,7 +155,7 @@ class GatedGCNLayer(nn.Module):
         self.edge_norm = nn.LayerNorm(hidden_dim) if update_edges else None
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Returns the local update of the nodes (N, D), and the state of the edges (E, D)."""
+        """Return the local update of the nodes (N, D), and the state of the edges (E, D)."""
         source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
         own_ND, value_ND, to_ND, from_ND = self.node(nodes_ND).chunk(4, dim=1)
         gate_ED = to_ND.index_select(0, target_E) + from_ND.index_select(0, source_E) + self.edge(edges_ED)
@@ -180,7 +180,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch_ND: Tensor, graph_N: Tensor, num_graphs: int) -> Tensor:
-        """Returns the branch (N, D), zero at all nodes of the graphs that were drawn."""
+        """Return the branch (N, D), zero at all nodes of the graphs that were drawn."""
         if not self.training or self.rate == 0.0:
             return branch_ND
         keep_G1 = (torch.rand(num_graphs, 1, device=branch_ND.device) >= self.rate).to(branch_ND.dtype)
@@ -224,7 +224,7 @@ class GraphLayer(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Returns the nodes (N, D) and the edges (E, D) after the layer."""
+        """Return the nodes (N, D) and the edges (E, D) after the layer."""
         normed_ND, branches = self.norm1(nodes_ND), []
         if self.local is not None:
             local_ND, edges_ED = self.local(normed_ND, edges_ED, structure)

@@ -25,7 +25,7 @@ UNREACHABLE: Bucket = (-1, -1)
 
 
 def create_distance_buckets(max_distance: int = 20, bucket_size: int = 1) -> list[Bucket]:
-    """Returns buckets from 0 to a distance, and that of pairs without a path.
+    """Return buckets from 0 to a distance, and that of pairs without a path.
 
     Args:
         max_distance: the highest distance.
@@ -46,7 +46,7 @@ def create_distance_buckets(max_distance: int = 20, bucket_size: int = 1) -> lis
 
 
 def create_size_buckets(sizes: Sequence[int] | Tensor, num_buckets: int = 5) -> list[Bucket]:
-    """Returns buckets of graph sizes that hold about equally many graphs.
+    """Return buckets of graph sizes that hold about equally many graphs.
 
     Args:
         sizes: (G,) nodes of each graph.
@@ -66,7 +66,7 @@ def create_size_buckets(sizes: Sequence[int] | Tensor, num_buckets: int = 5) -> 
 def stratify_by_distance(
     predictions: Tensor, targets: Tensor, distances: Tensor, buckets: Sequence[Bucket], mask: Tensor | None = None
 ) -> dict[Bucket, dict[str, Any]]:
-    """Sorts answers into buckets.
+    """Sort answers into buckets.
 
     Args:
         predictions: (A, ...).
@@ -95,7 +95,7 @@ def stratify_by_distance(
 def compute_metrics_per_bucket(
     stratified: Mapping[Bucket, Mapping[str, Any]], task_type: TaskName = "regression", *, from_logits: bool = True
 ) -> BucketMetrics:
-    """Returns the metrics of each bucket, those of `get_metrics`, with ``count`` and ``metric``, the main one.
+    """Return the metrics of each bucket, those of `get_metrics`, with ``count`` and ``metric``, the main one.
 
     The main one is ``mae`` of a regression, ``accuracy`` of a classification, ``roc_auc`` of a binary one.
 
@@ -129,7 +129,7 @@ def compute_metrics_per_bucket(
 
 
 def _curve(metrics: BucketMetrics, name: str) -> list[tuple[Bucket, float]]:
-    """Returns the known values by rising distance."""
+    """Return the known values by rising distance."""
     ordered = [(bucket, metrics[bucket].get(name, math.nan)) for bucket in sorted(metrics) if bucket[0] >= 0]
     return [(bucket, value) for bucket, value in ordered if not math.isnan(value)]
 
@@ -140,7 +140,7 @@ def compute_relative_performance_drop(
     baseline_bucket: Bucket = (0, 0),
     higher_is_better: bool = True,
 ) -> dict[Bucket, float]:
-    """Returns how much worse each bucket is than the baseline, as a share of it: 0 as good, 1 all lost.
+    """Return how much worse each bucket is than the baseline, as a share of it: 0 as good, 1 all lost.
 
     Args:
         metrics_per_bucket: from :func:`compute_metrics_per_bucket`.
@@ -164,7 +164,7 @@ def compute_relative_performance_drop(
 def compute_area_under_distance_curve(
     metrics_per_bucket: BucketMetrics, metric_name: str = "metric", max_distance: int = 20, normalize: bool = True
 ) -> float:
-    """Returns the area under the metric over the distance (AUDC), by trapezoids between the middles of the buckets.
+    """Return the area under the metric over the distance (AUDC), by trapezoids between the middles of the buckets.
 
     Args:
         metrics_per_bucket: from :func:`compute_metrics_per_bucket`.
@@ -194,7 +194,7 @@ def find_effective_receptive_field(
     *,
     higher_is_better: bool = True,
 ) -> int:
-    """Returns the largest distance at which the metric is still good, -1 for none.
+    """Return the largest distance at which the metric is still good, -1 for none.
 
     Args:
         metrics_per_bucket: from :func:`compute_metrics_per_bucket`.
@@ -238,16 +238,16 @@ class DistanceStratifier:
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def reset(self) -> None:
-        """Empties it."""
+        """Empty it."""
         self._kept = []
 
     def update(self, predictions: Tensor, targets: Tensor, distances: Tensor, mask: Tensor | None = None) -> None:
-        """Adds the answers of a batch; see :func:`stratify_by_distance`."""
+        """Add the answers of a batch; see :func:`stratify_by_distance`."""
         parts = (predictions.detach().cpu(), targets.detach().cpu(), distances.cpu())
         self._kept.append(parts if mask is None else tuple(part[mask.cpu()] for part in parts))  # type: ignore[arg-type]
 
     def compute(self) -> dict[Bucket, dict[str, Any]]:
-        """Returns the answers by bucket."""
+        """Return the answers by bucket."""
         if not self._kept:
             nothing = torch.empty(0)
             return {bucket: {"predictions": nothing, "targets": nothing, "count": 0} for bucket in self.buckets}
@@ -255,7 +255,7 @@ class DistanceStratifier:
         return stratify_by_distance(predictions, targets, distances, self.buckets)
 
     def get_bucket_counts(self) -> dict[Bucket, int]:
-        """Returns how many answers each bucket holds."""
+        """Return how many answers each bucket holds."""
         return {bucket: part["count"] for bucket, part in self.compute().items()}
 
 
@@ -289,15 +289,15 @@ class LongRangeEvaluator:
         self._max_distance, self._task_type, self._from_logits = max_distance, task_type, from_logits
 
     def reset(self) -> None:
-        """Empties it."""
+        """Empty it."""
         self.stratifier.reset()
 
     def update(self, predictions: Tensor, targets: Tensor, distances: Tensor, mask: Tensor | None = None) -> None:
-        """Adds the answers of a batch; see :func:`stratify_by_distance`."""
+        """Add the answers of a batch; see :func:`stratify_by_distance`."""
         self.stratifier.update(predictions, targets, distances, mask)
 
     def compute(self) -> dict[str, Any]:
-        """Returns ``metrics_per_bucket``, ``relative_drops``, ``auc``, ``effective_receptive_field``,
+        """Return ``metrics_per_bucket``, ``relative_drops``, ``auc``, ``effective_receptive_field``,
         ``aggregate_metrics``, ``bucket_counts`` and ``config``."""
         stratified = self.stratifier.compute()
         metrics = compute_metrics_per_bucket(stratified, self._task_type, from_logits=self._from_logits)
@@ -317,7 +317,7 @@ class LongRangeEvaluator:
         }
 
     def get_summary(self) -> dict[str, float]:
-        """Returns ``auc``, ``effective_receptive_field``, ``aggregate_metric``, and the main metric near and far."""
+        """Return ``auc``, ``effective_receptive_field``, ``aggregate_metric``, and the main metric near and far."""
         found = self.compute()
         curve = _curve(found["metrics_per_bucket"], "metric")
         (whole,) = found["aggregate_metrics"].values()

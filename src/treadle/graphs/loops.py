@@ -28,7 +28,7 @@ def train_step(
     grad_clip: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> dict[str, float]:
-    """Runs forward, backward and one step of the optimizer on a batch.
+    """Run forward, backward and one step of the optimizer on a batch.
 
     Args:
         model: called with the batch.
@@ -76,7 +76,7 @@ def train_step(
 
 @torch.no_grad()
 def eval_step(model: nn.Module, batch: Any, loss_fn: LossFn, device: torch.device | str) -> dict[str, Any]:
-    """Runs the model on a batch in eval mode, without gradients.
+    """Run the model on a batch in eval mode, without gradients.
 
     Returns:
         ``loss``, a float; ``pred`` and ``target``, tensors on the device.
@@ -91,7 +91,7 @@ def eval_step(model: nn.Module, batch: Any, loss_fn: LossFn, device: torch.devic
 def run_eval_loop(
     model: nn.Module, loader: Iterable[Any], loss_fn: LossFn, metrics: GraphMetrics, device: torch.device | str
 ) -> dict[str, float]:
-    """Evaluates a model on a loader.
+    """Evaluate a model on a loader.
 
     Args:
         model: called with each batch, in eval mode.
@@ -120,7 +120,7 @@ def run_eval_loop(
 
 @torch.no_grad()
 def run_inference(model: nn.Module, loader: Iterable[Any], device: torch.device | str) -> list[Tensor]:
-    """Returns the outputs of a model for each batch of a loader, on the CPU."""
+    """Return the outputs of a model for each batch of a loader, on the CPU."""
     model.eval()
     return [model(batch.to(device)).cpu() for batch in loader]
 
@@ -140,7 +140,7 @@ def run_training_loop(
     log_every: int | None = 50,
     callbacks: Sequence[Callable[[int, nn.Module, Optimizer, dict[str, float]], object]] | None = None,
 ) -> dict[str, list[Any]]:
-    """Trains for a number of epochs, with an evaluation after each.
+    """Train for a number of epochs, with an evaluation after each.
 
     Args:
         model: on the device already.

@@ -45,7 +45,7 @@ class GraphLoss:
         return f"GraphLoss({self.task_type!r}, {self.loss_type!r}, num_classes={self.num_classes})"
 
     def __call__(self, pred: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns the mean over the counted entries, a 0-d float32 tensor; 0, attached to the graph, if there are none.
+        """Return the mean over the counted entries, a 0-d float32 tensor; 0, attached to the graph, if there are none.
 
         Args:
             pred: (G, T), (G, C), (G, 1) or (G,), by the task.
@@ -66,7 +66,7 @@ class GraphLoss:
             return (losses * weights).sum() / torch.where(total > 0, total, torch.ones_like(total))
 
     def count(self, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Returns what the loss is a mean over, a 0-d tensor: the counted entries, or the sum of their class weights.
+        """Return what the loss is a mean over, a 0-d tensor: the counted entries, or the sum of their class weights.
 
         Raises:
             ConfigError: the mask does not fit, or a label on the CPU is no class.
@@ -76,7 +76,7 @@ class GraphLoss:
         return self._entry_weights(target, mask).sum()
 
     def _entry_weights(self, target: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the weight of each entry in the target's shape, 0 where it does not count."""
+        """Return the weight of each entry in the target's shape, 0 where it does not count."""
         if mask is not None and mask.dim() > target.dim():
             mask = mask.reshape(target.shape)
         known = counted(target, mask)
@@ -130,7 +130,7 @@ def get_loss_fn(
     num_classes: int | None = None,
     class_weights: Sequence[float] | Tensor | None = None,
 ) -> GraphLoss:
-    """Returns the loss of a task, a mean over the entries that count; see `GraphLoss` for its call.
+    """Return the loss of a task, a mean over the entries that count; see `GraphLoss` for its call.
 
     Args:
         task_type: ``"regression"``, ``"classification"``, ``"multilabel"`` or ``"edge_prediction"``.

@@ -14,7 +14,7 @@ MASKS: tuple[str, ...] = get_args(MaskName)
 
 
 def check_mask_name(mask: str) -> None:
-    """Raises ConfigError unless it is the name of a mask of the field.
+    """Raise ConfigError unless it is the name of a mask of the field.
 
     Example:
         >>> check_mask_name("test_mask")
@@ -24,7 +24,7 @@ def check_mask_name(mask: str) -> None:
 
 
 def masks_in(batch: Any) -> list[str]:
-    """Returns which masks of the field a batch has.
+    """Return which masks of the field a batch has.
 
     Example:
         >>> from types import SimpleNamespace
@@ -35,7 +35,7 @@ def masks_in(batch: Any) -> list[str]:
 
 
 def counted_rows(batch: Any, split_mask: str) -> Tensor | None:
-    """Returns which rows of the targets count, True = counted; None for all.
+    """Return which rows of the targets count, True = counted; None for all.
 
     Args:
         batch: with ``target_mask`` where it is padded, and masks of the field where its rows are of several splits.

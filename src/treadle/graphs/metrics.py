@@ -55,11 +55,11 @@ class GraphMetrics:
         return self.task_type == "regression"
 
     def like(self) -> GraphMetrics:
-        """Returns empty metrics with the same settings."""
+        """Return empty metrics with the same settings."""
         return GraphMetrics(self.task_type, self.num_classes or 2, from_logits=bool(self.from_logits), k=self.k)
 
     def fold(self) -> None:
-        """Replaces the predictions of a regression that are kept by their sums; waits for no device."""
+        """Replace the predictions of a regression that are kept by their sums; wait for no device."""
         for pred, target, known in self._kept:
             error = torch.where(known, _wide(pred) - _wide(target), 0.0)
             added = (known.sum(), error.square().sum(), error.abs().sum())
@@ -67,11 +67,11 @@ class GraphMetrics:
         self._kept, self._num_kept = [], 0
 
     def sums(self) -> list[float]:
-        """Returns the sums of what was folded: count, squared errors and absolute errors."""
+        """Return the sums of what was folded: count, squared errors and absolute errors."""
         return [float(total) for total in self._sums]
 
     def add_sums(self, sums: Sequence[float]) -> None:
-        """Adds what :meth:`sums` returned."""
+        """Add what :meth:`sums` returned."""
         self._sums = [total + part for total, part in zip(self._sums, sums, strict=True)]
 
     def _names(self) -> tuple[str, ...]:
@@ -86,11 +86,11 @@ class GraphMetrics:
         return ("accuracy", "f1", "roc_auc", "ap")
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._kept, self._num_kept, self._sums = [], 0, [0.0, 0.0, 0.0]
 
     def update(self, pred: Tensor, target: Tensor, mask: Tensor | None = None) -> None:
-        """Adds the predictions of a batch.
+        """Add the predictions of a batch.
 
         Args:
             pred: as for the loss of the task.
@@ -112,7 +112,7 @@ class GraphMetrics:
             self.fold()
 
     def compute(self) -> dict[str, float]:
-        """Returns the metrics over everything that was added on any rank.
+        """Return the metrics over everything that was added on any rank.
 
         Raises:
             ConfigError: nothing was added.
@@ -156,7 +156,7 @@ class GraphMetrics:
 
 
 def get_metrics(task_type: str, num_classes: int = 2, *, from_logits: bool = True, k: int = 100) -> GraphMetrics:
-    """Returns the metrics of a task, an object with ``reset()``, ``update(pred, target, mask=None)``, ``compute()``.
+    """Return the metrics of a task, an object with ``reset()``, ``update(pred, target, mask=None)``, ``compute()``.
 
     - regression: ``mse``, ``mae``, ``rmse`` over the known entries.
     - classification with one logit or two columns: ``accuracy``, ``f1``, ``roc_auc``, ``ap``. The score is the sigmoid
@@ -249,7 +249,7 @@ def _mean(values: list[float]) -> float:
 
 
 def _curve_values(score: Tensor, target: Tensor) -> dict[str, float]:
-    """Returns the areas under both curves, which the order of the scores decides; NaN unless both classes occur."""
+    """Return the areas under both curves, which the order of the scores decides; NaN unless both classes occur."""
     positives = int(target.sum())
     if positives in (0, len(target)):
         return {"roc_auc": math.nan, "ap": math.nan}
@@ -271,7 +271,7 @@ def _curves() -> tuple[Any, Any]:
 
 
 def _precision_at(score: Tensor, target: Tensor, k: int) -> float:
-    """Returns the share of positives among the k best scores; of equal ones at the border, the expected share."""
+    """Return the share of positives among the k best scores; of equal ones at the border, the expected share."""
     k = min(k, len(score))
     border = score.sort(descending=True).values[k - 1]
     above, tied = score > border, score == border

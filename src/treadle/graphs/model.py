@@ -68,7 +68,7 @@ class GraphTransformer(nn.Module):
         self.head = _head(options)
 
     def forward(self, batch: Any) -> Tensor:
-        """Returns (G, C), (N, C) or (P, C) for the task ``graph``, ``node`` or ``edge``.
+        """Return (G, C), (N, C) or (P, C) for the task ``graph``, ``node`` or ``edge``.
 
         Raises:
             ValueError: when features or encodings do not fit the sizes the model was built for (ConfigError, which is
@@ -123,7 +123,7 @@ class GraphTransformer(nn.Module):
         return biased
 
     def _encoding(self, batch: Any, name: str, wanted: bool) -> Tensor | None:
-        """Returns an encoding of the batch if the model was built for it; absence is an error, a surplus a warning."""
+        """Return an encoding of the batch if the model was built for it; absence is an error, a surplus a warning."""
         argument = {"node_pe": "node_pe_dim", "edge_pe": "relative_pe_dim"}[name]
         encoding: Tensor | None = getattr(batch, name, None)
         if wanted and encoding is None:
@@ -174,7 +174,7 @@ def _head(options: ModelOptions) -> nn.Module:
 
 
 def _check_rows(name: str, value: Tensor, rows: int, what: str) -> None:
-    """Refuses what would be broadcast."""
+    """Refuse what would be broadcast."""
     if len(value) != rows:
         raise ConfigError(f"{name} has {len(value)} rows, but the batch has {rows} {what}; give one row for each")
 
@@ -210,7 +210,7 @@ def get_model(
     statistics: GraphStatistics | bool | None = None,
     **unknown: Any,
 ) -> GraphTransformer:
-    """Builds a graph model by name; see `ModelOptions` for the options. Every option is used or refused.
+    """Build a graph model by name; see `ModelOptions` for the options. Every option is used or refused.
 
     ``statistics=graph_statistics(training_graphs)`` standardises the encodings and makes ``"mean_add"`` the readout:
     the recipe of ``treadle train graphs``. Without it, checkpoints of earlier releases fit.

@@ -150,7 +150,7 @@ def _schedule(optimizer: Optimizer, kind: str, total_epochs: int, **settings: An
 def CosineWithWarmup(
     optimizer: Optimizer, warmup_epochs: int, total_epochs: int, min_lr: float = 1e-6, warmup_start_lr: float = 1e-7
 ) -> LambdaLR:
-    """Returns the schedule ``"cosine_warmup"`` of `get_scheduler`."""
+    """Return the schedule ``"cosine_warmup"`` of `get_scheduler`."""
     return _schedule(
         optimizer, "cosine_warmup", total_epochs, warmup_epochs=warmup_epochs, min_lr=min_lr,
         warmup_start_lr=warmup_start_lr,
@@ -158,7 +158,7 @@ def CosineWithWarmup(
 
 
 def WarmupScheduler(optimizer: Optimizer, warmup_epochs: int, warmup_start_lr: float = 1e-7) -> LambdaLR:
-    """Returns the schedule ``"warmup"`` of `get_scheduler`."""
+    """Return the schedule ``"warmup"`` of `get_scheduler`."""
     return _schedule(
         optimizer, "warmup", max(1, warmup_epochs), warmup_epochs=warmup_epochs, warmup_start_lr=warmup_start_lr
     )
@@ -187,11 +187,11 @@ class NodePE:
         self.config = NodePEConfig(type=self.block, dim=dim, **settings)
 
     def compute(self, data: Any) -> Tensor:
-        """Returns the encoding of a graph, (N, dim) float32."""
+        """Return the encoding of a graph, (N, dim) float32."""
         return compute_node_pe(data.edge_index, data.num_nodes, self.config)
 
     def __call__(self, data: Any) -> Any:
-        """Gives a graph its encoding as ``node_pe``."""
+        """Give a graph its encoding as ``node_pe``."""
         data.node_pe = self.compute(data)
         return data
 
@@ -252,11 +252,11 @@ class RelativePE:
         self.config = RelativePEConfig(type=self.kind, **settings)
 
     def compute(self, data: Any) -> tuple[Tensor, Tensor]:
-        """Returns pairs (2, P) and their encoding (P, dim) float32."""
+        """Return pairs (2, P) and their encoding (P, dim) float32."""
         return compute_relative_pe(data.edge_index, data.num_nodes, self.config)
 
     def __call__(self, data: Any) -> Any:
-        """Gives a graph its encoding as ``edge_pe_index`` and ``edge_pe``."""
+        """Give a graph its encoding as ``edge_pe_index`` and ``edge_pe``."""
         data.edge_pe_index, data.edge_pe = self.compute(data)
         return data
 
@@ -307,12 +307,12 @@ class LandmarkSPD(RelativePE):
 
 
 def ApplyNodePE(node_pe_config: dict[str, Any]) -> AddPositionalEncodings:
-    """Returns the transform for the section ``node`` alone."""
+    """Return the transform for the section ``node`` alone."""
     return AddPositionalEncodings({"node": node_pe_config})
 
 
 def ApplyRelativePE(relative_pe_config: dict[str, Any]) -> AddPositionalEncodings:
-    """Returns the transform for the section ``relative`` alone."""
+    """Return the transform for the section ``relative`` alone."""
     return AddPositionalEncodings({"relative": relative_pe_config})
 
 
@@ -320,7 +320,7 @@ def ApplyRelativePE(relative_pe_config: dict[str, Any]) -> AddPositionalEncoding
 
 
 def compute_dataset_stats(dataset: Sequence[Any]) -> dict[str, Any]:
-    """Returns the number of graphs, their sizes, and the mean and spread of their targets.
+    """Return the number of graphs, their sizes, and the mean and spread of their targets.
 
     Example:
         >>> from types import SimpleNamespace
@@ -349,7 +349,7 @@ def compute_dataset_stats(dataset: Sequence[Any]) -> dict[str, Any]:
 def create_random_split(
     dataset: Sequence[Any], train_ratio: float = 0.8, val_ratio: float = 0.1, seed: int = 42
 ) -> tuple[list[int], list[int], list[int]]:
-    """Returns the numbers of three random parts, those that mspe draws by the seed; no generator is touched.
+    """Return the numbers of three random parts, those that mspe draws by the seed; no generator is touched.
 
     Example:
         >>> [len(part) for part in create_random_split(range(10))]
@@ -363,7 +363,7 @@ def create_random_split(
 def normalize_targets(
     dataset: Iterable[Any], mean: float | None = None, std: float | None = None
 ) -> tuple[float, float]:
-    """Standardises the targets of graphs in place; those of a training set give the numbers for the others.
+    """Standardise the targets of graphs in place; those of a training set give the numbers for the others.
 
     Returns:
         The mean and the standard deviation.
@@ -383,7 +383,7 @@ def normalize_targets(
 
 
 def ensure_data_has_pe(data: Any, *, node_pe_dim: int = 32, relative_pe_dim: int = 16) -> Any:
-    """Gives a graph without encodings zeros in their place, for edges in the place of pairs.
+    """Give a graph without encodings zeros in their place, for edges in the place of pairs.
 
     Example:
         >>> class Graph:
@@ -400,7 +400,7 @@ def ensure_data_has_pe(data: Any, *, node_pe_dim: int = 32, relative_pe_dim: int
 
 
 def collate_with_pe(batch: Sequence[Any]) -> Any:
-    """Returns a batch of torch_geometric, graphs without encodings with zeros."""
+    """Return a batch of torch_geometric, graphs without encodings with zeros."""
     from torch_geometric.data import Batch
 
     return Batch.from_data_list([ensure_data_has_pe(data) for data in batch])

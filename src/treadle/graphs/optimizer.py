@@ -28,7 +28,7 @@ def get_optimizer(
     eps: float = 1e-8,
     momentum: float = 0.9,
 ) -> Optimizer:
-    """Builds an optimizer with two groups: parameters that decay, then parameters that do not.
+    """Build an optimizer with two groups: parameters that decay, then parameters that do not.
 
     There is no decay for parameters with fewer than two dimensions, nor for those of normalisation layers, whatever
     their names. Frozen parameters are left out. The fused kernel is used where torch has one.
@@ -68,7 +68,7 @@ def get_optimizer(
 
 
 def say_what_is_idle(kind: str, given: Mapping[str, tuple[Any, Any]], used: Collection[str]) -> None:
-    """Warns of settings that were given and that this kind of optimizer or schedule does not read.
+    """Warn of settings that were given and that this kind of optimizer or schedule does not read.
 
     Args:
         kind: its name.
@@ -84,7 +84,7 @@ def say_what_is_idle(kind: str, given: Mapping[str, tuple[Any, Any]], used: Coll
 
 
 def get_optimizer_from_config(model: nn.Module, cfg: Mapping[str, Any]) -> Optimizer:
-    """Builds an optimizer from the keys ``type``, ``lr``, ``weight_decay``, ``betas``, ``eps``, ``momentum``.
+    """Build an optimizer from the keys ``type``, ``lr``, ``weight_decay``, ``betas``, ``eps``, ``momentum``.
 
     Args:
         model: the model.

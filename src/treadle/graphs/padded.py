@@ -64,26 +64,26 @@ class PaddedGraphBatch:
     """(2, target pairs)."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors of the batch by name."""
+        """Return the tensors of the batch by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PaddedGraphBatch:
-        """Returns the batch on a device."""
+        """Return the batch on a device."""
         return self._with({name: value.to(device, non_blocking=non_blocking) for name, value in self.tensors().items()})
 
     def pin_memory(self) -> PaddedGraphBatch:
-        """Returns the batch in pinned memory; a ``DataLoader`` with ``pin_memory=True`` calls it."""
+        """Return the batch in pinned memory; a ``DataLoader`` with ``pin_memory=True`` calls it."""
         return self._with({name: value.pin_memory() for name, value in self.tensors().items()})
 
     def clone(self) -> PaddedGraphBatch:
-        """Returns a copy with tensors of its own."""
+        """Return a copy with tensors of its own."""
         return self._with({name: value.clone() for name, value in self.tensors().items()})
 
     def _with(self, tensors: dict[str, Any]) -> PaddedGraphBatch:
         return dataclasses.replace(self, **tensors)
 
     def copy_(self, other: PaddedGraphBatch) -> PaddedGraphBatch:
-        """Copies the values of another batch of the same bucket into this one's tensors, and returns this one.
+        """Copy the values of another batch of the same bucket into this one's tensors, and return this one.
 
         This is how the buffers of a captured step are filled.
 
@@ -98,7 +98,7 @@ class PaddedGraphBatch:
         return self
 
     def real(self, outputs: Tensor) -> Tensor:
-        """Returns the outputs of real graphs, nodes or pairs, in the order of the batch without padding.
+        """Return the outputs of real graphs, nodes or pairs, in the order of the batch without padding.
 
         Their number is read on the host, so this has no place in a captured step.
         """
@@ -106,7 +106,7 @@ class PaddedGraphBatch:
 
 
 def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: str = "graph") -> PaddedGraphBatch:
-    """Pads a batch into the first bucket that holds it; meant for the host, before the batch is moved.
+    """Pad a batch into the first bucket that holds it; meant for the host, before the batch is moved.
 
     Args:
         batch: any object with ``x``, ``edge_index``, ``batch`` and ``num_graphs``; ``edge_attr``, ``node_pe``,
@@ -152,7 +152,7 @@ def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: st
 
 
 def _first_that_holds(batch: Any, sizes: list[int], buckets: Sequence[PadBucket]) -> tuple[PadBucket, list[int]]:
-    """Returns the first bucket that holds the batch, and the first slot of each graph in it."""
+    """Return the first bucket that holds the batch, and the first slot of each graph in it."""
     edges, pairs, target_pairs = (columns(batch, name) for name in ("edge_index", "edge_pe_index", "pair_index"))
     for bucket in buckets:
         if edges <= bucket.edges and pairs <= bucket.pairs and target_pairs <= bucket.target_pairs:
@@ -167,7 +167,7 @@ def _first_that_holds(batch: Any, sizes: list[int], buckets: Sequence[PadBucket]
 
 
 def _inputs(batch: Any, bucket: PadBucket, slot_N: Tensor, graph_N: Tensor) -> dict[str, Tensor]:
-    """Puts what the model reads into its slots; ``slot_N`` is the row of each node of the batch."""
+    """Put what the model reads into its slots; ``slot_N`` is the row of each node of the batch."""
     num_slots = bucket.rows * bucket.row_length
     is_real = _real(slot_N, num_slots)
     # Shared out over all padding nodes, so that none of them sums hundreds of messages.
@@ -192,7 +192,7 @@ def _inputs(batch: Any, bucket: PadBucket, slot_N: Tensor, graph_N: Tensor) -> d
 
 
 def _targets(batch: Any, bucket: PadBucket, slot_N: Tensor, num_graphs: int, *, level: str) -> dict[str, Tensor]:
-    """Puts the targets beside the outputs they belong to."""
+    """Put the targets beside the outputs they belong to."""
     if level == "graph":
         where, size = torch.arange(num_graphs), bucket.graphs + 1
     elif level == "node":
@@ -214,7 +214,7 @@ def _targets(batch: Any, bucket: PadBucket, slot_N: Tensor, num_graphs: int, *, 
 
 
 def _rows(values: Tensor, where: Tensor, size: int, *, fill: float = 0) -> Tensor:
-    """Returns (size, …) with the rows of ``values`` at ``where``, and ``fill`` elsewhere."""
+    """Return (size, …) with the rows of ``values`` at ``where``, and ``fill`` elsewhere."""
     return values.new_full((size, *values.shape[1:]), fill).index_copy_(0, where, values)
 
 
@@ -223,7 +223,7 @@ def _real(where: Tensor, size: int) -> Tensor:
 
 
 def _pairs(index: Tensor, slot_N: Tensor, size: int, spare: Tensor) -> Tensor:
-    """Returns (2, size): pairs of nodes moved to their slots, then pairs of a padding node with itself."""
+    """Return (2, size): pairs of nodes moved to their slots, then pairs of a padding node with itself."""
     missing = torch.arange(size - index.shape[1]) % len(spare)
     return torch.cat([slot_N[index], spare[missing].expand(2, -1)], dim=1)
 
@@ -252,7 +252,7 @@ class PaddingCollater:
         self.collate = _torch_geometric_collate() if collate is None else collate
 
     def __call__(self, graphs: list[Any]) -> PaddedGraphBatch:
-        """Returns the padded batch of a list of graphs."""
+        """Return the padded batch of a list of graphs."""
         return pad_batch(self.collate(graphs), self.buckets, level=self.level)
 
 

@@ -32,7 +32,7 @@ class PreparedGraphs:
 
 
 def buckets_for(loader: Any, num_buckets: int) -> list[PadBucket]:
-    """Chooses buckets for the batches of a loader from the graphs of its data set; see `plan_buckets`.
+    """Choose buckets for the batches of a loader from the graphs of its data set; see `plan_buckets`.
 
     Args:
         loader: with a ``dataset`` of graphs, and a ``batch_size`` of its own or of its ``batch_sampler``.
@@ -102,12 +102,12 @@ class Padding:
         self._used = {kind: [0, 0] for kind in _KINDS}
 
     def plan(self, loader: Iterable[Any]) -> None:
-        """Chooses the buckets from a loader's data set, if a number of them is wanted."""
+        """Choose the buckets from a loader's data set, if a number of them is wanted."""
         if self._num_buckets is not None and self._planned_for is not loader:
             self.buckets, self._planned_for = buckets_for(loader, self._num_buckets), loader
 
     def padded(self, batch: Any) -> Any:
-        """Returns a batch padded, if it is not and there are buckets, and counts it.
+        """Return a batch padded, if it is not and there are buckets, and count it.
 
         Raises:
             ConfigError: no bucket holds it.
@@ -121,24 +121,24 @@ class Padding:
         return batch
 
     def forget(self) -> None:
-        """Resets the counts."""
+        """Reset the counts."""
         self._used = {kind: [0, 0] for kind in _KINDS}
 
     def used(self) -> dict[str, list[int]]:
-        """Returns, for each kind that has slots, how many were real and how many there were, over all ranks."""
+        """Return, for each kind that has slots, how many were real and how many there were, over all ranks."""
         numbers = torch.tensor([self._used[kind] for kind in _KINDS], dtype=torch.float64)
         summed = distributed.sum_over_ranks(numbers).tolist()
         return {kind: [int(n) for n in pair] for kind, pair in zip(_KINDS, summed, strict=True) if pair[1]}
 
     def take_up(self, used: Mapping[str, Sequence[int]]) -> None:
-        """Goes on from what :meth:`used` returned; all ranks call it."""
+        """Go on from what :meth:`used` returned; all ranks call it."""
         self.forget()
         if distributed.rank() == 0:
             self._used.update({kind: list(pair) for kind, pair in used.items()})
 
 
 def level_of(batch: Any) -> str:
-    """Returns what a row of a batch's targets belongs to, by its number of rows.
+    """Return what a row of a batch's targets belongs to, by its number of rows.
 
     Example:
         >>> from types import SimpleNamespace
@@ -154,7 +154,7 @@ def level_of(batch: Any) -> str:
 
 
 def room_of(batch: PaddedGraphBatch) -> dict[str, tuple[int, int]]:
-    """Returns how many slots of a padded batch are real, and how many it has; nothing of one on a device.
+    """Return how many slots of a padded batch are real, and how many it has; nothing of one on a device.
 
     Example:
         >>> from types import SimpleNamespace
@@ -171,7 +171,7 @@ def room_of(batch: PaddedGraphBatch) -> dict[str, tuple[int, int]]:
 
 
 def share_of_padding(used: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Returns the share of slots that are padding, of each kind.
+    """Return the share of slots that are padding, of each kind.
 
     Example:
         >>> share_of_padding({"nodes": [3, 4]})
@@ -195,7 +195,7 @@ class PaddingHook(BaseHook):
         self._said = False
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Logs it once, and resets the count."""
+        """Log it once, and reset the count."""
         shares = share_of_padding(self._padding.used())
         if shares and not self._said:
             self._said = True
@@ -204,9 +204,9 @@ class PaddingHook(BaseHook):
         self._padding.forget()
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Stores the count of the present epoch."""
+        """Store the count of the present epoch."""
         state_dict["hooks"][self.state_key] = {"used": self._padding.used()}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores it."""
+        """Restore it."""
         self._padding.take_up(((state_dict.get("hooks") or {}).get(self.state_key) or {}).get("used", {}))

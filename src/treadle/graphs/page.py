@@ -25,7 +25,7 @@ _MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: la
 
 
 def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder: Path) -> list[Picture]:
-    """Draws what the trainer's model does on the test set.
+    """Draw what the trainer's model does on the test set.
 
     Args:
         config: the settings of the run.

@@ -29,7 +29,7 @@ _SIZE_GROUPS = 8
 
 
 def plot_predictions(true: _Numbers, predicted: _Numbers, num_nodes: _Counts, path: Path, *, what: str) -> Path:
-    """Draws predicted against true targets, and the absolute error by the size of the graph.
+    """Draw predicted against true targets, and the absolute error by the size of the graph.
 
     Args:
         true: (G,) targets of the test set.
@@ -84,7 +84,7 @@ def _note(axes: Axes, text: str) -> None:
 
 
 def plot_molecules(smiles: Sequence[str], true: _Numbers, predicted: _Numbers, path: Path) -> Path:
-    """Draws the molecules that were predicted best and worst, four each.
+    """Draw the molecules that were predicted best and worst, four each.
 
     Args:
         smiles: G molecules.
@@ -135,7 +135,7 @@ def _draw_molecule(molecule: Any) -> npt.NDArray[np.float32]:
 
 
 def plot_encodings(graph: Any, config: PEConfig, path: Path) -> Path:
-    """Draws columns of a molecule's encodings on its atoms, as the model is given them.
+    """Draw columns of a molecule's encodings on its atoms, as the model is given them.
 
     Args:
         graph: :func:`is_molecule`, with ``node_pe`` or ``edge_pe``, or both.
@@ -172,7 +172,7 @@ def plot_encodings(graph: Any, config: PEConfig, path: Path) -> Path:
 
 
 def _node_columns(node_pe: torch.Tensor, config: NodePEConfig, limit: int) -> list[tuple[str, _Numbers]]:
-    """Returns names and values of at most so many columns that vary over the molecule, as many of each encoding."""
+    """Return names and values of at most so many columns that vary over the molecule, as many of each encoding."""
     sign = "|" if config.lap.sign_invariant == "abs" else ""
     names = {
         "lap": [f"{sign}eigenvector {i + 1}{sign}" for i in range(config.lap.k)],
@@ -199,7 +199,7 @@ def _spread(column: tuple[str, _Numbers]) -> float:
 
 
 def _relative_column(graph: Any, config: RelativePEConfig) -> tuple[str, _Numbers]:
-    """Returns one number for every pair with the first atom: the distance of a bucket, else a column."""
+    """Return one number for every pair with the first atom: the distance of a bucket, else a column."""
     mine = graph.edge_pe_index[0] == 0
     rows = graph.edge_pe[mine]
     by_hops = config.type in ("spd", "bfs")
@@ -222,14 +222,14 @@ def is_molecule(graph: Any) -> bool:
 
 
 def _layout(smiles: str) -> tuple[_Numbers, list[list[int]]]:
-    """Returns the places (N, 2) of the atoms in a drawing, and the two ends of every bond."""
+    """Return the places (N, 2) of the atoms in a drawing, and the two ends of every bond."""
     molecule = _read(smiles)
     import_rdkit("Chem.rdDepictor").Compute2DCoords(molecule)
     return np.asarray(molecule.GetConformer().GetPositions())[:, :2], _bonds(molecule)
 
 
 def _read(smiles: str) -> Any:
-    """Returns RDKit's molecule, or None."""
+    """Return RDKit's molecule, or None."""
     with import_rdkit("rdBase").BlockLogs():  # its complaints go to stderr, past logging
         return import_rdkit("Chem").MolFromSmiles(smiles)
 

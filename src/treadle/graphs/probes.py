@@ -41,7 +41,7 @@ class PathParityProbe:
         self.path_length = path_length
 
     def generate_path_graph(self, seed: int = 42) -> Any:
-        """Returns a path with ``x`` (N, 1) of bits, ``y`` (N,) of parities and ``distances`` (N,) from its start."""
+        """Return a path with ``x`` (N, 1) of bits, ``y`` (N,) of parities and ``distances`` (N,) from its start."""
         generator = torch.Generator().manual_seed(seed)
         bits = torch.randint(0, 2, (self.path_length,), generator=generator)
         nodes = torch.arange(self.path_length)
@@ -49,7 +49,7 @@ class PathParityProbe:
         return _data(x=bits.float()[:, None], edge_index=edge_index, y=bits.cumsum(0) % 2, distances=nodes)
 
     def generate_batch(self, batch_size: int = 32, base_seed: int = 42) -> list[Any]:
-        """Returns paths of consecutive seeds."""
+        """Return paths of consecutive seeds."""
         return [self.generate_path_graph(base_seed + number) for number in range(batch_size)]
 
 
@@ -69,7 +69,7 @@ class NodeCountingProbe:
         self.max_hops = max_hops
 
     def generate_task(self, data: Any) -> tuple[Tensor, Tensor]:
-        """Returns counts (N, max_hops + 1), and the distances (N, N), -1 for no path or one that is too long."""
+        """Return counts (N, max_hops + 1), and the distances (N, N), -1 for no path or one that is too long."""
         hops = hop_distances(data.edge_index, data.num_nodes)
         hops = torch.where(hops > self.max_hops, -1, hops)
         limits = torch.arange(self.max_hops + 1)
@@ -96,7 +96,7 @@ class DistantNodeFeatureProbe:
     def generate_task(
         self, data: Any, num_samples: int | None = None, *, seed: int = 42
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns nodes (S,) that have others at the distance, the mean features of these (S, F), the distance (S,).
+        """Return nodes (S,) that have others at the distance, the mean features of these (S, F), the distance (S,).
 
         Args:
             data: a graph with float ``x``.
@@ -134,7 +134,7 @@ class SyntheticLongRangeTask:
         self.graph_size, self.signal_distance, self.noise_level = graph_size, signal_distance, noise_level
 
     def generate(self, seed: int = 42) -> Any:
-        """Returns a graph with ``x`` (N, 16), ``y`` (N, 1) and ``distances`` (N,) from node 0."""
+        """Return a graph with ``x`` (N, 16), ``y`` (N, 1) and ``distances`` (N,) from node 0."""
         generator = torch.Generator().manual_seed(seed)
         later = torch.arange(1, self.graph_size)
         earlier = (torch.rand(len(later), generator=generator) * later).long()
@@ -148,7 +148,7 @@ class SyntheticLongRangeTask:
 
 
 def create_probing_dataset(probe_type: str, num_samples: int = 100, **settings: Any) -> list[Any]:
-    """Returns graphs of a probing task, by consecutive seeds.
+    """Return graphs of a probing task, by consecutive seeds.
 
     Args:
         probe_type: ``"parity"`` or ``"long_range"``.
@@ -172,7 +172,7 @@ def create_probing_dataset(probe_type: str, num_samples: int = 100, **settings: 
 
 
 def linear_probe(hidden: Tensor, targets: Tensor, *, ridge: float = 1e-6) -> Callable[[Tensor], Tensor]:
-    """Fits a linear map from hidden states to targets by ridge regression.
+    """Fit a linear map from hidden states to targets by ridge regression.
 
     Args:
         hidden: (A, D) hidden states, such as those of one layer.
@@ -200,7 +200,7 @@ def linear_probe(hidden: Tensor, targets: Tensor, *, ridge: float = 1e-6) -> Cal
 def probe_layers(
     hidden_states: Sequence[Tensor], targets: Tensor, distances: Tensor, *, max_distance: int = 20, holdout: float = 0.5
 ) -> list[dict[str, Any]]:
-    """Returns how well a linear probe reads the targets from each layer, by distance.
+    """Return how well a linear probe reads the targets from each layer, by distance.
 
     Args:
         hidden_states: (A, D) for each layer.

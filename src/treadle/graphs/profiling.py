@@ -139,7 +139,7 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def count_flops(model: nn.Module, batch: Any, *, backward: bool = False) -> FlopCount:
-    """Counts the operations of a forward pass, and of the backward pass through the sum of its outputs.
+    """Count the operations of a forward pass, and of the backward pass through the sum of its outputs.
 
     Args:
         model: called with the batch, in eval mode; gradients are left as they were.
@@ -161,7 +161,7 @@ def count_flops(model: nn.Module, batch: Any, *, backward: bool = False) -> Flop
 
 
 def memory_breakdown(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, float]:
-    """Returns the memory of ``parameters``, ``buffers``, ``gradients`` and ``optimizer`` state, in MiB.
+    """Return the memory of ``parameters``, ``buffers``, ``gradients`` and ``optimizer`` state, in MiB.
 
     Example:
         >>> memory_breakdown(nn.Linear(1024, 256, bias=False))
@@ -183,7 +183,7 @@ def _mebibytes(tensors: Iterable[Any]) -> float:
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device | str) -> float:
-    """Returns the most memory of a GPU that was in use while a function ran, in MiB.
+    """Return the most memory of a GPU that was in use while a function ran, in MiB.
 
     Raises:
         ConfigError: the device is no GPU, whose memory nobody counts.
@@ -204,7 +204,7 @@ def scaling_table(
     num_runs: int = 10,
     warmup_runs: int = 2,
 ) -> list[dict[str, Any]]:
-    """Measures a model at several sizes of the model or of its input.
+    """Measure a model at several sizes of the model or of its input.
 
     Args:
         model_of: a model for each value.

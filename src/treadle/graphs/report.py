@@ -27,13 +27,13 @@ _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 
 
 def decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
-    """Returns the decisions and their reasons, as name -> text."""
+    """Return the decisions and their reasons, as name -> text."""
     precision = f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32"
     return {"precision": precision, **_decisions(config, data, trainer), **_speed_line(config)}
 
 
 def _speed_line(config: GraphsConfig) -> dict[str, str]:
-    """Says into how many shapes batches are padded and whether steps are captured; nothing without either."""
+    """Say into how many shapes batches are padded and whether steps are captured; nothing without either."""
     training = config.training
     if training.num_buckets is None:
         return {}
@@ -74,7 +74,7 @@ def _encodings_line(config: GraphsConfig) -> str:
 
 
 def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, out: Path) -> Results:
-    """Tests the weights that the trainer's model has, compares them with baselines, and draws.
+    """Test the weights that the trainer's model has, compare them with baselines, and draw.
 
     Args:
         config: the settings of the run.
@@ -141,7 +141,7 @@ _NAMES = {
 
 
 def results(metrics: Mapping[str, Any], out: Path) -> Report:
-    """Returns the table of a run from the content of ``metrics.json``."""
+    """Return the table of a run from the content of ``metrics.json``."""
     columns, rows = _test_rows(metrics)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     config, count = metrics["config"], metrics["graphs"]["test"]
@@ -159,7 +159,7 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
 
 
 def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Returns the columns and the rows of the table of test metrics, the model first and then the baselines."""
+    """Return the columns and the rows of the table of test metrics, the model first and then the baselines."""
     test, baselines = metrics["test"], metrics["baselines"]
     names = [name for name in test if not baselines or name in ("mae", "rmse")]
     rows = {f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}": test}

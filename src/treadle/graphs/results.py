@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Returns the spread of values.
+        """Return the spread of values.
 
         Example:
             >>> Spread.of([1.0, 3.0])
@@ -47,7 +47,7 @@ class Spread:
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
 
     def text(self, digits: int = 4, sign: str = "±") -> str:
-        """Returns the mean and, of several runs, the deviation.
+        """Return the mean and, of several runs, the deviation.
 
         Example:
             >>> Spread(0.12345, 0.01, 3).text(3), Spread(0.5, math.nan, 1).text(2)
@@ -57,7 +57,7 @@ class Spread:
 
 
 def load_results(folder: str | os.PathLike[str], *, settings: Sequence[str] = ()) -> list[Row]:
-    """Reads the results of every run below a folder.
+    """Read the results of every run below a folder.
 
     Args:
         folder: holds run folders, each with ``test_results.json`` and ``config.yaml``.
@@ -92,7 +92,7 @@ def _row(path: Path, home: Path, settings: Sequence[str]) -> Row:
 def aggregate_by_seed(
     rows: Iterable[Mapping[str, Any]], group_keys: Sequence[str], metrics: Sequence[str]
 ) -> list[Row]:
-    """Sums up rows that differ in nothing but their seed.
+    """Sum up rows that differ in nothing but their seed.
 
     Args:
         rows: of runs.
@@ -129,7 +129,7 @@ def aggregate_by_seed(
 
 
 def lower_is_better(metric: str) -> bool:
-    """Returns whether less of a metric is better, by its name.
+    """Return whether less of a metric is better, by its name.
 
     Example:
         >>> lower_is_better("mae"), lower_is_better("roc_auc")
@@ -139,7 +139,7 @@ def lower_is_better(metric: str) -> bool:
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Writes rows as CSV; a spread becomes the columns ``<name>_mean``, ``_std`` and ``_count``.
+    """Write rows as CSV; a spread becomes the columns ``<name>_mean``, ``_std`` and ``_count``.
 
     Example:
         >>> print(to_csv([{"pe": "lap", "mae": Spread(2.0, 0.5, 3)}]), end="")
@@ -167,7 +167,7 @@ def _flat(row: Mapping[str, Any]) -> Row:
 
 
 def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: bool = True) -> str:
-    r"""Writes rows as a LaTeX table with ``booktabs``, the best mean of each metric in bold.
+    r"""Write rows as a LaTeX table with ``booktabs``, the best mean of each metric in bold.
 
     Args:
         rows: with equal columns.
@@ -225,7 +225,7 @@ def _escaped(text: str) -> str:
 
 
 def export_table(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Writes a table to a ``.tex`` or ``.csv`` file, whole or not at all.
+    """Write a table to a ``.tex`` or ``.csv`` file, whole or not at all.
 
     Raises:
         ConfigError: the name ends in neither.

@@ -36,7 +36,7 @@ _SCHEDULER_KEYS = ("type", "warmup_epochs", "warmup_offset", "min_lr", "step_siz
 
 
 def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | None = None) -> GraphDataset:
-    """Loads the data set with its encodings.
+    """Load the data set with its encodings.
 
     Args:
         config: the settings.
@@ -53,7 +53,7 @@ def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | No
 
 
 def build_model(config: GraphsConfig, data: GraphDataset, *, measure: bool = True) -> GraphTransformer:
-    """Returns the model with its initial weights, for the widths and the level of the data.
+    """Return the model with its initial weights, for the widths and the level of the data.
 
     Args:
         config: the settings.
@@ -96,7 +96,7 @@ def loader(
     num_buckets: int | None = None,
     level: str = "graph",
 ) -> Iterable[Any]:
-    """Returns a loader of torch_geometric over a split; on several ranks, of this one's part of each batch.
+    """Return a loader of torch_geometric over a split; on several ranks, of this one's part of each batch.
 
     Args:
         graphs: the split.
@@ -119,7 +119,7 @@ def loader(
 
 
 def train_loader(config: GraphsConfig, data: GraphDataset) -> Iterable[Any]:
-    """Returns the loader of the training split, which pads its batches where the settings say so."""
+    """Return the loader of the training split, which pads its batches where the settings say so."""
     training = config.training
     return loader(
         data.train,
@@ -133,7 +133,7 @@ def train_loader(config: GraphsConfig, data: GraphDataset) -> Iterable[Any]:
 
 
 def optimizer_and_schedule(config: GraphsConfig, model: torch.nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-    """Returns the optimizer of a model and its schedule, over the epochs of the run.
+    """Return the optimizer of a model and its schedule, over the epochs of the run.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -146,7 +146,7 @@ def optimizer_and_schedule(config: GraphsConfig, model: torch.nn.Module) -> tupl
 
 
 def refuse_wrong(config: GraphsConfig) -> None:
-    """Refuses what optimizer and schedule would refuse, without data and model.
+    """Refuse what optimizer and schedule would refuse, without data and model.
 
     Raises:
         ConfigError: a setting is unknown or wrong.
@@ -167,7 +167,7 @@ def build_trainer(
     parallel: str | None = None,
     measure: bool = True,
 ) -> GraphTrainer:
-    """Seeds, and returns the trainer with a new model, its optimizer and its schedule.
+    """Seed, and return the trainer with a new model, its optimizer and its schedule.
 
     Args:
         config: the settings; what they say of ranks is for the caller to decide.

@@ -161,7 +161,7 @@ class GraphsConfig:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GraphsConfig:
-        """Builds the settings from nested plain values, as a configuration or a checkpoint has them.
+        """Build the settings from nested plain values, as a configuration or a checkpoint has them.
 
         Raises:
             ConfigError: a key is unknown or missing, or a value is wrong.
@@ -173,7 +173,7 @@ class GraphsConfig:
         return from_nested(cls, {**values, "training": section}, complete=True)
 
     def as_started(self, stored: Mapping[str, Any], *, set_by_hand: Collection[str]) -> GraphsConfig:
-        """Returns these settings, with those of a run in the place of defaults that have changed since it was started.
+        """Return these settings, with those of a run in the place of defaults that have changed since it was started.
 
         Args:
             stored: nested settings of the run; what it lacks is left out.
@@ -194,7 +194,7 @@ class GraphsConfig:
         return self.from_values(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as nested plain values."""
+        """Return the settings as nested plain values."""
         return {**vars(self), "training": dict(vars(self.training))}
 
 
@@ -206,7 +206,7 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested settings with those of open sections checked for their type; a number may stand for a text.
+    """Return nested settings with those of open sections checked for their type; a number may stand for a text.
 
     Raises:
         ConfigError: a value is of the wrong type.
@@ -228,7 +228,7 @@ def with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a section without its nulls, which leave a value to the code.
+    """Return a section without its nulls, which leave a value to the code.
 
     Example:
         >>> given({"lr": 0.1, "eps": None})
@@ -241,7 +241,7 @@ def given(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsConfig:
-    """Returns the settings of ``treadle train graphs`` with texts ``key=value`` applied; the later of two counts.
+    """Return the settings of ``treadle train graphs`` with texts ``key=value`` applied; the later of two counts.
 
     Args:
         settings: ``model=gps`` chooses from a group, ``model.hidden_dim=64`` sets a value.
@@ -268,7 +268,7 @@ def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsC
 
 
 def with_assignments(values: dict[str, Any], assignments: Iterable[Assignment]) -> dict[str, Any]:
-    """Changes nested settings in place by those of a command line; returns the same dict.
+    """Change nested settings in place by those of a command line; return the same dict.
 
     Raises:
         ConfigError: a key is unknown, or a value is of another kind than its setting.

@@ -75,38 +75,38 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     # -- settings -------------------------------------------------------------------------------------------------
 
     def read_settings(self, settings: Sequence[str], device: str | None = None) -> GraphsConfig:
-        """Returns the settings, composed by Hydra from the groups of the pack."""
+        """Return the settings, composed by Hydra from the groups of the pack."""
         return read_settings(settings, device)
 
     def values(self, config: GraphsConfig) -> dict[str, Any]:
-        """Returns settings as nested plain values."""
+        """Return settings as nested plain values."""
         return config.to_dict()
 
     def from_values(self, values: Mapping[str, Any]) -> GraphsConfig:
-        """Returns settings from nested plain values."""
+        """Return settings from nested plain values."""
         return GraphsConfig.from_values(values)
 
     def shown(self, config: GraphsConfig) -> Iterable[tuple[str, Any]]:
-        """Yields every setting with its value as Hydra reads it, under dotted keys."""
+        """Yield every setting with its value as Hydra reads it, under dotted keys."""
         return ((key, "null" if value is None else value) for key, value in flat(config.to_dict()).items())
 
     def parallel(self, config: GraphsConfig) -> str | None:
-        """Returns the setting that spreads the model over ranks."""
+        """Return the setting that spreads the model over ranks."""
         return config.training.parallel
 
     def environment(self, config: GraphsConfig) -> AbstractContextManager[None]:
-        """Has errors name the settings."""
+        """Have errors name the settings."""
         return settings_named(flat(config.to_dict()), RENAMED)
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
     def run(self, run: Run[GraphsConfig], show: Show) -> dict[str, Any] | None:
-        """Trains with the settings of the folder's run in the place of defaults that have changed since it started."""
+        """Train with the settings of the folder's run in the place of defaults that have changed since it started."""
         config = by_rank_0(lambda: _as_started(run))
         return super().run(dataclasses.replace(run, config=config), show)
 
     def prepare(self, run: Run[GraphsConfig]) -> GraphDataset:
-        """Loads the data set with its encodings; what rank 0 downloads and encodes, the others read."""
+        """Load the data set with its encodings; what rank 0 downloads and encodes, the others read."""
         from treadle.graphs import run_build
 
         if run.trains:
@@ -115,7 +115,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             return rank_0_first(lambda: run_build.prepare_data(run.config, progress))
 
     def build(self, run: Run[GraphsConfig], data: GraphDataset) -> GraphTrainer:
-        """Seeds, and returns the trainer with a new model, its optimizer and its schedule."""
+        """Seed, and return the trainer with a new model, its optimizer and its schedule."""
         from treadle.graphs import idle_settings, run_build
 
         trainer = run_build.build_trainer(
@@ -140,11 +140,11 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         return trainer
 
     def resume(self, run: Run[GraphsConfig], trainer: GraphTrainer) -> str:
-        """Loads ``last.pt``, or if it is damaged ``best.pt``."""
+        """Load ``last.pt``, or if it is damaged ``best.pt``."""
         return load_newest(run, trainer, epochs=run.config.training.epochs, step=lambda: trainer.global_step)
 
     def fit(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> None:
-        """Trains to the number of epochs, or until the validation metric stops improving."""
+        """Train to the number of epochs, or until the validation metric stops improving."""
         from treadle.graphs.run_build import loader, train_loader
 
         training = run.config.training
@@ -158,26 +158,26 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         )
 
     def keep(self, run: Run[GraphsConfig], data: GraphDataset) -> None:
-        """Writes the settings as Hydra reads them."""
+        """Write the settings as Hydra reads them."""
         from omegaconf import OmegaConf
 
         write_changed(OmegaConf.to_yaml(OmegaConf.create(run.config.to_dict())), run.out / "config.yaml")
 
     def describe(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
-        """Returns the decisions about precision, data, encodings, model, loss and schedule."""
+        """Return the decisions about precision, data, encodings, model, loss and schedule."""
         from treadle.graphs import report
 
         return report.decisions(run.config, data, trainer)
 
     def finish(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> Results:
-        """Tests the best weights, compares them with baselines, and draws."""
+        """Test the best weights, compare them with baselines, and draw."""
         from treadle.graphs import report
 
         load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
         return report.finish_run(run.config, data, trainer, run.out)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Returns the table of test metrics."""
+        """Return the table of test metrics."""
         from treadle.graphs import report
 
         return report.results(metrics, out)
@@ -185,7 +185,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     # -- stored runs ----------------------------------------------------------------------------------------------
 
     def stored(self, home: Path, path: Path | None, tree: Mapping[str, Any] | None) -> tuple[GraphsConfig, int | None]:
-        """Returns the settings of a checkpoint's run, and the threads it had: another number sums in another order.
+        """Return the settings of a checkpoint's run, and the threads it had: another number sums in another order.
 
         Raises:
             ConfigError: the checkpoint is not of such a run.
@@ -206,7 +206,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         return GraphsConfig.from_values(stored), int(tree["config"]["threads"])
 
     def evaluate(self, opened: GraphsOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
-        """Returns the metrics of the test, of a split."""
+        """Return the metrics of the test, of a split."""
         from treadle.graphs.run_build import loader
 
         trainer, graphs = opened.trainer, _graphs_of(opened.data, split)
@@ -227,7 +227,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         )
 
     def predict(self, opened: GraphsOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Returns the model's outputs for a split, and the targets where each output has one."""
+        """Return the model's outputs for a split, and the targets where each output has one."""
         import torch
 
         from treadle.graphs.run_build import loader
@@ -247,7 +247,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         batch_size: int | None,
         device: str | None,
     ) -> Predictions:
-        """Returns the mean over runs for the molecules of a file, and their deviation as its uncertainty."""
+        """Return the mean over runs for the molecules of a file, and their deviation as its uncertainty."""
         from treadle.graphs.smiles_runs import load_stored_model, predict_file
 
         models = []

@@ -38,7 +38,7 @@ def get_scheduler(
     warmup_start_lr: float = 1e-7,
     warmup_offset: int = 0,
 ) -> LRScheduler | None:
-    """Builds a schedule from the epoch index e = 0, 1, … to a learning rate, with the group's own rate b as its base.
+    """Build a schedule from the epoch index e = 0, 1, … to a learning rate, with the group's own rate b as its base.
 
     With W = ``warmup_epochs``, T = ``total_epochs``, m = ``min_lr``, s = ``warmup_start_lr``, o = ``warmup_offset``:
 
@@ -89,7 +89,7 @@ def get_scheduler(
 
 
 def get_scheduler_from_config(optimizer: Optimizer, config: Mapping[str, Any]) -> LRScheduler | None:
-    """Builds a schedule from the keys of a configuration.
+    """Build a schedule from the keys of a configuration.
 
     Args:
         optimizer: its groups' learning rates are the base rates.

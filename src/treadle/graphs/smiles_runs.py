@@ -54,7 +54,7 @@ class StoredModel:
 
 
 def load_stored_model(config: GraphsConfig, path: Path, tree: Mapping[str, Any]) -> StoredModel:
-    """Builds the model of a run on molecules and loads its weights.
+    """Build the model of a run on molecules and load its weights.
 
     Args:
         config: the settings of the run.
@@ -94,7 +94,7 @@ def predict_file(
     batch_size: int | None = None,
     device: str | None = None,
 ) -> Predictions:
-    """Predicts the molecules of a file, as the mean over models.
+    """Predict the molecules of a file, as the mean over models.
 
     Args:
         stored: of one task, with the same targets and encodings.
@@ -135,7 +135,7 @@ def predict_file(
 
 
 def _refuse_mixed(stored: Sequence[StoredModel]) -> None:
-    """Raises ConfigError for models that do not predict the same of the same encodings."""
+    """Raise ConfigError for models that do not predict the same of the same encodings."""
     for name, its in (
         ("targets", [each.targets for each in stored]),
         ("task", [each.task_type for each in stored]),

@@ -38,7 +38,7 @@ class GraphStatistics:
 
     @classmethod
     def unknown(cls, node_pe_dim: int | None) -> GraphStatistics:
-        """Returns statistics of NaN, in the place of those that a checkpoint brings.
+        """Return statistics of NaN, in the place of those that a checkpoint brings.
 
         Example:
             >>> GraphStatistics.unknown(2).node_pe_mean
@@ -50,7 +50,7 @@ class GraphStatistics:
 
 
 def graph_statistics(graphs: Iterable[Any]) -> GraphStatistics:
-    """Measures the graphs of a training set, once and the same to the bit in every process.
+    """Measure the graphs of a training set, once and the same to the bit in every process.
 
     Args:
         graphs: with ``num_nodes`` or ``x``, and ``node_pe`` (n, K) where encodings are used. A random transform of the

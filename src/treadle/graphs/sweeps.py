@@ -22,7 +22,7 @@ _log = logging.getLogger("treadle.graphs")
 
 
 def grid_sweep(parameters: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Returns every combination of values, the last name varying fastest.
+    """Return every combination of values, the last name varying fastest.
 
     Args:
         parameters: the values of each dotted setting.
@@ -41,7 +41,7 @@ def grid_sweep(parameters: Mapping[str, Sequence[Any]]) -> list[Settings]:
 
 
 def seed_sweep(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Settings]:
-    """Returns the same settings with each seed.
+    """Return the same settings with each seed.
 
     Example:
         >>> seed_sweep({"pe": "mspe"}, [1, 2])
@@ -51,7 +51,7 @@ def seed_sweep(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Settin
 
 
 def random_sweep(parameters: Mapping[str, Any], num_runs: int, *, seed: int = 0) -> list[Settings]:
-    """Draws settings; draw i depends on the seed and i alone, so a longer sweep begins with a shorter one.
+    """Draw settings; draw i depends on the seed and i alone, so a longer sweep begins with a shorter one.
 
     Args:
         parameters: for each dotted setting a list to choose from, or ``(low, high)``: two whole numbers, both included,
@@ -90,7 +90,7 @@ def _drawn(rng: random.Random, name: str, values: Any) -> Any:
 
 
 def settings_id(settings: Mapping[str, Any]) -> str:
-    """Returns a short name of settings, whatever their order.
+    """Return a short name of settings, whatever their order.
 
     Example:
         >>> settings_id({"a": 1, "b": 2}) == settings_id({"b": 2, "a": 1}), len(settings_id({}))
@@ -107,7 +107,7 @@ def run_sweep(
     *,
     keep_going: bool = False,
 ) -> list[dict[str, Any]]:
-    """Runs every entry of a sweep that has no result yet; the same call after a kill continues with the next.
+    """Run every entry of a sweep that has no result yet; the same call after a kill continues with the next.
 
     One process at a time works in the folder. What a run was stopped in is its own affair: give it ``resume=True``.
 

@@ -35,20 +35,20 @@ class EpochMetrics(Protocol):
     """Metrics over an epoch, such as `GraphMetrics` or a collection of torchmetrics."""
 
     def reset(self) -> Any:
-        """Forgets everything."""
+        """Forget everything."""
         ...
 
     def update(self, pred: Tensor, target: Tensor) -> Any:
-        """Adds a batch, without its padding."""
+        """Add a batch, without its padding."""
         ...
 
     def compute(self) -> Any:
-        """Returns the metrics by name."""
+        """Return the metrics by name."""
         ...
 
 
 def target_of(batch: Any) -> Tensor:
-    """Returns ``batch.y``, or ``batch.target`` where there is no ``y``.
+    """Return ``batch.y``, or ``batch.target`` where there is no ``y``.
 
     Raises:
         ConfigError: the batch has neither.
@@ -80,12 +80,12 @@ class FedMetrics:
         self._fed = 0
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._metrics.reset()
         self._fed = 0
 
     def update(self, outputs: Outputs) -> None:
-        """Adds the outputs of one micro-batch."""
+        """Add the outputs of one micro-batch."""
         pred, target, mask = outputs
         if isinstance(self._metrics, GraphMetrics):
             self._metrics.update(pred, target, mask)
@@ -96,12 +96,12 @@ class FedMetrics:
         self._fed += 1
 
     def compute(self) -> Mapping[str, Any]:
-        """Returns the metrics by name; none where no rank had an output, as with a model that returns no tensor."""
+        """Return the metrics by name; none where no rank had an output, as with a model that returns no tensor."""
         return dict(self._metrics.compute()) if distributed.agree(self._fed) else {}
 
 
 def _known(pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Leaves out the entries whose target is NaN, for metrics that would be NaN by them."""
+    """Leave out the entries whose target is NaN, for metrics that would be NaN by them."""
     if not target.is_floating_point() or pred.shape != target.shape:
         return pred, target
     known = ~target.isnan()
@@ -149,7 +149,7 @@ class GraphTask:
         self._tries_loss = not isinstance(loss_fn, GraphLoss)
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Returns the loss of a batch, weighted by the entries that count."""
+        """Return the loss of a batch, weighted by the entries that count."""
         if isinstance(batch, PreparedGraphs):
             batch = batch.padded
         elif torch.is_grad_enabled():
@@ -179,7 +179,7 @@ class GraphTask:
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=outputs, num_samples=num_graphs)
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Pads a batch and counts its targets where they lie on the host."""
+        """Pad a batch and count its targets where they lie on the host."""
         padded = self.padding.padded(batch)
         if not isinstance(padded, PaddedGraphBatch):
             return batch, None
@@ -187,7 +187,7 @@ class GraphTask:
         return PreparedGraphs(padded), weight if isinstance(weight, float) else None
 
     def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
-        """Keeps the outputs of a replayed step, as :meth:`step` does."""
+        """Keep the outputs of a replayed step, as :meth:`step` does."""
         if output.outputs is not None:
             self.step_outputs.append(output.outputs)
         num_graphs = graphs_in(batch.padded if isinstance(batch, PreparedGraphs) else batch)
@@ -204,7 +204,7 @@ class GraphTask:
 
     @contextlib.contextmanager
     def counting_once(self, loader: Any, *, mask: str = "val_mask") -> Iterator[None]:
-        """Counts, inside the block, the rows of a mask, and leaves out what a padding sampler repeats on this rank."""
+        """Count, inside the block, the rows of a mask, and leave out what a padding sampler repeats on this rank."""
         self._graphs_left, self._evaluated_mask = real_samples(loader), mask
         try:
             yield
@@ -212,7 +212,7 @@ class GraphTask:
             self._graphs_left, self._evaluated_mask = None, "val_mask"
 
     def _without_copies(self, batch: Any, num_graphs: int | None) -> Tensor | None:
-        """Returns the rows of the batch that are no copies; None for all."""
+        """Return the rows of the batch that are no copies; None for all."""
         if self._graphs_left is None or num_graphs is None:
             return None
         real, self._graphs_left = self._graphs_left, max(0, self._graphs_left - num_graphs)
@@ -228,7 +228,7 @@ class GraphTask:
         return as_count(counted(target, mask).sum())
 
     def _same_shape(self, pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives a 1-D target of a regression its last axis; classes are left to the loss."""
+        """Give a 1-D target of a regression its last axis; classes are left to the loss."""
         if self.task_type not in ("regression", "multilabel"):
             return pred, target
         return aligned(self.task_type, None, pred, target)
@@ -253,7 +253,7 @@ class GraphTask:
         return loss
 
     def _refuse_unknown(self, pred: Any, target: Tensor) -> None:
-        """Raises ConfigError, once and before a step is applied, if a loss does not leave out targets that are NaN."""
+        """Raise ConfigError, once and before a step is applied, if a loss does not leave out targets that are NaN."""
         self._tries_loss = False
         if not isinstance(pred, Tensor):
             return
@@ -268,13 +268,13 @@ class GraphTask:
             )
 
     def new_metrics(self) -> FedMetrics:
-        """Returns the metrics of an evaluation, emptied."""
+        """Return the metrics of an evaluation, emptied."""
         self.metrics.reset()
         return self.metrics
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """Moves a batch, and gives the model the number of nodes of each graph, counted on the host before."""
+    """Move a batch, and give the model the number of nodes of each graph, counted on the host before."""
     if not _waits_for(device) or isinstance(batch, PaddedGraphBatch):  # whose shapes are known
         return to_device(batch, device)
     sizes = count_sizes(batch)  # before it is moved, which may happen in place
@@ -295,7 +295,7 @@ def _waits_for(device: torch.device) -> bool:
 
 
 def raw_outputs(model: nn.Module, device: torch.device, batch: Any) -> Any:
-    """Returns the outputs of a model for a batch, floating tensors in float32 and without the rows that are padding."""
+    """Return the outputs of a model for a batch, floating tensors in float32 and without the rows that are padding."""
     batch = _moved(batch, device)
     without_padding = getattr(batch, "real", None)
 

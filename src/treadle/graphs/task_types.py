@@ -17,7 +17,7 @@ TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edg
 
 
 def check_task_type(task_type: str) -> None:
-    """Raises ConfigError for a kind of task that does not exist, naming the nearest.
+    """Raise ConfigError for a kind of task that does not exist, naming the nearest.
 
     Example:
         >>> check_task_type("regression")
@@ -29,7 +29,7 @@ def check_task_type(task_type: str) -> None:
 
 
 def outputs_of(task_type: str, num_classes: int | None) -> int | None:
-    """Returns how many outputs a task needs: 2 for classification by default, 1 for pairs, else as given.
+    """Return how many outputs a task needs: 2 for classification by default, 1 for pairs, else as given.
 
     Raises:
         ConfigError: the number is no whole number >= 1, or the task cannot have it.
@@ -52,7 +52,7 @@ def outputs_of(task_type: str, num_classes: int | None) -> int | None:
 
 
 def aligned(task_type: str, num_outputs: int | None, pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns prediction and target in one of three shapes, refusing what would have to be broadcast.
+    """Return prediction and target in one of three shapes, refusing what would have to be broadcast.
 
     - (G, T) and (G, T): regression and multilabel; a 1-D target of a 2-D prediction gets a last axis.
     - (G,) and (G,): one logit for each graph.
@@ -91,7 +91,7 @@ def aligned(task_type: str, num_outputs: int | None, pred: Tensor, target: Tenso
 
 
 def margin(pred: Tensor) -> Tensor:
-    """Returns the logit of class 1 (G,): the one there is, or the difference of two columns.
+    """Return the logit of class 1 (G,): the one there is, or the difference of two columns.
 
     Example:
         >>> margin(torch.tensor([[1.0, 3.0]]))
@@ -101,7 +101,7 @@ def margin(pred: Tensor) -> Tensor:
 
 
 def counted(target: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns which entries of a target count, in its shape: those that are known (not NaN) and that the mask has.
+    """Return which entries of a target count, in its shape: those that are known (not NaN) and that the mask has.
 
     Args:
         target: any shape (G, ...).
@@ -128,7 +128,7 @@ def counted(target: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:
-    """Raises ConfigError for labels that are no classes; those on a device are not looked at, which would wait for it.
+    """Raise ConfigError for labels that are no classes; those on a device are not looked at, which would wait for it.
 
     Args:
         num_labels: C, how many classes there are.

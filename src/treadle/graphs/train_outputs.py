@@ -41,11 +41,11 @@ class TrainOutputsHook(BaseHook):
         self._left_out = False
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Forgets what no step has counted."""
+        """Forget what no step has counted."""
         self._task.step_outputs = []
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Keeps what the step counted: of a step that was tried again, the last try."""
+        """Keep what the step counted: of a step that was tried again, the last try."""
         taken, self._task.step_outputs = self._task.step_outputs, []
         counted = len(trainer.attempt.outputs)
         for outputs in taken[len(taken) - counted :] if counted else []:
@@ -55,7 +55,7 @@ class TrainOutputsHook(BaseHook):
             self._forget_oldest(trainer)
 
     def _forget_oldest(self, trainer: Engine) -> None:
-        """Keeps the bound: sums the older outputs where the metrics are sums, and leaves them out otherwise."""
+        """Keep the bound: sums the older outputs where the metrics are sums, and leave them out otherwise."""
         if self._older is not None:
             older = FedMetrics(self._older)
             for outputs in self._outputs[:-1]:
@@ -78,7 +78,7 @@ class TrainOutputsHook(BaseHook):
         return sum(outputs[0].numel() for outputs in self._outputs)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Starts afresh."""
+        """Start afresh."""
         self._clear()
 
     def _clear(self) -> None:
@@ -87,7 +87,7 @@ class TrainOutputsHook(BaseHook):
             self._older.reset()
 
     def measure(self) -> dict[str, float]:
-        """Returns the task's metrics of what was kept."""
+        """Return the task's metrics of what was kept."""
         metrics = self._task.new_metrics()
         for outputs in self._outputs:
             metrics.update(outputs)
@@ -96,7 +96,7 @@ class TrainOutputsHook(BaseHook):
         return {name: float(value) for name, value in metrics.compute().items()}
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Stores the outputs of every rank."""
+        """Store the outputs of every rank."""
         own = [[None if part is None else part.cpu() for part in outputs] for outputs in self._outputs]
         packed = _packed(own)
         if self._older is not None and any(older := self._older.sums()):  # few epochs have more than is kept
@@ -104,7 +104,7 @@ class TrainOutputsHook(BaseHook):
         state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(packed)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores them; on another number of ranks, the first one takes all, since metrics are over all ranks."""
+        """Restore them; on another number of ranks, the first one takes all, since metrics are over all ranks."""
         self._task.step_outputs = []
         self._clear()
         saved = ((state_dict.get("hooks") or {}).get(self.state_key) or {}).get("ranks", [])
@@ -123,7 +123,7 @@ class TrainOutputsHook(BaseHook):
 
 
 def _latest(outputs: Outputs, most: int) -> Outputs:
-    """Returns the last rows of an output that has more values than are kept."""
+    """Return the last rows of an output that has more values than are kept."""
     rows = max(1, most * len(outputs[0]) // max(1, outputs[0].numel()))
     if outputs[0].numel() <= most or not all(part is None or len(part) == len(outputs[0]) for part in outputs):
         return outputs
@@ -132,7 +132,7 @@ def _latest(outputs: Outputs, most: int) -> Outputs:
 
 
 def _packed(outputs: Sequence[Sequence[Tensor | None]]) -> dict[str, Any]:
-    """Joins outputs of equal kinds into few tensors: thousands of small ones are slow to write and to read."""
+    """Join outputs of equal kinds into few tensors: thousands of small ones are slow to write and to read."""
     kinds = {tuple(None if part is None else (part.dtype, part.shape[1:]) for part in parts) for parts in outputs}
     if len(kinds) != 1:
         return {"parts": [list(parts) for parts in outputs], "sizes": None}

@@ -221,7 +221,7 @@ class GraphTrainer(EpochFace):
         min_delta: float = 0.0,
         resume_from: str | Path | None = None,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Trains until ``epochs`` epochs are completed or early stopping ends the run.
+        """Train until ``epochs`` epochs are completed or early stopping ends the run.
 
         Args:
             train_loader: batches; re-iterated for each epoch.
@@ -270,7 +270,7 @@ class GraphTrainer(EpochFace):
                 self._log_hooks.tell(part, self.global_step, prefix)
 
     def train_epoch(self, train_loader: Iterable[Any]) -> dict[str, Any]:
-        """Trains one more epoch: nothing is evaluated, selected or written.
+        """Train one more epoch: nothing is evaluated, selected or written.
 
         Returns:
             ``loss``, the metrics of the outputs in training mode, ``lr`` and ``time`` (seconds).
@@ -278,7 +278,7 @@ class GraphTrainer(EpochFace):
         return self._epochs.train_epoch(train_loader)
 
     def eval_epoch(self, val_loader: Iterable[Any], *, mask: MaskName = "val_mask") -> dict[str, Any]:
-        """Returns ``loss`` and the metrics over a loader, of the averaged weights if there is an average.
+        """Return ``loss`` and the metrics over a loader, of the averaged weights if there is an average.
 
         Args:
             val_loader: batches.
@@ -292,7 +292,7 @@ class GraphTrainer(EpochFace):
         return self._epochs.evaluate(val_loader, mask=mask)
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Returns ``loss`` and the metrics over the whole loader; of batches with masks, the rows of ``test_mask``.
+        """Return ``loss`` and the metrics over the whole loader; of batches with masks, the rows of ``test_mask``.
 
         Raises:
             ConfigError: a loader is empty, or its batches have masks and not this one.
@@ -301,7 +301,7 @@ class GraphTrainer(EpochFace):
             return self._epochs.evaluate_each(loader, mask="test_mask")
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Returns the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.
+        """Return the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.
 
         Returns:
             The outputs of all batches joined along dimension 0: float32 tensors (N, ...) on the CPU, nested as the
@@ -313,7 +313,7 @@ class GraphTrainer(EpochFace):
         return self._epochs.predict(loader, partial(raw_outputs, self.model, self.device))
 
     def add_log_hook(self, hook: LogHook) -> None:
-        """Adds a function ``hook(metrics, step, prefix)``; ``step`` is always :attr:`global_step`.
+        """Add a function ``hook(metrics, step, prefix)``; ``step`` is always :attr:`global_step`.
 
         ``prefix`` is ``"step"`` every ``log_every`` steps, with the means since the last call, and ``"train"``, then
         ``"val"``, at the end of every epoch. On several ranks the first one calls it. Its exceptions leave `fit`.
@@ -323,7 +323,7 @@ class GraphTrainer(EpochFace):
     # -- files ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, filename: str | Path, metrics: Mapping[str, Any] | None = None) -> Path:
-        """Writes everything that a run needs to resume exactly; all ranks take part.
+        """Write everything that a run needs to resume exactly; all ranks take part.
 
         Args:
             filename: a relative one lies in ``checkpoint_dir``.
@@ -340,7 +340,7 @@ class GraphTrainer(EpochFace):
         return on_rank_0(lambda: save_checkpoint(tree, path))
 
     def load_checkpoint(self, path: str | Path, load_optimizer: bool = True) -> dict[str, Any]:
-        """Restores a checkpoint in place.
+        """Restore a checkpoint in place.
 
         Args:
             path: as given; if there is no such file, inside ``checkpoint_dir``.
@@ -365,17 +365,17 @@ class BestAndLast(CheckpointFolder):
     loss_settings = ("task_type", "num_classes", "loss")
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Returns both, also where they are not finite."""
+        """Return both, also where they are not finite."""
         names = (f"{stem}{aside}.pt" for stem in ("last", "best") for aside in ("", ".nonfinite"))
         return [folder / name for name in names]
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Writes ``last.pt``, if the run was killed after ``best.pt``."""
+        """Write ``last.pt``, if the run was killed after ``best.pt``."""
         if self.path is not None and source == self.path / "best.pt":
             copy_checkpoint(source, self.path / "last.pt")
 
     def write_epoch(self, *, improved: bool) -> None:
-        """Writes ``best.pt`` if it is the best, then ``last.pt``; all ranks take part."""
+        """Write ``best.pt`` if it is the best, then ``last.pt``; all ranks take part."""
         folder = self.path
         assert folder is not None
         self.before_write()
@@ -386,5 +386,5 @@ class BestAndLast(CheckpointFolder):
         self.record_written()
 
     def write_last(self) -> None:
-        """Writes ``last.pt``; all ranks take part."""
+        """Write ``last.pt``; all ranks take part."""
         self.write_epoch(improved=False)

@@ -35,7 +35,7 @@ class GradientAccumulator:
         self._seen = 0
 
     def should_step(self, is_last: bool = False) -> bool:
-        """Counts one micro-batch and returns whether the optimizer should step; after the last one it always should."""
+        """Count one micro-batch and return whether the optimizer should step; after the last one it always should."""
         self._seen += 1
         if self._seen < self.accumulation_steps and not is_last:
             return False
@@ -43,16 +43,16 @@ class GradientAccumulator:
         return True
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Returns the loss divided by ``accumulation_steps``."""
+        """Return the loss divided by ``accumulation_steps``."""
         return loss / self.accumulation_steps
 
     def reset(self) -> None:
-        """Resets the count."""
+        """Reset the count."""
         self._seen = 0
 
 
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """Returns how many parameters a model has; shared ones are counted once.
+    """Return how many parameters a model has; shared ones are counted once.
 
     Returns:
         ``{"total", "trainable", "frozen"}``.
@@ -67,7 +67,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
 
 
 def log_model_info(model: nn.Module) -> dict[str, int]:
-    """Logs the result of `count_parameters` and returns it.
+    """Log the result of `count_parameters` and return it.
 
     Example:
         >>> log_model_info(nn.Linear(2, 3))

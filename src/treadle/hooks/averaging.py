@@ -33,7 +33,7 @@ class AveragingHook(BaseHook):
         return type(self).__name__ if self.name == self._kind else f"{type(self).__name__}.{self.name}"
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
-        """Creates the average from the model's present weights."""
+        """Create the average from the model's present weights."""
         self._average = self._made(trainer.model)
         return {self.name: self._average}
 

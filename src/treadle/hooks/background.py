@@ -28,18 +28,18 @@ class BackgroundErrorHook(BaseHook):
         self._writer = writer
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Asks for the error, if a write has ended."""
+        """Ask for the error, if a write has ended."""
         if self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self._writer.wait)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run; while a checkpoint is being written, each is looked at."""
+        """Let any number of steps run; while a checkpoint is being written, each is looked at."""
         return 1 if self._writer.in_flight else None
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tells the other ranks whether this one still writes."""
+        """Tell the other ranks whether this one still writes."""
         return self._writer.notice
 
     def wait_for_writes(self) -> None:
-        """Waits for the background write."""
+        """Wait for the background write."""
         self._writer.wait()

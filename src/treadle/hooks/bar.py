@@ -89,7 +89,7 @@ class ProgressBarHook(BaseHook):
         self._silent = False
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Starts the clock of this process and opens the bar where there is a terminal."""
+        """Start the clock of this process and open the bar where there is a terminal."""
         self._silent = distributed.rank() != 0
         self._first_step = trainer.step
         self._started = self._last_time = time.perf_counter()
@@ -126,7 +126,7 @@ class ProgressBarHook(BaseHook):
         self._progress.start()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Collects the step, and shows it when it is time."""
+        """Collect the step, and show it when it is time."""
         if self._silent:
             return
         for output in trainer.attempt.outputs:
@@ -137,11 +137,11 @@ class ProgressBarHook(BaseHook):
         self._show_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run: what is shown is a matter of time."""
+        """Let any number of steps run: what is shown is a matter of time."""
         return None
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Collects the steps of a block, and shows them when it is time."""
+        """Collect the steps of a block, and show them when it is time."""
         if self._silent:
             return
         block.add_to(self._means)
@@ -159,21 +159,21 @@ class ProgressBarHook(BaseHook):
             self._show(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Shows what the epoch's evaluation gave."""
+        """Show what the epoch's evaluation gave."""
         if self._silent:
             return
         if self._redraws or time.perf_counter() - self._last_time >= self.line_seconds:
             self._show(trainer, epoch=trainer.epoch)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Shows the end of the run, as far as it was not shown yet."""
+        """Show the end of the run, as far as it was not shown yet."""
         if not self._silent and self._shown.get("step") != trainer.step:
             # Where no micro-batch of the next epoch is taken, the epoch that ended is the one to name.
             self._show(trainer, epoch=None if trainer.cursor.position else trainer.epoch)
 
     @forked_rng()
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Leaves the terminal as it was, with the last state of the bar on it."""
+        """Leave the terminal as it was, with the last state of the bar on it."""
         if self._progress is not None:
             self._progress.stop()
         if self._line is not None:
@@ -187,7 +187,7 @@ class ProgressBarHook(BaseHook):
         return self._progress is not None or self._line is not None
 
     def print_above(self, text: str) -> None:
-        """Prints a line of the log above the live display."""
+        """Print a line of the log above the live display."""
         if self._progress is not None:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._line is not None:
@@ -197,7 +197,7 @@ class ProgressBarHook(BaseHook):
 
     @forked_rng()
     def _show(self, trainer: Engine, *, epoch: int | None = None) -> None:
-        """Reads the means and shows them; the only place where the host waits for the device."""
+        """Read the means and show them; the only place where the host waits for the device."""
         now = time.perf_counter()
         means = self._read(trainer, now - self._last_time)
         if "lr" in trainer.step_info:
@@ -221,7 +221,7 @@ class ProgressBarHook(BaseHook):
         self._progress.refresh()
 
     def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
-        """Returns the means since the last time something was shown, which was ``seconds`` ago."""
+        """Return the means since the last time something was shown, which was ``seconds`` ago."""
         means = self._means.compute()
         samples = means.pop("num_samples", 0.0)
         if samples and seconds > 0:
@@ -279,7 +279,7 @@ class RunProgress(ProgressBarHook):
         self._before = (0, 0.0, 0.0)  # epoch, sum of losses and of weights when something was shown
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Starts the clock of this process; opens the bar if the run speaks and no other one is drawn."""
+        """Start the clock of this process; open the bar if the run speaks and no other one is drawn."""
         super().on_before_train(trainer)
         self._status, self._last_step = "", trainer.step
         self._before = (trainer.epoch, *trainer.epoch_means.sums("loss"))
@@ -299,24 +299,24 @@ class RunProgress(ProgressBarHook):
                 self._line = _RedrawnLine(sys.stderr)
 
     def _plan(self) -> None:
-        """Sets when something is shown next; the lines of a long run come less often."""
+        """Set when something is shown next; the lines of a long run come less often."""
         wait = self.refresh_seconds
         if not self._redraws:
             wait = min(max(self.line_seconds, (self._last_time - self._started) / 50), _LAST_LINES)
         self._due = math.inf if self._silent else self._last_time + wait
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Shows the step when it is time."""
+        """Show the step when it is time."""
         if time.perf_counter() >= self._due:
             self._show(trainer)
             self._plan()
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Shows the last step of a block when it is time."""
+        """Show the last step of a block when it is time."""
         self.on_after_step(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Notes what the epoch's evaluation gave, for the next time something is shown."""
+        """Note what the epoch's evaluation gave, for the next time something is shown."""
         self._before = (trainer.epoch, 0.0, 0.0)
         for record in epoch_records(trainer)[-1:]:
             numbers = {key: value for key, value in record.items() if isinstance(value, float)}
@@ -329,18 +329,18 @@ class RunProgress(ProgressBarHook):
             self._plan()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Leaves the terminal as it was, with the last state of the bar on it."""
+        """Leave the terminal as it was, with the last state of the bar on it."""
         if not self._silent:
             VOICE.replaces_lines = False
         super().on_close(trainer, error)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Shows the end of the run; without a terminal the line of the last epoch already did."""
+        """Show the end of the run; without a terminal the line of the last epoch already did."""
         if self._redraws or not epoch_records(trainer):
             super().on_after_train(trainer)
 
     def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
-        """Returns the mean loss since the last time, the norm of the latest gradient, and steps per second."""
+        """Return the mean loss since the last time, the norm of the latest gradient, and steps per second."""
         found: dict[str, Any] = {}
         epoch, value, weight = self._before
         now = trainer.epoch_means.sums("loss")
@@ -395,7 +395,7 @@ class _RedrawnLine:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Returns whether a stream is a terminal; False without a stream or without ``isatty``.
+    """Return whether a stream is a terminal; False without a stream or without ``isatty``.
 
     Example:
         >>> import io
@@ -411,7 +411,7 @@ def _at_the_end_of_an_epoch(trainer: Engine) -> bool:
 
 
 def fitting(parts: list[tuple[int, str]], room: int) -> str:
-    """Joins texts in their order, leaving out those of the highest rank until the line fits.
+    """Join texts in their order, leaving out those of the highest rank until the line fits.
 
     Example:
         >>> fitting([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
@@ -425,7 +425,7 @@ def fitting(parts: list[tuple[int, str]], room: int) -> str:
 
 @contextlib.contextmanager
 def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Shows on a terminal how far a piece of work is.
+    """Show on a terminal how far a piece of work is.
 
     Args:
         name: of the work.

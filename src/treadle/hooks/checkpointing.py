@@ -34,7 +34,7 @@ _LATEST = "checkpoint_latest"
 
 
 def step_states(folder: Path) -> list[Path]:
-    """Returns the states that a CheckpointingHook wrote to a folder: files, whole folders of shards, then links.
+    """Return the states that a CheckpointingHook wrote to a folder: files, whole folders of shards, then links.
 
     Example:
         >>> step_states(Path("no_such_folder"))
@@ -135,7 +135,7 @@ class CheckpointingHook(BaseHook):
         self._writer = RankWriter()
 
     def folder(self, trainer: Engine) -> Path:
-        """Returns the folder of the checkpoints.
+        """Return the folder of the checkpoints.
 
         Raises:
             ConfigError: the path is relative and the trainer has no workspace.
@@ -143,7 +143,7 @@ class CheckpointingHook(BaseHook):
         return in_workspace(trainer, self.path)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Reads what ``load`` names.
+        """Read what ``load`` names.
 
         Raises:
             CheckpointError: another process trains in this folder, or no file is intact.
@@ -178,7 +178,7 @@ class CheckpointingHook(BaseHook):
         return str(self.load) == "latest"
 
     def _readied(self, folder: Path) -> list[Path]:
-        """Checks that the folder is free, removes unfinished files and lists the rest.
+        """Check that the folder is free, remove unfinished files and list the rest.
 
         Before any event, so that no hook touches the files of another run.
         """
@@ -191,11 +191,11 @@ class CheckpointingHook(BaseHook):
         return step_states(folder)
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Holds the folder for this process, and so checks that it can be written before any work is lost."""
+        """Hold the folder for this process, and so checks that it can be written before any work is lost."""
         return held_by_rank_0(self.folder(trainer))
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Makes ready to write."""
+        """Make ready to write."""
         if self._writes_folders(trainer):
             writers_group()  # made here, where all ranks are at the same point
         trainer.state.origin.watch(self.folder(trainer), step_states)
@@ -203,7 +203,7 @@ class CheckpointingHook(BaseHook):
         self._saved_epoch = trainer.epoch
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Asks for a checkpoint when one is due; it is written once every hook has seen the step."""
+        """Ask for a checkpoint when one is due; it is written once every hook has seen the step."""
         if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self.wait_for_writes)
         step = trainer.step
@@ -212,7 +212,7 @@ class CheckpointingHook(BaseHook):
             trainer.request_write(lambda: self.save(trainer))
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets steps run up to the next checkpoint; while one is being written, each is looked at."""
+        """Let steps run up to the next checkpoint; while one is being written, each is looked at."""
         if self._writer.in_flight:
             return 1
         due = self.interval - trainer.step % self.interval
@@ -220,11 +220,11 @@ class CheckpointingHook(BaseHook):
         return min([due, *kept, *(step - trainer.step for step in self.keep_steps if step > trainer.step)])
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tells the other ranks whether this one still writes, so that all hear of an error at the same step."""
+        """Tell the other ranks whether this one still writes, so that all hear of an error at the same step."""
         return self._writer.notice
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Saves the state that the run ended with, its last epoch included, and waits for the background write."""
+        """Save the state that the run ended with, its last epoch included, and wait for the background write."""
         trainer.request_write(lambda: self._save_end(trainer))
 
     def _save_end(self, trainer: Engine) -> None:
@@ -233,7 +233,7 @@ class CheckpointingHook(BaseHook):
         self.wait_for_writes()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Waits for the background write; after a gradient that was not finite, names the checkpoints to go back to."""
+        """Wait for the background write; after a gradient that was not finite, name the checkpoints to go back to."""
         self._writer.close(error)
         if isinstance(error, NonFiniteError) and distributed.rank() == 0:
             folder = self.folder(trainer)
@@ -242,12 +242,12 @@ class CheckpointingHook(BaseHook):
                 trainer.logger.error("the last good checkpoint is %s", os.path.realpath(links[0]))
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Saves at a signal, if signals were named."""
+        """Save at a signal, if signals were named."""
         signals, code, wait = self._exit
         return exit_plan(signals, lambda: self._save_and_leave(trainer), code=code, wait=wait)
 
     def save(self, trainer: Engine) -> None:
-        """Writes the checkpoint of the present step, points the link to it and prunes; once per state.
+        """Write the checkpoint of the present step, point the link to it and prune; once per state.
 
         With ``background=True`` it returns once the state is copied.
 
@@ -264,7 +264,7 @@ class CheckpointingHook(BaseHook):
         self._save(trainer, background=False)
 
     def wait_for_writes(self) -> None:
-        """Waits for the background write.
+        """Wait for the background write.
 
         Raises:
             CheckpointError: it could not be written.
@@ -297,7 +297,7 @@ class CheckpointingHook(BaseHook):
         return self._sharded
 
     def _write_file(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
-        """Returns what writes a copy of the present state; it reads nothing of the trainer or the hook."""
+        """Return what writes a copy of the present state; it reads nothing of the trainer or the hook."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}.pt"
         finish = self._finisher(trainer)
 
@@ -308,7 +308,7 @@ class CheckpointingHook(BaseHook):
         return write
 
     def _write_folder(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
-        """Returns what writes this rank's part of a copy of the present state, and on rank 0 publishes the folder."""
+        """Return what writes this rank's part of a copy of the present state, and on rank 0 publishes the folder."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}"
         named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
         equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
@@ -322,7 +322,7 @@ class CheckpointingHook(BaseHook):
         return write
 
     def _finisher(self, trainer: Engine) -> Callable[[Path], None]:
-        """Returns what points the link to a new checkpoint and prunes the old ones."""
+        """Return what points the link to a new checkpoint and prunes the old ones."""
         protect = [] if self._resumed_from is None else [self._resumed_from]
         retention, state, step = self.retention, trainer.state, trainer.step
 

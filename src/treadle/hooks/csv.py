@@ -37,11 +37,11 @@ class CsvHook(TrackerHook):
         self._file = self.path
 
     def check(self, trainer: Engine) -> None:
-        """Checks the path."""
+        """Check the path."""
         in_workspace(trainer, self.path)
 
     def open(self, trainer: Engine) -> None:
-        """Sets the file of another run aside, or cuts the rows that a resumed run will write again."""
+        """Set the file of another run aside, or cut the rows that a resumed run will write again."""
         self._file = path = in_workspace(trainer, self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.sent_through = trainer.step
@@ -56,11 +56,11 @@ class CsvHook(TrackerHook):
         self._rewrite(rows)
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Looks at the rows of the step resumed from."""
+        """Look at the rows of the step resumed from."""
         return key in self._last_keys
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Appends a row and hands it to the system, so that a killed process loses none."""
+        """Append a row and hand it to the system, so that a killed process loses none."""
         plain = {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
         plain.pop("step", None)
         self.name_skipped(trainer, [key for key in values if key not in plain and key != "step"])
@@ -78,7 +78,7 @@ class CsvHook(TrackerHook):
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Returns the rows of a table as texts by column, without one that a killed process wrote in part."""
+    """Return the rows of a table as texts by column, without one that a killed process wrote in part."""
     if not path.exists():
         return []
     with open(path, encoding="utf-8", newline="") as file:

@@ -43,19 +43,19 @@ class EqualRanksHook(BaseHook):
         self._equal_at = 0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Starts to compare where there are several ranks."""
+        """Start to compare where there are several ranks."""
         self.idle = distributed.world_size() == 1
         self._summed_at, self._equal_at = 0, trainer.step
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tells the other ranks the last sum."""
+        """Tell the other ranks the last sum."""
         return self._told
 
     def _told(self) -> float:
         return self._sum
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Compares the sums that came with this step, and makes the next ones.
+        """Compare the sums that came with this step, and make the next ones.
 
         Raises:
             RanksDifferError: they are not equal; on all ranks.
@@ -66,7 +66,7 @@ class EqualRanksHook(BaseHook):
             self._sum, self._summed_at = _sum_of_weights(trainer), trainer.step
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Compares the weights that training ended with.
+        """Compare the weights that training ended with.
 
         Raises:
             RanksDifferError: they are not equal; on all ranks.
@@ -94,7 +94,7 @@ def _same(one: float, other: float) -> bool:
 
 @torch.no_grad()
 def _sum_of_weights(trainer: Engine) -> float:
-    """Returns a sum over the weights that every rank has whole, in which each weight's place counts."""
+    """Return a sum over the weights that every rank has whole, in which each weight's place counts."""
     whole = [weight.detach() for weight in trainer.model.parameters() if not distributed.is_dtensor(weight)]
     if not whole:
         return 0.0

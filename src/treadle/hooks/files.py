@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def in_workspace(trainer: Engine, path: str | Path) -> Path:
-    """Returns an absolute path as it is and a relative one inside the trainer's workspace.
+    """Return an absolute path as it is and a relative one inside the trainer's workspace.
 
     Raises:
         ConfigError: the path is relative and the trainer has no workspace.
@@ -35,7 +35,7 @@ def in_workspace(trainer: Engine, path: str | Path) -> Path:
 
 
 def next_free(path: Path) -> Path:
-    """Returns ``<stem>.N<suffix>`` with the smallest N that is free."""
+    """Return ``<stem>.N<suffix>`` with the smallest N that is free."""
     number = 1
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
@@ -43,7 +43,7 @@ def next_free(path: Path) -> Path:
 
 
 def continue_lines(trainer: Engine, path: Path) -> set[str]:
-    """Readies a file of JSON lines that have a ``step``: that of another run is set aside, a resumed run's is cut.
+    """Ready a file of JSON lines that have a ``step``: that of another run is set aside, a resumed run's is cut.
 
     Returns:
         The keys of the lines at the step resumed from.
@@ -57,7 +57,7 @@ def continue_lines(trainer: Engine, path: Path) -> set[str]:
 
 
 def cut_lines(path: Path, step: int) -> set[str]:
-    """Drops lines after a step, and what a killed process left of a line; returns the keys at that step."""
+    """Drop lines after a step, and what a killed process left of a line; return the keys at that step."""
     kept, keys = [], set()
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
@@ -76,7 +76,7 @@ def cut_lines(path: Path, step: int) -> set[str]:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Appends lines to a file, all of them or none: what a full disk cut off is taken back.
+    """Append lines to a file, all of them or none: what a full disk cut off is taken back.
 
     Example:
         >>> append_lines(Path("lines.txt"), ["a", "b"])
@@ -95,7 +95,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Returns a value that is valid JSON: NaN and infinities become null.
+    """Return a value that is valid JSON: NaN and infinities become null.
 
     Example:
         >>> to_json({"a": float("nan"), "b": [1, float("inf")]})
@@ -133,18 +133,18 @@ class RunNotes:
         return self._text(self.id_file) or None
 
     def keep(self, run_id: str) -> None:
-        """Keeps the id of the run."""
+        """Keep the id of the run."""
         if self.workspace is not None:
             self.workspace.mkdir(parents=True, exist_ok=True)
             (self.workspace / self.id_file).write_text(f"{run_id}\n", encoding="utf-8")
 
     def last_step(self, run_id: str) -> int:
-        """Returns the last step that was sent to a run, as far as it was noted; -1 if none was."""
+        """Return the last step that was sent to a run, as far as it was noted; -1 if none was."""
         noted, _, step = self._text(self.step_file).rpartition(" ")
         return int(step) if noted == run_id and step.isdigit() else -1
 
     def note(self, run_id: str, step: int) -> None:
-        """Notes the last step that was sent."""
+        """Note the last step that was sent."""
         if self.workspace is not None:
             # Replaced, so that a killed process leaves the old note or the new one; not synced, at each log point.
             temporary = self.workspace / f".{self.step_file}.tmp"

@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def ids_as_plain(ids: Any) -> Any:
-    """Returns sample ids as lists, numbers and strings; of what gives them when it is called, what it gives.
+    """Return sample ids as lists, numbers and strings; of what gives them when it is called, what it gives.
 
     Example:
         >>> ids_as_plain([torch.tensor([3, 1]), range(2), np.int64(5)])
@@ -44,7 +44,7 @@ def ids_as_plain(ids: Any) -> Any:
 
 
 def batch_as_plain(batch: Any) -> Any:
-    """Returns a copy of a batch on the CPU that ``torch.load(weights_only=True)`` reads.
+    """Return a copy of a batch on the CPU that ``torch.load(weights_only=True)`` reads.
 
     Args:
         batch: tensors, arrays, numbers and strings in dicts, lists and tuples.
@@ -72,7 +72,7 @@ def batch_as_plain(batch: Any) -> Any:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether every floating-point tensor in a nesting is finite; waits for the device.
+    """Return whether every floating-point tensor in a nesting is finite; wait for the device.
 
     Example:
         >>> is_finite((torch.ones(2), [torch.tensor(float("nan"))]))
@@ -89,7 +89,7 @@ def is_finite(value: Any) -> bool:
 
 
 def bad_inputs(batches: Sequence[Any]) -> list[str]:
-    """Returns the places in a group's batches that hold a non-finite number, such as ``"0/x"``."""
+    """Return the places in a group's batches that hold a non-finite number, such as ``"0/x"``."""
     table = {str(number): _as_dicts(batch) for number, batch in enumerate(batches)}
     flat = flatten_nested_dict(table)
     return ["/".join(map(str, path)) for path, value in flat.items() if not is_finite(value)]
@@ -128,7 +128,7 @@ class AttemptStart:
 
     @torch.no_grad()
     def note(self) -> None:
-        """Notes the present state."""
+        """Note the present state."""
         self.rng = RngState.capture()
         buffers = self._buffers()
         if _alike(buffers, self._copies):
@@ -138,7 +138,7 @@ class AttemptStart:
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
-        """Puts the buffers back."""
+        """Put the buffers back."""
         buffers = self._buffers()
         if _alike(buffers, self._copies):
             _copy(buffers, self._copies)
@@ -192,7 +192,7 @@ class Finding:
 
 
 def find_non_finite(engine: Engine, attempt: AttemptStart) -> Finding:
-    """Runs the engine's present group once more from where it started and watches every module and gradient.
+    """Run the engine's present group once more from where it started and watch every module and gradient.
 
     Random numbers and buffers are afterwards as they were before; the gradients are those of the second run.
 
@@ -236,7 +236,7 @@ def _run_again(engine: Engine, finding: Finding) -> None:
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, finding: Finding) -> Iterator[None]:
-    """Looks at every module's output and every parameter's gradient inside the block."""
+    """Look at every module's output and every parameter's gradient inside the block."""
     inner = distributed.unwrap(model)
     names = parameter_names(model)
     handles = []
@@ -265,7 +265,7 @@ def _watched(model: nn.Module, finding: Finding) -> Iterator[None]:
 
 
 def layer_norms(engine: Engine) -> dict[str, Tensor]:
-    """Returns the 2-norm of the present gradient for each layer: the module that owns the parameters.
+    """Return the 2-norm of the present gradient for each layer: the module that owns the parameters.
 
     Example:
         >>> # {"0": tensor(1.5), "2": tensor(0.2)}

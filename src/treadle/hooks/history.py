@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def dump_records(records: Sequence[Mapping[str, Any]]) -> str:
-    """Returns records as a JSON list with one record per line."""
+    """Return records as a JSON list with one record per line."""
     lines = [json.dumps(to_json(record), allow_nan=False) for record in records]
     return "[\n" + ",\n".join(lines) + "\n]\n" if lines else "[]\n"
 
@@ -52,7 +52,7 @@ class HistoryHook(BaseHook):
         self.keep = keep
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Sets the file of another run aside when this one starts from nothing, or before its first epoch was over."""
+        """Set the file of another run aside when this one starts from nothing, or before its first epoch was over."""
         if trainer.step > 0 and self.history():
             self._write()  # epochs that were recorded after the checkpoint never happened
         elif self.path.exists() and distributed.rank() == 0:
@@ -61,7 +61,7 @@ class HistoryHook(BaseHook):
             trainer.logger.info("%s belonged to an earlier run and is now %s", self.path.name, aside.name)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Writes the file."""
+        """Write the file."""
         self._write()
 
     def _write(self) -> None:

@@ -33,22 +33,22 @@ class JsonlHook(TrackerHook):
         self._last_keys: set[str] = set()
 
     def check(self, trainer: Engine) -> None:
-        """Checks the path."""
+        """Check the path."""
         in_workspace(trainer, self.path)
 
     def open(self, trainer: Engine) -> None:
-        """Sets the file of another run aside, or cuts what a resumed run will write again."""
+        """Set the file of another run aside, or cut what a resumed run will write again."""
         path = in_workspace(trainer, self.path)
         self.sent_through = trainer.step
         self._last_keys = continue_lines(trainer, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed in close)
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Looks at the lines of the step resumed from."""
+        """Look at the lines of the step resumed from."""
         return key in self._last_keys
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Appends a line and hands it to the system, so that a killed process loses none."""
+        """Append a line and hand it to the system, so that a killed process loses none."""
         assert self._file is not None
         plain = {key: value for key, value in values.items() if key != "step" and _is_plain(value)}
         self.name_skipped(trainer, [key for key in values if key not in plain])
@@ -57,7 +57,7 @@ class JsonlHook(TrackerHook):
         self._file.flush()
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

@@ -33,7 +33,7 @@ class LoggingHook(IntervalHook):
         super().__init__(interval, sync=sync)
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
-        """Hands the records to ``trainer.log`` and to ``on_log`` of every hook."""
+        """Hand the records to ``trainer.log`` and to ``on_log`` of every hook."""
         records: dict[str, Any] = means.get("records", {})
         taken = [name for name in records if name in _OWN_KEYS]
         if taken:

@@ -29,25 +29,25 @@ class CudaMaxMemoryHook(BaseHook):
         self._warned = False
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Looks for CUDA."""
+        """Look for CUDA."""
         self._device = trainer.device if trainer.device.type == "cuda" and torch.cuda.is_available() else None
         if self._device is None and not self._warned:
             self._warned = True
             trainer.logger.warning("CudaMaxMemoryHook: the device is %s, so no memory is measured", trainer.device)
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Forgets the peak of earlier steps."""
+        """Forget the peak of earlier steps."""
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Leaves a value that is read when it is used, for hooks that see the end of the step before this one."""
+        """Leave a value that is read when it is used, for hooks that see the end of the step before this one."""
         if self._device is not None:
             trainer.step_info["max_memory"] = _Peak(self._device)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Notes the peak; the allocator counts on the host, so this does not wait for the device."""
+        """Note the peak; the allocator counts on the host, so this does not wait for the device."""
         if self._device is not None:
             trainer.step_info["max_memory"] = float(_Peak(self._device))
 

@@ -61,7 +61,7 @@ class MlflowHook(TrackerHook):
         self._last_steps: dict[str, int] = {}
 
     def check(self, trainer: Engine) -> None:
-        """Imports MLflow and finds the store."""
+        """Import MLflow and find the store."""
         self._mlflow = require("mlflow", "MlflowHook")
         if self.tracking_uri is None and trainer.workspace is None and not self._mlflow.is_tracking_uri_set():
             raise ConfigError(
@@ -71,7 +71,7 @@ class MlflowHook(TrackerHook):
             )
 
     def open(self, trainer: Engine) -> None:
-        """Starts the run, or continues the one whose id is known."""
+        """Start the run, or continue the one whose id is known."""
         own_store = self.tracking_uri is None and not self._mlflow.is_tracking_uri_set()
         uri = self.tracking_uri
         if trainer.workspace is None:
@@ -121,7 +121,7 @@ class MlflowHook(TrackerHook):
         return str(found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts))
 
     def _log_params(self, trainer: Engine, logged: Mapping[str, str]) -> None:
-        """Logs the parameters the run does not have; MLflow does not let one change."""
+        """Log the parameters the run does not have; MLflow does not let one change."""
         param = self._mlflow.entities.Param
         wanted = {_name(key): str(value)[:_LONGEST] for key, value in flat_settings(self.settings(trainer)).items()}
         changed = [key for key, value in wanted.items() if logged.get(key, value) != value]
@@ -132,7 +132,7 @@ class MlflowHook(TrackerHook):
             self._client.log_batch(self._run_id, params=missing[start : start + _BATCH])
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Asks the store, once for each key."""
+        """Ask the store, once for each key."""
         name = _name(key)
         if name not in self._last_steps:
             history = self._client.get_metric_history(self._run_id, name)
@@ -140,12 +140,12 @@ class MlflowHook(TrackerHook):
         return step <= self._last_steps[name]
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Sends the numbers together with a tag of the step they are of."""
+        """Send the numbers together with a tag of the step they are of."""
         tag = [self._mlflow.entities.RunTag(_LAST_STEP, str(max(trainer.step, self.sent_through)))]
         self._send(trainer, self.only_numbers(trainer, values), tag)
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Sends them as metrics of the last step."""
+        """Send them as metrics of the last step."""
         self._send(trainer, values, [])
 
     def _send(self, trainer: Engine, values: Mapping[str, float], tags: list[Any]) -> None:
@@ -155,17 +155,17 @@ class MlflowHook(TrackerHook):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH], tags=tags)
 
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
-        """Stores the images as artifacts; a step that is run again replaces its own."""
+        """Store the images as artifacts; a step that is run again replaces its own."""
         for key, image in images.items():
             self._client.log_image(self._run_id, image, artifact_file=f"images/{trainer.step}/{_name(key)}.png")
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Ends the run as finished, killed or failed."""
+        """End the run as finished, killed or failed."""
         killed = isinstance(error, (KeyboardInterrupt, SystemExit))
         status = "FINISHED" if error is None else "KILLED" if killed else "FAILED"
         self._client.set_terminated(self._run_id, status=status)
 
 
 def _name(key: str) -> str:
-    """Returns a key in the characters MLflow allows."""
+    """Return a key in the characters MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", key)

@@ -108,7 +108,7 @@ class NonFiniteHook(BaseHook):
     # -- declaration and events -----------------------------------------------------------------------------------
 
     def refusal_plan(self, trainer: Engine) -> RefusalPlan:
-        """Asks the engine to hear of every refused step at once."""
+        """Ask the engine to hear of every refused step at once."""
         if self.policy == "retry" and not trainer.max_non_finite_grad_retries:
             raise ConfigError(
                 "='retry': the trainer's max_non_finite_grad_retries is not set, so there would be no retry; "
@@ -125,7 +125,7 @@ class NonFiniteHook(BaseHook):
         )
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Sets the events of another run aside."""
+        """Set the events of another run aside."""
         folder = in_workspace(trainer, self.path)
         for leftover in folder.glob(f".*{TEMPORARY}"):
             remove_leftover(leftover)
@@ -138,12 +138,12 @@ class NonFiniteHook(BaseHook):
             trainer.logger.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Counts refused steps in a row."""
+        """Count refused steps in a row."""
         if trainer.step_info["applied"]:
             self.in_a_row = 0
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keeps the counts, so that the bounds hold over a resume."""
+        """Keep the counts, so that the bounds hold over a resume."""
         state_dict["hooks"][self.state_key] = {
             "in_a_row": self.in_a_row,
             "refused_steps": self.refused_steps,
@@ -151,7 +151,7 @@ class NonFiniteHook(BaseHook):
         }
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores the counts."""
+        """Restore the counts."""
         saved = self._saved_in(state_dict)
         self.in_a_row = int(saved.get("in_a_row", 0))
         self.refused_steps = int(saved.get("refused_steps", 0))
@@ -169,7 +169,7 @@ class NonFiniteHook(BaseHook):
     # -- a refused step -------------------------------------------------------------------------------------------
 
     def _refused(self, trainer: Engine) -> bool:
-        """Records the refused attempt and applies the policy; returns whether the run continues without the step."""
+        """Record the refused attempt and apply the policy; return whether the run continues without the step."""
         event = self._described(trainer)
         self._noted(trainer).restore_buffers()
         action, goes_on = self._decide(trainer)
@@ -215,7 +215,7 @@ class NonFiniteHook(BaseHook):
     # -- the record -----------------------------------------------------------------------------------------------
 
     def _described(self, trainer: Engine) -> dict[str, Any]:
-        """Returns the event as plain values; its gradients are gone afterwards."""
+        """Return the event as plain values; its gradients are gone afterwards."""
         names = parameter_names(trainer.model)
         groups = trainer.optimizer.param_groups
         with_gradient = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -240,7 +240,7 @@ class NonFiniteHook(BaseHook):
         }  # fmt: skip
 
     def _nearest_file(self, trainer: Engine) -> str | None:
-        """Returns the name of the furthest checkpoint; None where there is none."""
+        """Return the name of the furthest checkpoint; None where there is none."""
         if self.checkpoints.is_absolute() or trainer.workspace is not None:
             files = states_in(in_workspace(trainer, self.checkpoints))
             files = [path for path in files if stamp_of(path) not in self.foreign_states]
@@ -249,7 +249,7 @@ class NonFiniteHook(BaseHook):
         return None
 
     def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:
-        """Writes the folder of an event under a temporary name and renames it; a failure must not end the run."""
+        """Write the folder of an event under a temporary name and rename it; a failure must not end the run."""
         if self.max_events == 0:
             return None
         parent = in_workspace(trainer, self.path)
@@ -277,7 +277,7 @@ class NonFiniteHook(BaseHook):
 
 
 def _save_batch(trainer: Engine, path: Path) -> str:
-    """Saves the micro-batches as a list; returns the file's name, or why there is none."""
+    """Save the micro-batches as a list; return the file's name, or why there is none."""
     try:
         plain = [batch_as_plain(batch) for batch in trainer.attempt.group.batches]
     except TypeError as error:
@@ -297,7 +297,7 @@ def _same(again: list[float | None], before: list[float | None]) -> bool:
 
 
 def _text(value: float | None) -> float | str | None:
-    """Returns a number that JSON has, or its name: here NaN and infinity are the point."""
+    """Return a number that JSON has, or its name: here NaN and infinity are the point."""
     return value if value is None or is_finite(value) else repr(value)
 
 

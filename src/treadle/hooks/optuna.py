@@ -49,17 +49,17 @@ class OptunaPruningHook(BaseHook):
         self._pruned_at: int | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Clears the decision of an earlier run."""
+        """Clear the decision of an earlier run."""
         self._pruned_at = None
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Reports the metric where a ValidationHook logs it."""
+        """Report the metric where a ValidationHook logs it."""
         for path, value in {} if dry_run else flatten_nested_dict(records).items():
             if "_".join(path) == self.metric:
                 self._report(float(value), trainer.step)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Reports the metric of the epoch's record, and ends a run that is pruned.
+        """Report the metric of the epoch's record, and end a run that is pruned.
 
         Raises:
             TrialPruned: Optuna's, where the trial says so.
@@ -74,23 +74,23 @@ class OptunaPruningHook(BaseHook):
         self._leave_if_pruned()
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Ends a run that was pruned after this hook had seen the step before."""
+        """End a run that was pruned after this hook had seen the step before."""
         self._leave_if_pruned()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Ends a run that was pruned in this step."""
+        """End a run that was pruned in this step."""
         self._leave_if_pruned()
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run until the trial is pruned."""
+        """Let any number of steps run until the trial is pruned."""
         return None if self._pruned_at is None else 1
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keeps the epochs or steps that were reported, so that a resumed trial reports none twice."""
+        """Keep the epochs or steps that were reported, so that a resumed trial reports none twice."""
         state_dict["hooks"][self.state_key] = {"reported": list(self._reported)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restore them."""
         saved = (state_dict.get("hooks") or {}).get(self.state_key)
         if saved is not None:
             self._reported = [int(step) for step in saved["reported"]]

@@ -76,18 +76,18 @@ class OwnTrackerHook(TrackerHook):
         return f"tracker {type(self.tracker).__name__}"
 
     def open(self, trainer: Engine) -> None:
-        """Starts it."""
+        """Start it."""
         self._final = {}
         self.tracker.start(self.settings(trainer), trainer.workspace, trainer.step)
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Hands the values on."""
+        """Hand the values on."""
         self.tracker.log(values, trainer.step)
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Keeps them for the end, which comes at once."""
+        """Keep them for the end, which comes at once."""
         self._final = values
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Finishes it."""
+        """Finish it."""
         self.tracker.finish(self._final, error)

@@ -53,7 +53,7 @@ class ProfilerHook(BaseHook):
         self._rounds = 0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Starts the profiler's schedule."""
+        """Start the profiler's schedule."""
         folder = in_workspace(trainer, self.path)
         if distributed.rank() != 0:
             return
@@ -65,7 +65,7 @@ class ProfilerHook(BaseHook):
         self._profiler.start()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Counts the step; after the last round the profiler is gone."""
+        """Count the step; after the last round the profiler is gone."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None  # one that failed must not be stopped: that can crash
@@ -78,7 +78,7 @@ class ProfilerHook(BaseHook):
                 self._profiler = profiler
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Stops the profiler; an open recording is written."""
+        """Stop the profiler; an open recording is written."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None

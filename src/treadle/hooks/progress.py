@@ -39,12 +39,12 @@ class ProgressHook(IntervalHook):
         self._started = 0.0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Starts the clock of this process; steps of an earlier one say nothing about its speed."""
+        """Start the clock of this process; steps of an earlier one say nothing about its speed."""
         self._first_step = trainer.step
         self._started = time.perf_counter()
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
-        """Logs the line."""
+        """Log the line."""
         total = trainer.total_steps
         width = len(str(total)) if total is not None else 1
         of = f"/{total}" if total is not None else ""

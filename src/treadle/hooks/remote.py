@@ -72,7 +72,7 @@ class RemoteWorkspaceHook(BaseHook):
         self._thread: threading.Thread | None = None
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Fills the workspace from the store, before a CheckpointingHook looks there.
+        """Fill the workspace from the store, before a CheckpointingHook looks there.
 
         Raises:
             ConfigError: the trainer has no workspace, or ranks on other machines do not see it.
@@ -109,7 +109,7 @@ class RemoteWorkspaceHook(BaseHook):
                 self._remote.claim.release()
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Holds the folder in the store for this process."""
+        """Hold the folder in the store for this process."""
         return self._held(trainer)
 
     @contextlib.contextmanager
@@ -127,7 +127,7 @@ class RemoteWorkspaceHook(BaseHook):
             self._remote = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Starts to upload."""
+        """Start to upload."""
         if self._remote is not None and distributed.rank() == 0:
             self._stopped.clear()
             self._thread = threading.Thread(
@@ -147,12 +147,12 @@ class RemoteWorkspaceHook(BaseHook):
                 failed = time.monotonic() + 10 * self._poll
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Logs what went wrong in the thread since the step before."""
+        """Log what went wrong in the thread since the step before."""
         if self._said:
             self._speak(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run: what goes wrong in the thread is a matter of time."""
+        """Let any number of steps run: what goes wrong in the thread is a matter of time."""
         return None
 
     def _speak(self, trainer: Engine) -> None:
@@ -160,7 +160,7 @@ class RemoteWorkspaceHook(BaseHook):
             trainer.logger.warning("%s", self._said.pop(0))
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Uploads what the run ended with.
+        """Upload what the run ended with.
 
         Raises:
             CheckpointError: it could not be uploaded, and the run itself did not fail.
@@ -184,7 +184,7 @@ class RemoteWorkspaceHook(BaseHook):
 
 
 def is_remote(workspace: object) -> bool:
-    """Returns whether a workspace is a URL.
+    """Return whether a workspace is a URL.
 
     Example:
         >>> is_remote("s3://bucket/run"), is_remote("runs/7")
@@ -194,7 +194,7 @@ def is_remote(workspace: object) -> bool:
 
 
 def staging_of(url: str) -> Path:
-    """Returns the local folder for a workspace in an object store, below ``TREADLE_STAGING`` or the user's cache.
+    """Return the local folder for a workspace in an object store, below ``TREADLE_STAGING`` or the user's cache.
 
     Example:
         >>> staging_of("s3://bucket/run").name
@@ -205,7 +205,7 @@ def staging_of(url: str) -> Path:
 
 
 def local_workspace(workspace: Path | str | None) -> tuple[Path | None, RemoteWorkspaceHook | None]:
-    """Returns the local folder of a workspace, absolute, and the hook that mirrors it if the workspace is a URL.
+    """Return the local folder of a workspace, absolute, and the hook that mirrors it if the workspace is a URL.
 
     Example:
         >>> local_workspace(None)

@@ -83,7 +83,7 @@ class RemoteShardsHook(BaseHook):
         return RemoteShards(self.store)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Opens the furthest checkpoint that is intact; of one that is not, a warning says why.
+        """Open the furthest checkpoint that is intact; of one that is not, a warning says why.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
@@ -104,7 +104,7 @@ class RemoteShardsHook(BaseHook):
         return None
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Holds the URL for this run."""
+        """Hold the URL for this run."""
         return self._held()
 
     @contextlib.contextmanager
@@ -117,7 +117,7 @@ class RemoteShardsHook(BaseHook):
                 self._claim.release()
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Makes ready to write.
+        """Make ready to write.
 
         Raises:
             CheckpointError: the URL holds a state of another run that is further than where this one begins.
@@ -132,22 +132,22 @@ class RemoteShardsHook(BaseHook):
             )
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Asks for a checkpoint when one is due."""
+        """Ask for a checkpoint when one is due."""
         if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self._writer.wait)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             trainer.request_write(lambda: self.save(trainer))
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets steps run up to the next checkpoint; while one is being written, each is looked at."""
+        """Let steps run up to the next checkpoint; while one is being written, each is looked at."""
         return 1 if self._writer.in_flight else self.interval - trainer.step % self.interval
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tells the other ranks whether this one still writes."""
+        """Tell the other ranks whether this one still writes."""
         return self._writer.notice
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Saves the state that the run ended with and waits for it."""
+        """Save the state that the run ended with and wait for it."""
         trainer.request_write(lambda: self._save_end(trainer))
 
     def _save_end(self, trainer: Engine) -> None:
@@ -156,11 +156,11 @@ class RemoteShardsHook(BaseHook):
         self._writer.wait()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Waits for the background write."""
+        """Wait for the background write."""
         self._writer.close(error)
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Saves at a signal, if signals were named."""
+        """Save at a signal, if signals were named."""
         return exit_plan(self._signals, lambda: self._save_and_leave(trainer))
 
     def _save_and_leave(self, trainer: Engine) -> None:
@@ -171,7 +171,7 @@ class RemoteShardsHook(BaseHook):
         self._save(trainer, background=False)
 
     def save(self, trainer: Engine) -> None:
-        """Writes the present state, once; with ``background=True`` it returns when the state is copied.
+        """Write the present state, once; with ``background=True`` it returns when the state is copied.
 
         Raises:
             CheckpointError: it could not be written, or the one before could not.
@@ -188,7 +188,7 @@ class RemoteShardsHook(BaseHook):
         self._saved = reach
 
     def _write(self, trainer: Engine, reach: Reach) -> Callable[[Mapping[str, Any]], None]:
-        """Returns what writes this rank's part of a copy of the present state; it reads nothing of the trainer."""
+        """Return what writes this rank's part of a copy of the present state; it reads nothing of the trainer."""
         named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
         equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
         shards, keep, state = self._shards, self.keep_previous, trainer.state

@@ -42,17 +42,17 @@ class IntervalHook(BaseHook):
         self._pending = False
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Collects the step and reports when it is time; reads nothing on the host before that."""
+        """Collect the step and report when it is time; read nothing on the host before that."""
         self._collect(trainer)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets steps run up to the next report."""
+        """Let steps run up to the next report."""
         return self.interval - trainer.step % self.interval
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Collects the steps of a block and reports when it is time."""
+        """Collect the steps of a block and report when it is time."""
         info, count = trainer.step_info, len(block)
         block.add_to(self._means)
         self._times.add_value(("step_time",), info["step_time"], float(count))
@@ -65,7 +65,7 @@ class IntervalHook(BaseHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Reports the rest."""
+        """Report the rest."""
         if self._pending:
             self._report(trainer)
 
@@ -99,7 +99,7 @@ class IntervalHook(BaseHook):
         self.report(trainer, means)
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
-        """Shows the means; overridden by each hook.
+        """Show the means; overridden by each hook.
 
         Args:
             trainer: the engine.
@@ -109,7 +109,7 @@ class IntervalHook(BaseHook):
         raise NotImplementedError
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keeps the running means of the open interval."""
+        """Keep the running means of the open interval."""
         state_dict["hooks"][self.state_key] = {
             "means": self._means.state_dict(),
             "retries": self._retries,
@@ -117,7 +117,7 @@ class IntervalHook(BaseHook):
         }
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores the running means."""
+        """Restore the running means."""
         saved = (state_dict.get("hooks") or {}).get(self.state_key)
         if saved is not None:
             self._means.load_state_dict(saved["means"], device=trainer.device)

@@ -56,7 +56,7 @@ class SessionLogHook(BaseHook):
         self._due = 0.0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Writes the line of the start."""
+        """Write the line of the start."""
         path = in_workspace(trainer, self.path)
         if distributed.rank() != 0:
             return
@@ -68,7 +68,7 @@ class SessionLogHook(BaseHook):
             self._write(trainer, "start", **_surroundings(trainer))
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Writes a line where a hundredth of this process's time has gone by since the last one."""
+        """Write a line where a hundredth of this process's time has gone by since the last one."""
         now = time.monotonic()
         if self._file is None or now < self._due:
             return
@@ -77,11 +77,11 @@ class SessionLogHook(BaseHook):
             self._write(trainer, "step")
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run: what is written is a matter of time."""
+        """Let any number of steps run: what is written is a matter of time."""
         return None
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Writes the line of the end."""
+        """Write the line of the end."""
         if self._file is None:
             return
         status = "failed"
@@ -104,7 +104,7 @@ class SessionLogHook(BaseHook):
 
 
 def _surroundings(trainer: Engine) -> dict[str, Any]:
-    """Returns what a run does not choose by its settings, and nothing that names the machine or its user."""
+    """Return what a run does not choose by its settings, and nothing that names the machine or its user."""
     device, limits = trainer.device, trainer.settings.limits.given()
     return {
         **({"limits": limits} if limits else {}),

@@ -43,5 +43,5 @@ class SignalHook(BaseHook):
         self._plan = exit_plan(exit_signals, write, code=exit_code, wait=exit_wait)
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Returns what was asked for."""
+        """Return what was asked for."""
         return self._plan

@@ -44,7 +44,7 @@ class StepRows:
         return len(self._rows) + len(self._blocks)
 
     def add(self, trainer: Engine) -> None:
-        """Notes the present step."""
+        """Note the present step."""
         info = trainer.step_info
         self._rows.append({
             "step": trainer.step, "epoch": trainer.epoch + 1, "position": trainer.cursor.position,
@@ -55,12 +55,12 @@ class StepRows:
         })  # fmt: skip
 
     def add_block(self, block: StepBlock) -> None:
-        """Notes the steps of a block, whose numbers set out for the host."""
+        """Note the steps of a block, whose numbers set out for the host."""
         self._latest = BlockRows(block, self._latest)
         self._blocks.append((len(self._rows), self._latest))
 
     def lines(self) -> list[str]:
-        """Returns the rows as lines of JSON and forgets them."""
+        """Return the rows as lines of JSON and forget them."""
         single, blocks = [_line(row) for row in self.read()], self._blocks
         self._blocks = []
         lines, at = [], 0
@@ -71,7 +71,7 @@ class StepRows:
         return lines + single[at:]
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the rows of single steps as plain values and forgets them."""
+        """Return the rows of single steps as plain values and forget them."""
         rows, self._rows = self._rows, []
         places: list[tuple[Any, Any]] = []
         for row in rows:
@@ -101,13 +101,13 @@ class OnTheWay:
             self._event.record(torch.cuda.current_stream(numbers.device))
 
     def arrived(self) -> Tensor:
-        """Waits for the numbers and returns them on the host."""
+        """Wait for the numbers and return them on the host."""
         if self._event is not None:
             wait_for(self._event)
         return self._numbers
 
     def tolist(self) -> Any:
-        """Waits for the numbers and returns them as plain ones."""
+        """Wait for the numbers and return them as plain ones."""
         return self.arrived().tolist()
 
 
@@ -129,7 +129,7 @@ class BlockRows:
             self._rates = [OnTheWay(rate.double()) if isinstance(rate, Tensor) else rate for rate in block.rates]
 
     def lines(self) -> list[str]:
-        """Returns the rows as lines of JSON, as those of single steps are."""
+        """Return the rows as lines of JSON, as those of single steps are."""
         numbers, block = self._numbers.arrived(), self._block
         rates: list[float] = [rate.tolist() if isinstance(rate, OnTheWay) else rate for rate in self._rates]
         steps = range(block.first_step, block.first_step + len(block))
@@ -152,7 +152,7 @@ class BlockRows:
 
 
 def _finished(row: dict[str, Any]) -> dict[str, Any]:
-    """Makes one loss of those of the micro-batches, which are kept beside it where there are several."""
+    """Make one loss of those of the micro-batches, which are kept beside it where there are several."""
     losses, weights, sums = row["loss"], row.pop("weight"), row.pop("sums")
     counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if loss is not None]
     if len(losses) > 1:
@@ -197,7 +197,7 @@ class StepLogHook(BaseHook):
         self._file: Path | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Sets the file of another run aside, or cuts what a resumed run will write again."""
+        """Set the file of another run aside, or cut what a resumed run will write again."""
         path = in_workspace(trainer, self.path)
         self._rows = StepRows()
         if distributed.rank() == 0:
@@ -205,7 +205,7 @@ class StepLogHook(BaseHook):
             self._file = path
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Notes the step and writes when it is time."""
+        """Note the step and write when it is time."""
         if self._file is None:
             return
         self._rows.add(trainer)
@@ -213,11 +213,11 @@ class StepLogHook(BaseHook):
             self.flush(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run."""
+        """Let any number of steps run."""
         return None
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Notes the steps of a block and writes when it is time."""
+        """Note the steps of a block and write when it is time."""
         if self._file is None:
             return
         if trainer.step // self.interval > (block.first_step - 1) // self.interval:
@@ -227,19 +227,19 @@ class StepLogHook(BaseHook):
             self.flush(trainer)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Writes what a run that resumes from this state would not see again."""
+        """Write what a run that resumes from this state would not see again."""
         self.flush(trainer)
         state_dict["hooks"][self.state_key] = {"through": trainer.step}
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Writes the rest, and the step that ended training as non-finite."""
+        """Write the rest, and the step that ended training as non-finite."""
         if self._file is not None and isinstance(error, NonFiniteError) and error.step == trainer.step:
             self._rows.add(trainer)
         self.flush(trainer)
         self._file = None
 
     def flush(self, trainer: Engine) -> None:
-        """Writes the rows that were collected."""
+        """Write the rows that were collected."""
         if self._file is None or not len(self._rows):
             return
         lines = self._rows.lines()
@@ -248,7 +248,7 @@ class StepLogHook(BaseHook):
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """Returns a row as JSON, looked through for what is not finite only where there is something."""
+    """Return a row as JSON, looked through for what is not finite only where there is something."""
     try:
         return _encode(row)
     except ValueError:
@@ -256,7 +256,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def read_steps(path: Path) -> Mapping[int, dict[str, Any]]:
-    """Returns the rows of a file that StepLogHook wrote, by step; damaged lines are left out.
+    """Return the rows of a file that StepLogHook wrote, by step; damaged lines are left out.
 
     Example:
         >>> read_steps(Path("no_such_file.jsonl"))

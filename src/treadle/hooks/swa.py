@@ -75,21 +75,21 @@ class SwaHook(AveragingHook):
         return Swa(model, start=self.start, update_interval=self.update_interval, device=self.device)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Measures the statistics of BatchNorm after the last step, so that its checkpoint has them."""
+        """Measure the statistics of BatchNorm after the last step, so that its checkpoint has them."""
         if trainer.is_last_step:
             self.update_statistics(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run: the last one alone matters."""
+        """Let any number of steps run: the last one alone matters."""
         return None
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Measures them where training was stopped before its target."""
+        """Measure them where training was stopped before its target."""
         if self._step_of_statistics != trainer.step:
             self.update_statistics(trainer)
 
     def update_statistics(self, trainer: Engine, loader: Iterable[Any] | None = None) -> None:
-        """Measures the running statistics of the average's BatchNorm layers by a pass over a loader, exactly.
+        """Measure the running statistics of the average's BatchNorm layers by a pass over a loader, exactly.
 
         Random numbers, generators of the loader and the model's own statistics are put back. The next applied step
         gives the average the statistics of the model again.

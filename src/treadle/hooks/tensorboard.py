@@ -41,12 +41,12 @@ class TensorBoardHook(TrackerHook):
         self._last_tags: set[str] | None = None
 
     def check(self, trainer: Engine) -> None:
-        """Checks the path and imports tensorboard."""
+        """Check the path and import tensorboard."""
         self._folder = in_workspace(trainer, self.path)
         require("torch.utils.tensorboard", "TensorBoardHook")
 
     def open(self, trainer: Engine) -> None:
-        """Opens an event file that purges points after the present step."""
+        """Open an event file that purges points after the present step."""
         step = trainer.step
         # Points at the purge step itself are dropped, and those of the resumed step were written before its checkpoint.
         arguments = {"purge_step": step + 1 if step else 0, **self.writer_kwargs}
@@ -56,25 +56,25 @@ class TensorBoardHook(TrackerHook):
         self._last_tags = None
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Looks into the files; only an epoch that ended at the resumed step makes this necessary."""
+        """Look into the files; only an epoch that ended at the resumed step makes this necessary."""
         if self._last_tags is None:
             self._last_tags = _tags_at(self._folder, step)
         return key in self._last_tags
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Writes the scalars through to the file, so that a killed process loses none."""
+        """Write the scalars through to the file, so that a killed process loses none."""
         for key, value in self.only_numbers(trainer, values).items():
             self._writer.add_scalar(key, value, trainer.step)
         self._writer.flush()
 
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
-        """Writes the images."""
+        """Write the images."""
         for key, image in images.items():
             self._writer.add_image(key, np.array(image.convert("RGB")), trainer.step, dataformats="HWC")
         self._writer.flush()
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Writes them as scalars, and with the settings as a row of HPARAMS."""
+        """Write them as scalars, and with the settings as a row of HPARAMS."""
         settings = {key: value for key, value in flat_settings(self.settings(trainer)).items() if value is not None}
         hparams = require("torch.utils.tensorboard.summary", "TensorBoardHook").hparams
         for summary in hparams(settings, dict.fromkeys(values)):
@@ -83,7 +83,7 @@ class TensorBoardHook(TrackerHook):
             self._writer.add_scalar(key, value, trainer.step)
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self._writer.close()
 
 

@@ -46,7 +46,7 @@ class ThreadActivity:
 
 
 def thread_activity(thread: int) -> ThreadActivity:
-    """Returns the activity of a thread at this moment.
+    """Return the activity of a thread at this moment.
 
     Args:
         thread: its ``ident``.
@@ -77,7 +77,7 @@ def _word_for(code: CodeType) -> str | None:
 
 
 def stack_of(thread: int) -> str:
-    """Returns the Python stack of a thread, the innermost call last, as a traceback shows it.
+    """Return the Python stack of a thread, the innermost call last, as a traceback shows it.
 
     Example:
         >>> import threading

@@ -43,11 +43,11 @@ class ThroughputHook(BaseHook):
         self._seconds = 0.0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Forgets what an earlier run measured."""
+        """Forget what an earlier run measured."""
         self._reset()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Counts the step and reports when it is time."""
+        """Count the step and report when it is time."""
         info = trainer.step_info
         self._steps += 1
         self._samples += info["num_samples"]
@@ -56,11 +56,11 @@ class ThroughputHook(BaseHook):
             self._report(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets steps run up to the next report."""
+        """Let steps run up to the next report."""
         return self.interval - trainer.step % self.interval
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Counts the steps of a block and reports when it is time."""
+        """Count the steps of a block and report when it is time."""
         before = len(block) - 1
         self._steps += before
         self._samples += before * trainer.step_info["num_samples"]
@@ -68,7 +68,7 @@ class ThroughputHook(BaseHook):
         self.on_after_step(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Reports the rest."""
+        """Report the rest."""
         if self._steps:
             self._report(trainer)
 

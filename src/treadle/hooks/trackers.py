@@ -34,7 +34,7 @@ _NAMED: dict[str, Callable[[], BaseHook]] = {
 
 
 def with_trackers(hooks: Sequence[BaseHook], trackers: str | Sequence[TrackerChoice]) -> list[BaseHook]:
-    """Returns hooks with those behind them that follow a run in trackers; every face takes them as ``trackers=``.
+    """Return hooks with those behind them that follow a run in trackers; every face takes them as ``trackers=``.
 
     Steps are sent as means over 10 steps, or as a LoggingHook among ``hooks`` sends them; epochs as their records,
     under ``epoch/...``. Settings go along when the run starts, final metrics when it ends.
@@ -93,6 +93,6 @@ class EpochRecordsHook(BaseHook):
     """
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Logs the numbers of the last record."""
+        """Log the numbers of the last record."""
         for record in epoch_records(trainer)[-1:]:
             trainer.log({"epoch": {key: value for key, value in record.items() if isinstance(value, (int, float))}})

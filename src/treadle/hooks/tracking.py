@@ -26,7 +26,7 @@ _NO_METRICS = {"lr", "time", "data_time", "step_time", "max_memory"}
 
 
 def epoch_records(trainer: Engine) -> list[dict[str, Any]]:
-    """Returns the records of the epochs completed, one per epoch; none for a run that counts in steps."""
+    """Return the records of the epochs completed, one per epoch; none for a run that counts in steps."""
     for part in trainer.state_parts:
         records = getattr(part, "history", None)
         if isinstance(records, list):
@@ -35,7 +35,7 @@ def epoch_records(trainer: Engine) -> list[dict[str, Any]]:
 
 
 def _best_record(trainer: Engine) -> dict[str, Any]:
-    """Returns the numbers of the best epoch's record, or of the last one where none is the best."""
+    """Return the numbers of the best epoch's record, or of the last one where none is the best."""
     records = epoch_records(trainer)
     rules = [getattr(part, "best", None) for part in trainer.state_parts]
     best = [rule.best_epoch for rule in rules if isinstance(rule, BestRule) and rule.best_epoch is not None]
@@ -55,7 +55,7 @@ class Guard:
 
     @contextlib.contextmanager
     def __call__(self, trainer: Engine, who: BaseHook, doing: str) -> Iterator[None]:
-        """Runs a block and reports its exception instead of raising it."""
+        """Run a block and report its exception instead of raising it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  (a full disk or a lost network must not cost the training)
@@ -63,14 +63,14 @@ class Guard:
             self.say_once(trainer, "failure", f"{message}. Training continues; later failures are logged as debug")
 
     def say_once(self, trainer: Engine, topic: str, message: str) -> None:
-        """Logs the first message on a topic as a warning and further ones as debug."""
+        """Log the first message on a topic as a warning and further ones as debug."""
         trainer.logger.log(logging.DEBUG if topic in self._said else logging.WARNING, "%s", message)
         self._said.add(topic)
 
 
 @contextlib.contextmanager
 def random_numbers_untouched() -> Iterator[None]:
-    """Puts the global generators back: MLflow draws a run's name from one, and data would be shuffled otherwise."""
+    """Put the global generators back: MLflow draws a run's name from one, and data would be shuffled otherwise."""
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -106,31 +106,31 @@ class TrackerHook(BaseHook):
     # -- for the tracker to implement -----------------------------------------------------------------------------
 
     def check(self, trainer: Engine) -> None:
-        """Imports the package and checks the settings, on every rank: if this raises, it raises on all."""
+        """Import the package and check the settings, on every rank: if this raises, it raises on all."""
 
     def open(self, trainer: Engine) -> None:
-        """Starts or continues the run, on rank 0; after an error here training continues without this tracker."""
+        """Start or continue the run, on rank 0; after an error here training continues without this tracker."""
 
     def was_sent(self, key: str, step: int) -> bool:
         """Whether an earlier process sent this key at this step; asked for steps up to :attr:`sent_through`."""
         return True
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Sends flat values at ``trainer.step``."""
+        """Send flat values at ``trainer.step``."""
 
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
-        """Sends PIL images by flat key at ``trainer.step``."""
+        """Send PIL images by flat key at ``trainer.step``."""
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Sends the final metrics of a run that ended well, under ``final/...``."""
+        """Send the final metrics of a run that ended well, under ``final/...``."""
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Ends the run."""
+        """End the run."""
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Opens the tracker on rank 0."""
+        """Open the tracker on rank 0."""
         self.check(trainer)
         if distributed.rank() != 0 or self._open:
             return
@@ -140,7 +140,7 @@ class TrackerHook(BaseHook):
             self._open, self._failed = True, False
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Sends the records."""
+        """Send the records."""
         if not self._may_write(trainer):
             return
         with self.guard(trainer, self, f"logging step {trainer.step}"), random_numbers_untouched():
@@ -151,7 +151,7 @@ class TrackerHook(BaseHook):
                 self.write(trainer, values)
 
     def on_log_images(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Sends the images."""
+        """Send the images."""
         if not self._may_write(trainer):
             return
         with self.guard(trainer, self, f"logging images at step {trainer.step}"), random_numbers_untouched():
@@ -161,12 +161,12 @@ class TrackerHook(BaseHook):
                 self.write_images(trainer, images)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Closes the tracker, after an error too; a run that is held stays open unless there was one."""
+        """Close the tracker, after an error too; a run that is held stays open unless there was one."""
         if self._open and (error is not None or not self.held):
             self.release(trainer, {}, error)
 
     def release(self, trainer: Engine, metrics: Mapping[str, Any], error: BaseException | None = None) -> None:
-        """Ends a run that is open.
+        """End a run that is open.
 
         Args:
             trainer: the engine.
@@ -188,7 +188,7 @@ class TrackerHook(BaseHook):
     # -- helpers --------------------------------------------------------------------------------------------------
 
     def settings(self, trainer: Engine) -> dict[str, Any]:
-        """Returns the settings that go with the run, as nested plain values."""
+        """Return the settings that go with the run, as nested plain values."""
         return plain_settings(trainer.config if self.config is None else self.config)
 
     def _may_write(self, trainer: Engine) -> bool:
@@ -202,7 +202,7 @@ class TrackerHook(BaseHook):
         return {key: value for key, value in values.items() if not self.was_sent(key, trainer.step)}
 
     def say_what_is_kept(self, trainer: Engine, run_id: str, id_file: str) -> None:
-        """Says that a run which cannot go back keeps its points; for a start from nothing that is a warning."""
+        """Say that a run which cannot go back keeps its points; for a start from nothing that is a warning."""
         if self.sent_through > trainer.step:
             trainer.logger.log(
                 logging.WARNING if trainer.step == 0 else logging.INFO,
@@ -212,13 +212,13 @@ class TrackerHook(BaseHook):
             )  # fmt: skip
 
     def only_numbers(self, trainer: Engine, values: dict[str, Any]) -> dict[str, float]:
-        """Returns the values that are numbers and names the others, once."""
+        """Return the values that are numbers and name the others, once."""
         numbers = {key: value for key, value in values.items() if isinstance(value, (bool, int, float))}
         self.name_skipped(trainer, [key for key in values if key not in numbers])
         return {key: float(value) for key, value in numbers.items()}
 
     def name_skipped(self, trainer: Engine, keys: list[str]) -> None:
-        """Says once which values this tracker cannot take."""
+        """Say once which values this tracker cannot take."""
         if keys:
             self.guard.say_once(
                 trainer, "skipped", f"{self.state_key}: not logged, because it takes no such values: {keys}"

@@ -52,11 +52,11 @@ class TrackioHook(TrackerHook):
         self._notes = RunNotes(None, "trackio")
 
     def check(self, trainer: Engine) -> None:
-        """Imports trackio."""
+        """Import trackio."""
         self._trackio = require("trackio", "TrackioHook", extra="trackio")
 
     def open(self, trainer: Engine) -> None:
-        """Starts the run, or continues the one whose name is known."""
+        """Start the run, or continue the one whose name is known."""
         if trainer.workspace is None:
             trainer.logger.warning("TrackioHook: without a workspace the run's name is not kept; a resume is a new run")
         self._notes = RunNotes(trainer.workspace, "trackio")
@@ -76,20 +76,20 @@ class TrackioHook(TrackerHook):
         self.say_what_is_kept(trainer, name, self._notes.id_file)
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Sends the values."""
+        """Send the values."""
         self._run.log(values, step=trainer.step)
         self._notes.note(str(self._run.name), trainer.step)
 
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
-        """Sends the images."""
+        """Send the images."""
         self.write(trainer, {key: self._trackio.Image(image) for key, image in images.items()})
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Sends them at the last step."""
+        """Send them at the last step."""
         self._run.log(values, step=trainer.step)
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         with _standard_output_to_error():
             self._trackio.finish()
 

@@ -119,7 +119,7 @@ class ValidationHook(BaseHook):
     # -- events ---------------------------------------------------------------------------------------------------
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Makes ready to write; evaluates what a signal broke off, and stops a run that had stopped early."""
+        """Make ready to write; evaluate what a signal broke off, and stop a run that had stopped early."""
         self._file = None
         if self.metrics is not None:
             loss_fn = trainer.task.loss_fn if isinstance(trainer.task, TakesMetrics) else None
@@ -138,26 +138,26 @@ class ValidationHook(BaseHook):
         self._stop_if_patience_is_over(trainer)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Evaluates when it is time."""
+        """Evaluate when it is time."""
         if self.interval is not None and (trainer.step % self.interval == 0 or trainer.is_last_step):
             self._evaluate(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets steps run up to the next evaluation."""
+        """Let steps run up to the next evaluation."""
         return None if self.interval is None else self.interval - trainer.step % self.interval
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Evaluates after an epoch, where no interval is given."""
+        """Evaluate after an epoch, where no interval is given."""
         if self.interval is None:
             self._evaluate(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Evaluates the last step, unless it was."""
+        """Evaluate the last step, unless it was."""
         if not self.history or self.history[-1]["step"] != trainer.step:
             self._evaluate(trainer)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keeps history, best value and patience, and whether an evaluation is due that a signal broke off."""
+        """Keep history, best value and patience, and whether an evaluation is due that a signal broke off."""
         state_dict["hooks"][self.state_key] = {
             "history": [dict(record) for record in self.history],
             "best": self.best_rule.state_dict(),
@@ -165,7 +165,7 @@ class ValidationHook(BaseHook):
         }
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restore them."""
         saved = (state_dict.get("hooks") or {}).get(self.state_key)
         if saved is not None:
             self.history = [dict(record) for record in saved["history"]]
@@ -192,7 +192,7 @@ class ValidationHook(BaseHook):
         self._stop_if_patience_is_over(trainer)
 
     def _try(self, trainer: Engine) -> None:
-        """Evaluates a few batches before step 1 and logs the results; nothing of them is kept."""
+        """Evaluate a few batches before step 1 and log the results; nothing of them is kept."""
         with trainer.evaluations_limited_to(trainer.settings.limits.sanity):
             values = self._results(trainer)
         if distributed.rank() == 0:
@@ -200,7 +200,7 @@ class ValidationHook(BaseHook):
             trainer.logger.info("evaluated before step 1: %s", shown, extra={"topic": "sanity"})
 
     def _results(self, trainer: Engine) -> dict[str, Any]:
-        """Evaluates every loader; returns the results by flat names."""
+        """Evaluate every loader; return the results by flat names."""
         task = self._task(trainer)
         with scored_weights(trainer):
             results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}

@@ -16,7 +16,7 @@ from treadle.nested import flatten_nested_dict
 
 
 def hours(seconds: float) -> str:
-    """Returns a duration as ``H:MM:SS``, also one of more than a day.
+    """Return a duration as ``H:MM:SS``, also one of more than a day.
 
     Example:
         >>> hours(21600.4), hours(100_000)
@@ -27,7 +27,7 @@ def hours(seconds: float) -> str:
 
 
 def require(module: str, needed_by: str, *, extra: str = "track") -> Any:
-    """Imports an optional module.
+    """Import an optional module.
 
     Args:
         module: its dotted name.
@@ -48,7 +48,7 @@ def require(module: str, needed_by: str, *, extra: str = "track") -> Any:
 
 
 def flat_values(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Flattens records to ``a/b`` keys and reads all their 0-d tensors, with one transfer per device.
+    """Flatten records to ``a/b`` keys and read all their 0-d tensors, with one transfer per device.
 
     Example:
         >>> flat_values({"train": {"loss": torch.tensor(0.5, dtype=torch.bfloat16), "epoch": 3}, "note": "x"})
@@ -61,7 +61,7 @@ def flat_values(records: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_image(value: Any) -> Any:
-    """Returns a PIL image: of one, of an (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8 array, or of a CHW tensor.
+    """Return a PIL image: of one, of an (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8 array, or of a CHW tensor.
 
     A tensor of floats must be in [0, 1].
 
@@ -93,7 +93,7 @@ def _chw_pixels(tensor: Tensor) -> np.ndarray[Any, Any] | None:
 
 
 def plain_settings(config: Any) -> dict[str, Any]:
-    """Returns settings as nested plain values, other types than numbers and texts as texts; {} if no mapping.
+    """Return settings as nested plain values, other types than numbers and texts as texts; {} if no mapping.
 
     Example:
         >>> plain_settings({"lr": 0.1, "model": {"act": torch.nn.ReLU(), "widths": (8, 8)}})
@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def flat_settings(config: Any) -> dict[str, Any]:
-    """Returns settings as plain values under ``a/b`` keys.
+    """Return settings as plain values under ``a/b`` keys.
 
     Example:
         >>> flat_settings({"lr": 0.1, "model": {"width": 8}})

@@ -49,11 +49,11 @@ class WandbHook(TrackerHook):
         self._notes = RunNotes(None, "wandb")
 
     def check(self, trainer: Engine) -> None:
-        """Imports wandb."""
+        """Import wandb."""
         self._wandb = require("wandb", "WandbHook")
 
     def open(self, trainer: Engine) -> None:
-        """Starts the run, or continues the one whose id is known."""
+        """Start the run, or continue the one whose id is known."""
         self._notes = RunNotes(trainer.workspace, "wandb")
         arguments = dict(self.init_kwargs)
         if settings := self.settings(trainer):
@@ -82,19 +82,19 @@ class WandbHook(TrackerHook):
         return self._notes.last_step(str(self._run.id))
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Sends the values; wandb joins what has the same step."""
+        """Send the values; wandb joins what has the same step."""
         self._run.log(values, step=trainer.step)
         self._notes.note(str(self._run.id), trainer.step)
 
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
-        """Sends the images."""
+        """Send the images."""
         self._run.log({key: self._wandb.Image(as_image(image)) for key, image in images.items()}, step=trainer.step)
         self._notes.note(str(self._run.id), trainer.step)
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Sets them in the summary of the run."""
+        """Set them in the summary of the run."""
         self._run.summary.update(values)
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Finishes the run."""
+        """Finish the run."""
         self._run.finish(exit_code=0 if error is None else 1)

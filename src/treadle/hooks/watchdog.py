@@ -67,39 +67,39 @@ class StuckRankHook(BaseHook):
         self._watch: _Watch | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Starts to look."""
+        """Start to look."""
         self._event = _STARTING
         self._watch = _Watch(self, trainer, _Board.of_all_ranks(trainer))
         self._watch.start()
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Notes the event."""
+        """Note the event."""
         self._event = _STEPPING
 
     @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Notes the event."""
+        """Note the event."""
         self._event = _UPDATING
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Notes the event."""
+        """Note the event."""
         self._event = _STEPPED
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Notes the event."""
+        """Note the event."""
         self._event = _EPOCH_OVER
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Notes the event."""
+        """Note the event."""
         self._event = _ENDING
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Looks no more; on rank 0 the notes stay, for threads of other ranks that look a last time."""
+        """Look no more; on rank 0 the notes stay, for threads of other ranks that look a last time."""
         if self._watch is not None:
             self._watch.stop()
 
     def place(self, trainer: Engine) -> tuple[int, ...]:
-        """Returns numbers that change when this rank advances; the first three order the ranks."""
+        """Return numbers that change when this rank advances; the first three order the ranks."""
         cursor, evaluated = trainer.cursor, trainer.eval_cursor
         return (
             trainer.step, self._event, trainer.micro_steps, cursor.epoch, cursor.position, evaluated.epoch,
@@ -140,7 +140,7 @@ class Note:
 
 
 def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
-    """Returns the ranks that the others wait for; none while any rank advanced within the timeout.
+    """Return the ranks that the others wait for; none while any rank advanced within the timeout.
 
     Those inside a collective wait; of the others, those that are behind are stuck. If all wait, those that are behind.
     """
@@ -161,7 +161,7 @@ class _Board:
 
     @classmethod
     def of_all_ranks(cls, trainer: Engine) -> _Board:
-        """Makes it; every rank calls this at the same point."""
+        """Make it; every rank calls this at the same point."""
         size = distributed.world_size()
         if size == 1:
             return cls(None, 1)
@@ -191,7 +191,7 @@ class _Board:
         self._put(self._keys[note.rank if self.is_shared else 0], json.dumps(asdict(note)))
 
     def notes(self) -> list[Note]:
-        """Returns the notes of all ranks; none as long as some rank has pinned none."""
+        """Return the notes of all ranks; none as long as some rank has pinned none."""
         if self._store is None:
             texts = [self._own[key] for key in self._keys]
         else:
@@ -203,7 +203,7 @@ class _Board:
         self._put("stuck", json.dumps(stuck))
 
     def accused(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns the stuck ranks and their places."""
+        """Return the stuck ranks and their places."""
         text = self._get("stuck")
         return [] if text is None else [(rank, tuple(place)) for rank, place in json.loads(text)]
 
@@ -220,7 +220,7 @@ class _Board:
 
 
 def _host() -> str:
-    """Returns where the other ranks find rank 0."""
+    """Return where the other ranks find rank 0."""
     hosts = distributed.gather_objects(socket.gethostname())
     given = os.environ.get("MASTER_ADDR")
     return given or ("127.0.0.1" if len(set(hosts)) == 1 else str(hosts[0]))
@@ -289,7 +289,7 @@ class _Watch:
             self._trainer.logger.error("rank %d %s%s", note.rank, note.described, wait)
 
     def _with_silence(self, note: Note, now: float) -> Note:
-        """Adds the time for which a rank has pinned nothing: its process may have been stopped."""
+        """Add the time for which a rank has pinned nothing: its process may have been stopped."""
         beat, since = self._last_beats.get(note.rank, (-1, now))
         if beat != note.beat:
             self._last_beats[note.rank] = (note.beat, now)

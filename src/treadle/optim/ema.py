@@ -19,7 +19,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def check_average(decay: float, update_interval: int) -> None:
-    """Raises ConfigError for a decay or an interval outside its range.
+    """Raise ConfigError for a decay or an interval outside its range.
 
     Example:
         >>> check_average(0.999, 1)
@@ -94,18 +94,18 @@ class Ema(AveragedModel):
         return self.update_interval == 1
 
     def update(self, model: nn.Module, *, applied_steps: int) -> None:
-        """Moves the shadow towards the model's weights if ``applied_steps`` is due; reads nothing on the host."""
+        """Move the shadow towards the model's weights if ``applied_steps`` is due; read nothing on the host."""
         if applied_steps % self.update_interval == 0:
             self.move(model)
             self.count_update()
 
     def count_update(self) -> None:
-        """Counts a move of the shadow, also one that a graph made."""
+        """Count a move of the shadow, also one that a graph made."""
         self.__dict__["num_updates"] += 1  # at each step, and a module's own way to set an attribute is a long one
 
     @torch.no_grad()
     def move(self, model: nn.Module, weight: float | None = None) -> None:
-        """Moves the shadow towards the model's weights by ``weight``, by default 1 - decay.
+        """Move the shadow towards the model's weights by ``weight``, by default 1 - decay.
 
         It counts nothing, so that it can be recorded.
         """
@@ -123,11 +123,11 @@ class Ema(AveragedModel):
             torch._foreach_lerp_(shadows, lives, 1.0 - self.decay if weight is None else weight)
 
     def lies_beside(self, model: nn.Module) -> bool:
-        """Returns whether each weight of the average is on the device of the model's weight."""
+        """Return whether each weight of the average is on the device of the model's weight."""
         return all(shadow.device == live.device for shadow, live, _ in self._pairs(unwrap(model)))
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Gives shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""
+        """Give shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""
         if self._sharded:
             reshard(source)
         own, theirs = _tensors(self.module), _tensors(source)
@@ -140,14 +140,14 @@ class Ema(AveragedModel):
 
     @torch.no_grad()
     def restart_from(self, model: nn.Module) -> None:
-        """Makes the shadow a copy of the model's present weights, with no update counted."""
+        """Make the shadow a copy of the model's present weights, with no update counted."""
         for shadow, live, _ in self._pairs(unwrap(model)):
             shadow.copy_(live)
         self.num_updates = 0
 
     @contextlib.contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Puts the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
+        """Put the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
         target = unwrap(model)
         before = [live for _, live, _ in self._pairs(target)]
         raw = [live.detach().clone() for live in before]
@@ -164,7 +164,7 @@ class Ema(AveragedModel):
                         live.copy_(saved)
 
     def export(self, model: nn.Module) -> dict[str, Tensor]:
-        """Returns the averaged weights in the model's own dtypes and names: what an evaluation scored."""
+        """Return the averaged weights in the model's own dtypes and names: what an evaluation scored."""
         live = model_state(model)
         return {
             name: value.detach().to(live[name].dtype) if isinstance(value, Tensor) else value
@@ -172,7 +172,7 @@ class Ema(AveragedModel):
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the checkpoint entry: decay, update_interval, num_updates, shadow."""
+        """Return the checkpoint entry: decay, update_interval, num_updates, shadow."""
         return {
             "decay": self.decay,
             "update_interval": self.update_interval,
@@ -181,7 +181,7 @@ class Ema(AveragedModel):
         }
 
     def restore(self, entry: Mapping[str, Any], *, kept: Collection[str] = ()) -> None:
-        """Restores what :meth:`snapshot` returned, in place; weights in ``kept`` may be missing and then stay.
+        """Restore what :meth:`snapshot` returned, in place; weights in ``kept`` may be missing and then stay.
 
         Raises:
             CheckpointError: it is the average of another model.
@@ -192,7 +192,7 @@ class Ema(AveragedModel):
 
 @contextlib.contextmanager
 def _without_graphs(model: nn.Module) -> Iterator[None]:
-    """Replaces tensors of a graph, which torch refuses to copy, by free ones: the weight of an old ``weight_norm``.
+    """Replace tensors of a graph, which torch refuses to copy, by free ones: the weight of an old ``weight_norm``.
 
     Raises:
         ConfigError: the model cannot be copied for another reason.
@@ -218,7 +218,7 @@ def _without_graphs(model: nn.Module) -> Iterator[None]:
 
 
 def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:
-    """Returns a tree of empty modules with the parameters and buffers of another, which refuses to be copied.
+    """Return a tree of empty modules with the parameters and buffers of another, which refuses to be copied.
 
     Args:
         module: what ``fully_shard`` was called on.
@@ -242,7 +242,7 @@ def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:
 
 
 def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the parameters and the buffers of a tree of modules, each once, in one walk: it is taken at each step."""
+    """Return the parameters and the buffers of a tree of modules, each once, in one walk: it is taken at each step."""
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
     seen: set[nn.Module] = set()
@@ -264,7 +264,7 @@ def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _follow_buffers(module: nn.Module, source: nn.Module) -> None:
-    """Gives an average the buffers that have come, gone or changed their shape in the model, as tables that grow do."""
+    """Give an average the buffers that have come, gone or changed their shape in the model, as tables that grow do."""
     for inner, live in zip(module.modules(), source.modules(), strict=True):
         for name, buffer in live._buffers.items():
             own = inner._buffers.get(name)

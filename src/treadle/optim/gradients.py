@@ -20,7 +20,7 @@ _kind_of = operator.attrgetter("dtype", "device", "layout", "requires_grad")
 
 
 def are_whole(grads: Sequence[Tensor]) -> bool:
-    """Returns whether all gradients are plain tensors: none is spread over ranks, or of another class.
+    """Return whether all gradients are plain tensors: none is spread over ranks, or of another class.
 
     Example:
         >>> are_whole([torch.ones(1), torch.ones(2)])
@@ -46,13 +46,13 @@ class Gradients(list[Tensor]):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Gradients:
-        """Returns those that there are of an optimizer's parameters, in its order."""
+        """Return those that there are of an optimizer's parameters, in its order."""
         groups = optimizer.param_groups
         return cls([grad for group in groups for p in group["params"] if (grad := p.grad) is not None])
 
 
 def are_alike(grads: Sequence[Tensor]) -> bool:
-    """Returns whether all gradients are plain tensors of one kind without a graph: torch's functions make one group.
+    """Return whether all gradients are plain tensors of one kind without a graph: torch's functions make one group.
 
     Then what they compute is three kernels, and sorting the gradients into groups takes half of the time of a small
     model.
@@ -80,7 +80,7 @@ class Inverse(NamedTuple):
 
 
 def divide_(grads: Sequence[Tensor], divisor: float | Tensor | Inverse | None) -> None:
-    """Divides gradients in place; None leaves them alone."""
+    """Divide gradients in place; None leaves them alone."""
     if divisor is None or not grads:
         return
     owned = [local(grad) for grad in grads]
@@ -94,7 +94,7 @@ def divide_(grads: Sequence[Tensor], divisor: float | Tensor | Inverse | None) -
 
 
 def total_norm(grads: list[Tensor]) -> Tensor:
-    """Returns the 2-norm over all gradients: of those that are spread over ranks, over all their parts.
+    """Return the 2-norm over all gradients: of those that are spread over ranks, over all their parts.
 
     With such gradients it is a collective, and the same number on every rank.
 
@@ -128,7 +128,7 @@ class _Part(NamedTuple):
 
 
 def clip_(grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients in place to a total norm of at most ``max_norm``, by torch's rule.
+    """Scale gradients in place to a total norm of at most ``max_norm``, by torch's rule.
 
     Args:
         grads: whole or spread over ranks.
@@ -151,7 +151,7 @@ def clip_(grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
 
 @torch.no_grad()
 def clip_values_(grads: Sequence[Tensor], limit: float) -> None:
-    """Clamps every element of the gradients to [-limit, limit] in place, by torch's rule.
+    """Clamp every element of the gradients to [-limit, limit] in place, by torch's rule.
 
     Args:
         grads: whole or spread over ranks; of those, each rank clamps its parts.

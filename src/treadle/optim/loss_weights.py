@@ -74,7 +74,7 @@ class GroupWeights:
         self._anybody = False
 
     def scaled(self, output: StepOutput) -> Tensor | None:
-        """Returns the loss to backpropagate, or None when the micro-batch contributes nothing.
+        """Return the loss to backpropagate, or None when the micro-batch contributes nothing.
 
         Raises:
             ConfigError: the weight is negative or not finite, or means and sums meet in one step.
@@ -101,7 +101,7 @@ class GroupWeights:
         self.total = self.total + weight
 
     def _agree(self, weight: float | Tensor) -> None:
-        """Finds the reference, and on several ranks everything else that must be the same on all of them."""
+        """Find the reference, and on several ranks everything else that must be the same on all of them."""
         if self._ranks == 1:
             if self._reference is None and not self.undivided:
                 self._take_reference(weight)
@@ -123,7 +123,7 @@ class GroupWeights:
             self._reference = weight
 
     def _gather(self) -> dict[str, list[float]]:
-        """Gathers the numbers of all ranks, by name."""
+        """Gather the numbers of all ranks, by name."""
         own = {
             "size": self.size, "undivided": self.undivided, "losses": self.num_losses,
             "summed": self._reduction == "sum", "averaged": self._reduction == "mean",
@@ -157,11 +157,11 @@ class GroupWeights:
             self.total = sum(gathered["total"])
 
     def any_loss(self) -> bool:
-        """Returns whether any micro-batch had a loss, on any rank."""
+        """Return whether any micro-batch had a loss, on any rank."""
         return self._anybody if self._ranks > 1 else self.num_losses > 0
 
     def divisor(self) -> float | Tensor | None:
-        """Returns what the gradients must be divided by, or None for nothing; they are averaged over ranks before."""
+        """Return what the gradients must be divided by, or None for nothing; they are averaged over ranks before."""
         if self.undivided:
             return None if self._ranks == 1 else 1.0 / self._ranks
         if self._alone or self._reference is None:
@@ -200,7 +200,7 @@ class GivenWeights:
         self._undivided = False
 
     def give(self, weights: Sequence[float]) -> None:
-        """Takes the weights of the micro-batches of the next step, each above 0."""
+        """Take the weights of the micro-batches of the next step, each above 0."""
         reference, total = weights[0], sum(weights)
         divisors = [self._size * reference / weight for weight in weights] + [total / (self._size * reference)]
         if self._on_cuda:  # there torch divides by a number of the host so: by its inverse, which is taken in float64
@@ -208,11 +208,11 @@ class GivenWeights:
         self._factors.copy_(torch.tensor(divisors), non_blocking=True)
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Begin a step."""
         self._seen = 0
 
     def scaled(self, output: StepOutput) -> Tensor | None:
-        """Returns the loss to backpropagate.
+        """Return the loss to backpropagate.
 
         Raises:
             RuntimeError: the loss is not float32, so that its scale would be rounded otherwise.
@@ -229,11 +229,11 @@ class GivenWeights:
         return output.loss * factor if self._on_cuda else output.loss / factor
 
     def any_loss(self) -> bool:
-        """Returns whether every micro-batch had a loss."""
+        """Return whether every micro-batch had a loss."""
         return self._seen == self._size
 
     def divisor(self) -> Tensor | Inverse | None:
-        """Returns what the gradients must be divided by."""
+        """Return what the gradients must be divided by."""
         if self._undivided or self._equal:
             return None
         return Inverse(self._factors[-1]) if self._on_cuda else self._factors[-1]
@@ -252,7 +252,7 @@ class KnownWeights(GroupWeights):
         self._known = weights
 
     def scaled(self, output: StepOutput) -> Tensor | None:
-        """Returns the loss to backpropagate."""
+        """Return the loss to backpropagate."""
         return super().scaled(replace(output, weight=self._known[self._seen]))
 
 
@@ -281,12 +281,12 @@ def _checked(weight: float | Tensor | None) -> float | Tensor:
 
 
 def as_count(count: Tensor) -> float | Tensor:
-    """Returns a count on the CPU as a number, since reading it waits for nothing; on a device it stays a tensor."""
+    """Return a count on the CPU as a number, since reading it waits for nothing; on a device it stays a tensor."""
     return float(count.numpy()) if count.device.type == "cpu" else count
 
 
 def without_empty(loss: Tensor, weight: float | Tensor) -> Tensor | None:
-    """Returns the loss of a batch, or None if nothing in it counts.
+    """Return the loss of a batch, or None if nothing in it counts.
 
     Where the weight is on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
     neither reaches the gradient nor has to be looked at.

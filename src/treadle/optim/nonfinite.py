@@ -68,7 +68,7 @@ class RefusalPlan:
 
 
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Returns whether the optimizer itself can leave a non-finite gradient out: fused, on CUDA.
+    """Return whether the optimizer itself can leave a non-finite gradient out: fused, on CUDA.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -127,13 +127,13 @@ class FoundInf:
         self._one = torch.ones((), device=device)
 
     def look_at(self, norm: Tensor) -> Tensor:
-        """Sets the flag if a norm is not finite, in one kernel, which multiplies the norm by one; returns the flag."""
+        """Set the flag if a norm is not finite, in one kernel, which multiplies the norm by one; return the flag."""
         torch._amp_foreach_non_finite_check_and_unscale_([norm.float()], self.flag, self._one)
         return self.flag
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
-    """Steps a fused optimizer, which leaves the step out on the device where ``found_inf`` is 1."""
+    """Step a fused optimizer, which leaves the step out on the device where ``found_inf`` is 1."""
     optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
     try:
         optimizer.step()
@@ -177,11 +177,11 @@ class FiniteGuard:
         self._alone = agreed or (distributed.world_size() if num_ranks is None else num_ranks) == 1
 
     def decides_now(self, total_weight: float | Tensor) -> bool:
-        """Returns whether the verdict on a step of this weight is known before its update."""
+        """Return whether the verdict on a step of this weight is known before its update."""
         return not self.deferred or isinstance(total_weight, Tensor)
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
-        """Returns the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
+        """Return the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
         now = self.decides_now(total_weight)
         if self.late is not None and (late := self.late_refusal(wait=now)) is not None:
             return Verdict(finite=False, counted=True, late=late)
@@ -197,7 +197,7 @@ class FiniteGuard:
         return Verdict(finite=not flags[0], counted=len(flags) == 1 or not flags[1])
 
     def apply(self, optimizer: Optimizer, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
-        """Steps the optimizer; where the verdict is deferred, the optimizer itself skips a non-finite gradient.
+        """Step the optimizer; where the verdict is deferred, the optimizer itself skips a non-finite gradient.
 
         Args:
             optimizer: the optimizer of the run.
@@ -213,13 +213,13 @@ class FiniteGuard:
         late.note(locate(), norm)
 
     def late_flags(self, device: torch.device) -> LateFlags:
-        """Returns where deferred steps, and captured ones, leave word of a refusal."""
+        """Return where deferred steps, and captured ones, leave word of a refusal."""
         if self.late is None:
             self.late = LateFlags(device)
         return self.late
 
     def late_refusal(self, *, wait: bool) -> LateRefusal | None:
-        """Returns the first deferred step with a non-finite gradient, else None.
+        """Return the first deferred step with a non-finite gradient, else None.
 
         Args:
             wait: for all steps so far; False looks only at results that the host has.
@@ -262,11 +262,11 @@ class LateFlags:
         self._spare: list[_Mark] = []
 
     def raise_for(self, norm: Tensor) -> Tensor:
-        """Raises the flag for a gradient's norm that is not finite, on the device; returns it."""
+        """Raise the flag for a gradient's norm that is not finite, on the device; return it."""
         return self._found.look_at(norm)
 
     def note(self, place: StepLocation, norm: Tensor) -> None:
-        """Notes a step; every eighth sends the flag to the host, and waits for what an earlier one has sent.
+        """Note a step; every eighth sends the flag to the host, and wait for what an earlier one has sent.
 
         A copy at each step would take a tenth of a small model's, and a sixth of one that is replayed.
         """
@@ -276,7 +276,7 @@ class LateFlags:
             self._send_mark()
 
     def note_block(self, first: StepLocation, norms: Tensor) -> None:
-        """Notes steps of one batch each that follow each other, with one mark for all.
+        """Note steps of one batch each that follow each other, with one mark for all.
 
         Args:
             first: location of the first of them.
@@ -301,7 +301,7 @@ class LateFlags:
                 self._steps.popleft()
 
     def late_refusal(self) -> LateRefusal | None:
-        """Waits for all flags; returns the first step that was refused, or None."""
+        """Wait for all flags; return the first step that was refused, or None."""
         if not self._steps:
             return None
         mark = self._spare.pop() if self._spare else _Mark(on_cuda=self._on_cuda)
@@ -330,12 +330,12 @@ class _Steps(NamedTuple):
     norms: Tensor  # 0-d, or (N,)
 
     def first_bad(self) -> int | None:
-        """Returns which of the steps is the first whose norm is not finite; reads the device."""
+        """Return which of the steps is the first whose norm is not finite; read the device."""
         flags = self.norms.isfinite().reshape(-1).tolist()
         return flags.index(False) if False in flags else None
 
     def at(self, number: int) -> tuple[StepLocation, Tensor]:
-        """Returns location and norm of one of the steps."""
+        """Return location and norm of one of the steps."""
         first = self.first
         place = first._replace(step=first.step + number, position=first.position + number)
         return place, self.norms.reshape(-1)[number]
@@ -350,13 +350,13 @@ class _Mark:
         self._event = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, flag: Tensor) -> None:
-        """Sends a flag here."""
+        """Send a flag here."""
         self._place.copy_(flag, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(flag.device))
 
     def arrived(self) -> bool:
-        """Waits for the flag; returns whether it is raised."""
+        """Wait for the flag; return whether it is raised."""
         if self._event is not None:
             wait_for(self._event)
         return bool(self._seen)

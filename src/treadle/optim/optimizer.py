@@ -37,12 +37,12 @@ _OF_NO_OPTIMIZER = {
 
 
 def is_of_torch(optimizer: Any) -> bool:
-    """Returns whether torch wrote an optimizer's class."""
+    """Return whether torch wrote an optimizer's class."""
     return type(optimizer).__module__.startswith("torch.")
 
 
 def is_normalisation(module: nn.Module) -> bool:
-    """Returns whether a module is one of torch's normalisation layers, by its type and not by its name.
+    """Return whether a module is one of torch's normalisation layers, by its type and not by its name.
 
     Example:
         >>> is_normalisation(nn.LayerNorm(2)), is_normalisation(nn.Linear(2, 2))
@@ -54,7 +54,7 @@ def is_normalisation(module: nn.Module) -> bool:
 def decay_groups(
     model: nn.Module, weight_decay: float, *, undecayed: tuple[type[nn.Module], ...] = ()
 ) -> list[dict[str, Any]]:
-    """Returns two parameter groups, matrices that decay and the rest that does not; frozen parameters are left out.
+    """Return two parameter groups, matrices that decay and the rest that does not; frozen parameters are left out.
 
     The rest: parameters with fewer than two dimensions, and those of normalisation layers, whatever their names.
 
@@ -84,17 +84,17 @@ def decay_groups(
 
 
 def can_be_fused(parameters: Iterable[Tensor]) -> bool:
-    """Returns whether torch's fused optimizers take all of these parameters."""
+    """Return whether torch's fused optimizers take all of these parameters."""
     return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Returns the clean name of each parameter by its identity."""
+    """Return the clean name of each parameter by its identity."""
     return {id(parameter): clean_name(name) for name, parameter in unwrap(model).named_parameters()}
 
 
 def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Returns the parameters that require gradients but are in no group of the optimizer."""
+    """Return the parameters that require gradients but are in no group of the optimizer."""
     covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         (clean_name(name), parameter)
@@ -104,7 +104,7 @@ def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
 
 
 def scale_learning_rate(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
-    """Multiplies every learning rate and what a schedule starts from, in place; a checkpoint's state holds both.
+    """Multiply every learning rate and what a schedule starts from, in place; a checkpoint's state holds both.
 
     Schedules that are made of others are gone through; a lower limit such as ``eta_min`` stays.
 
@@ -131,7 +131,7 @@ def scale_learning_rate(optimizer: Optimizer, scheduler: Any, factor: float) -> 
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Returns the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name.
+    """Return the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name.
 
     A state of another form than torch's is kept whole under ``own``; those of optimizers inside an optimizer whose
     class inherits its ``state_dict`` are kept under ``inner``.
@@ -148,7 +148,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Restores what :func:`optimizer_state` returned, matching parameters by name where names are known.
+    """Restore what :func:`optimizer_state` returned, matching parameters by name where names are known.
 
     Beside a sharded parameter, every rank takes its part of the state. Groups that a hook had added are added again.
 
@@ -183,7 +183,7 @@ def _parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns copies of the saved parameter groups, with the parameters in the order of the live ones.
+    """Return copies of the saved parameter groups, with the parameters in the order of the live ones.
 
     Raises:
         CheckpointError: the groups hold other parameters than those of the checkpoint, or are another optimizer's.
@@ -215,7 +215,7 @@ def _refuse_another_form(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises for the group of another optimizer: it has settings of its own and lacks some of this one's.
+    """Raise for the group of another optimizer: it has settings of its own and lacks some of this one's.
 
     Switches do not count: torch adds some from version to version and fills them in.
     """
@@ -233,7 +233,7 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool) -> list[str]:
-    """Returns what a checkpoint's optimizer sets otherwise than the optimizer was built: ``"lr=0.1 (built as 0.2)"``.
+    """Return what a checkpoint's optimizer sets otherwise than the optimizer was built: ``"lr=0.1 (built as 0.2)"``.
 
     Args:
         optimizer: as built, before the checkpoint is loaded.
@@ -263,7 +263,7 @@ def _comparable(value: Any) -> Any:
 
 
 def is_same_setting(old: Any, new: Any) -> bool:
-    """Returns whether two values of a setting are equal, whatever containers hold them; a rate may be a float32.
+    """Return whether two values of a setting are equal, whatever containers hold them; a rate may be a float32.
 
     Example:
         >>> is_same_setting([0.9, 0.95], (0.9, 0.95)), is_same_setting(1, 2)
@@ -275,12 +275,12 @@ def is_same_setting(old: Any, new: Any) -> bool:
 
 
 def _own(value: Any) -> Any:
-    """Returns a copy of a tensor: torch would take the checkpoint's own one, and every step would change it."""
+    """Return a copy of a tensor: torch would take the checkpoint's own one, and every step would change it."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:
-    """Returns the indices of a saved parameter group in the order of a live one, by name where both have names.
+    """Return the indices of a saved parameter group in the order of a live one, by name where both have names.
 
     Args:
         number: of the group, for messages.
@@ -309,7 +309,7 @@ def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> 
 
 
 def move_optimizer_state(optimizer: Optimizer) -> None:
-    """Moves state tensors to the devices of their parameters, in place.
+    """Move state tensors to the devices of their parameters, in place.
 
     Step counters of unfused optimizers stay on the CPU, where torch keeps them.
     """
@@ -320,7 +320,7 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raises ConfigError if a scheduler moves another optimizer's learning rate, or its step wants an argument."""
+    """Raise ConfigError if a scheduler moves another optimizer's learning rate, or its step wants an argument."""
     built_over = getattr(scheduler, "optimizer", optimizer)
     if built_over is not optimizer and getattr(built_over, "param_groups", None) is not optimizer.param_groups:
         raise ConfigError(
@@ -338,7 +338,7 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def _wanted_by_step(scheduler: Any) -> str | None:
-    """Returns the first argument that ``step`` of a scheduler cannot do without, or None."""
+    """Return the first argument that ``step`` of a scheduler cannot do without, or None."""
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()
     except (AttributeError, TypeError, ValueError):

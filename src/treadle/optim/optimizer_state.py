@@ -20,7 +20,7 @@ INNER = "inner"
 
 
 def has_torchs_form(optimizer: Any, state: Any) -> bool:
-    """Returns whether a state dict is of torch's form: groups like the live ones, and state by parameter.
+    """Return whether a state dict is of torch's form: groups like the live ones, and state by parameter.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ def has_torchs_form(optimizer: Any, state: Any) -> bool:
 
 
 def inner_optimizers(optimizer: Any) -> dict[str, Optimizer]:
-    """Returns the optimizers that an optimizer keeps as attributes and whose state its own state dict leaves out.
+    """Return the optimizers that an optimizer keeps as attributes and whose state its own state dict leaves out.
 
     A class that defines ``state_dict`` is responsible for its own.
 
@@ -62,7 +62,7 @@ def inner_optimizers(optimizer: Any) -> dict[str, Optimizer]:
 def load_inner(
     optimizer: Any, inner: Mapping[str, Optimizer], saved: Mapping[str, Any], shared: Mapping[Any, int]
 ) -> None:
-    """Loads the states of inner optimizers; groups that they shared with the outer one are shared again.
+    """Load the states of inner optimizers; groups that they shared with the outer one are shared again.
 
     Args:
         optimizer: the outer one, loaded already.
@@ -85,7 +85,7 @@ def load_inner(
 
 
 def shared_groups(optimizer: Any, inner: Mapping[str, Optimizer]) -> dict[tuple[str, int], int]:
-    """Returns which groups of inner optimizers are the very groups of the outer one."""
+    """Return which groups of inner optimizers are the very groups of the outer one."""
     own = {id(group): number for number, group in enumerate(optimizer.param_groups)}
     return {
         (path, number): own[id(group)]
@@ -96,7 +96,7 @@ def shared_groups(optimizer: Any, inner: Mapping[str, Optimizer]) -> dict[tuple[
 
 
 def load_exactly(optimizer: Any, state: dict[str, Any]) -> None:
-    """Loads a state dict; where torch would cast a tensor to its parameter's dtype, the saved one is kept."""
+    """Load a state dict; where torch would cast a tensor to its parameter's dtype, the saved one is kept."""
     optimizer.load_state_dict(state)
     if getattr(type(optimizer), "load_state_dict", None) is not Optimizer.load_state_dict:
         return
@@ -110,7 +110,7 @@ def load_exactly(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def added_groups(optimizer: Any, names: Mapping[str, nn.Parameter], saved: list[Any]) -> list[dict[str, Any]]:
-    """Returns the groups that a checkpoint has beyond the live ones, with the model's parameters, or nothing.
+    """Return the groups that a checkpoint has beyond the live ones, with the model's parameters, or nothing.
 
     A hook that unfreezes a layer adds a group while it trains; a fresh optimizer does not have it yet.
 
@@ -130,7 +130,7 @@ def added_groups(optimizer: Any, names: Mapping[str, nn.Parameter], saved: list[
 
 
 def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state by names of parameters, or by group and place, so that two orders can be "
+    """Return an optimizer's state by names of parameters, or by group and place, so that two orders can be "
     "compared."""
     if "param_groups" not in state or "state" not in state:
         return dict(state)
@@ -150,7 +150,7 @@ def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hidden_tensors(optimizer: Any) -> str | None:
-    """Returns the attribute of an optimizer that holds tensors its inherited state dict leaves out, or None.
+    """Return the attribute of an optimizer that holds tensors its inherited state dict leaves out, or None.
 
     Example:
         >>> import torch
@@ -176,7 +176,7 @@ def _is_many(value: Any) -> bool:
 
 
 def rehearse(optimizer: Any, state: Mapping[str, Any]) -> Iterator[str]:
-    """Loads a state of torch's form into a copy without parameters of its own; yields what the copy lost.
+    """Load a state of torch's form into a copy without parameters of its own; yield what the copy lost.
 
     Raises:
         Exception: what the optimizer raises when it loads its own state.

@@ -36,7 +36,7 @@ def _keeps_casts_without_a_graph() -> bool:
 
 
 def check_precision(name: Any, *, argument: str = "precision") -> None:
-    """Raises ConfigError for a name that is none of a precision.
+    """Raise ConfigError for a name that is none of a precision.
 
     Args:
         name: None, ``"bf16"`` or ``"fp16"``.
@@ -84,17 +84,17 @@ class Precision:
         self._unscaled = False  # between unscale and the verdict on the step
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Returns the context of the forward pass, in training and evaluation alike."""
+        """Return the context of the forward pass, in training and evaluation alike."""
         if self.name is None:
             return _NONE
         return torch.autocast(self.device.type, dtype=_DTYPES[self.name], cache_enabled=self._cache)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Returns the loss to call ``backward`` on."""
+        """Return the loss to call ``backward`` on."""
         return self.scaler.scale(loss) if self.scaled else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divides the gradients by the scale, in place."""
+        """Divide the gradients by the scale, in place."""
         if not self.scaled:
             return
         if self._unscaled:  # an exception or Ctrl-C broke the step before off
@@ -103,19 +103,19 @@ class Precision:
         self._unscaled = True
 
     def applied(self) -> None:
-        """Notes that the step was applied; the scale may grow."""
+        """Note that the step was applied; the scale may grow."""
         if self.scaled and self._saw_gradients():
             self.scaler.update()
         self._unscaled = False
 
     def skipped(self) -> None:
-        """Notes that the step was given up with finite gradients; the scale stays."""
+        """Note that the step was given up with finite gradients; the scale stays."""
         if self.scaled and self._unscaled:
             self.scaler.update(self.scaler.get_scale())
         self._unscaled = False
 
     def refused(self) -> bool:
-        """Lowers the scale after a non-finite gradient.
+        """Lower the scale after a non-finite gradient.
 
         Returns:
             Whether lowering was possible, which makes the step a skipped one; False without a scaler
@@ -133,7 +133,7 @@ class Precision:
         return lowered >= 1.0
 
     def forget_recorded(self, optimizer: Optimizer) -> Tensor | None:
-        """Forgets that a recorded step was unscaled; returns where each replay leaves whether a gradient was infinite.
+        """Forget that a recorded step was unscaled; return where each replay leaves whether a gradient was infinite.
 
         None without a scaler.
         """
@@ -145,7 +145,7 @@ class Precision:
         return found  # type: ignore[no-any-return]
 
     def note_replayed(self, optimizer: Optimizer, found: Tensor | None) -> None:
-        """Notes that a replay has unscaled the gradients.
+        """Note that a replay has unscaled the gradients.
 
         Args:
             optimizer: as recorded.
@@ -162,7 +162,7 @@ class Precision:
 
 @contextlib.contextmanager
 def tf32(enabled: bool) -> Iterator[None]:
-    """Allows TF32 in matmul and cuDNN inside the block, and puts the flags back afterwards.
+    """Allow TF32 in matmul and cuDNN inside the block, and put the flags back afterwards.
 
     Args:
         enabled: False leaves the flags as they are.
@@ -184,7 +184,7 @@ def tf32(enabled: bool) -> Iterator[None]:
 
 
 def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, device: torch.device) -> Any:
-    """Returns ``loss_fn(outputs, targets)``, computed in float32 also under autocast.
+    """Return ``loss_fn(outputs, targets)``, computed in float32 also under autocast.
 
     Args:
         loss_fn: the loss.
@@ -200,5 +200,5 @@ def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, d
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Returns a half-precision tensor as float32, any other as it is."""
+    """Return a half-precision tensor as float32, any other as it is."""
     return tensor.float() if tensor.dtype in _HALF else tensor

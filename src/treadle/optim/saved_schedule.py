@@ -20,7 +20,7 @@ _MOVING = {
 
 
 def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
-    """Returns a warning if the function of a LambdaLR, which no checkpoint holds, gives another rate than before."""
+    """Return a warning if the function of a LambdaLR, which no checkpoint holds, give another rate than before."""
     if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callable objects is loaded
         return None
     moves, bases, old = saved["last_epoch"], saved["base_lrs"], saved.get("_last_lr") or ()
@@ -36,7 +36,7 @@ def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
 
 
 def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Returns the settings of a schedule that a checkpoint overrules: ``"T_max=10 (built as 20)"``.
+    """Return the settings of a schedule that a checkpoint overrules: ``"T_max=10 (built as 20)"``.
 
     Of torch's schedulers, and those that they are made of; state of others may move with the steps.
 
@@ -56,7 +56,7 @@ def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a saved schedule is of another kind than the one of this run."""
+    """Raise CheckpointError if a saved schedule is of another kind than the one of this run."""
     for new, old in _pairs(scheduler, saved):
         missing, strange = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
         if missing and strange:
@@ -68,7 +68,7 @@ def refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _pairs(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yields the settings of a scheduler of torch and those saved, then of each scheduler that it is made of."""
+    """Yield the settings of a scheduler of torch and those saved, then of each scheduler that it is made of."""
     if not type(scheduler).__module__.startswith("torch."):
         return
     own = {key: value for key, value in scheduler.state_dict().items() if _is_setting(key)}
@@ -82,7 +82,7 @@ def _is_setting(key: str) -> bool:
 
 
 def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a scheduler's saved state, and those of the schedulers that it is made of, in their own containers."""
+    """Return a scheduler's saved state, and those of the schedulers that it is made of, in their own containers."""
     before = vars(scheduler)
     state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
     if state.get("_schedulers"):
@@ -93,6 +93,6 @@ def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_before(before: Any, value: Any) -> Any:
-    """Gives a plain value the container type that the scheduler made it with, such as MultiStepLR's Counter."""
+    """Give a plain value the container type that the scheduler made it with, such as MultiStepLR's Counter."""
     container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
     return type(before)(value) if container else value

@@ -20,7 +20,7 @@ logger = logging.getLogger("treadle.schedules")
 
 
 def schedulers_in(scheduler: Any, path: str = "scheduler") -> Iterator[tuple[str, Any]]:
-    """Yields a scheduler and those of torch that it composes, by path; nothing for None.
+    """Yield a scheduler and those of torch that it composes, by path; nothing for None.
 
     Example:
         >>> list(schedulers_in(None))
@@ -34,7 +34,7 @@ def schedulers_in(scheduler: Any, path: str = "scheduler") -> Iterator[tuple[str
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Returns the state of a scheduler, without schedulers and functions that it wraps.
+    """Return the state of a scheduler, without schedulers and functions that it wraps.
 
     The state dict that a class inherits from torch's holds every attribute. Those are no values; their own state is
     carried as that of any object.
@@ -55,7 +55,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 
 
 def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:
-    """Steps a plateau scheduler, its relative threshold measured in the size of the best value.
+    """Step a plateau scheduler, its relative threshold measured in the size of the best value.
 
     torch's own is best * (1 - threshold), which lies on the wrong side of a negative best: there a value that stays the
     same counts as better for ever. For values >= 0 both are the same.
@@ -78,7 +78,7 @@ def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:
 
 
 def check_plateau(scheduler: Any, metric: str, mode: str) -> None:
-    """Raises if a plateau scheduler lowers the rate while its metric improves; other schedulers pass.
+    """Raise if a plateau scheduler lowers the rate while its metric improves; other schedulers pass.
 
     Args:
         scheduler: of the run, or None.
@@ -244,7 +244,7 @@ class ScheduleShape:
         check_warmup(steps or 0, total_steps=(steps or 0) + 1, min_scale=self.min_scale)
 
     def factor(self, total_steps: int) -> Callable[[int], float]:
-        """Returns the function from the index of an update to its factor, for a run of ``total_steps`` updates.
+        """Return the function from the index of an update to its factor, for a run of ``total_steps`` updates.
 
         A partial has an empty ``__dict__``, so a LambdaLR keeps nothing of it in its state: a resumed run follows the
         shape that it was built with.
@@ -266,7 +266,7 @@ def build_schedule(
     warmup_ratio: float | None = None,
     min_scale: float = 0.0,
 ) -> LambdaLR:
-    """Builds a schedule with a linear warm-up, stepped per applied step.
+    """Build a schedule with a linear warm-up, stepped per applied step.
 
     Args:
         optimizer: the rates of its groups are the base rates.
@@ -295,7 +295,7 @@ def build_schedule(
 
 
 def follow_shape(scheduler: LambdaLR, shape: ScheduleShape, total_steps: int) -> None:
-    """Gives a scheduler of a shape the length of its run; before its first move, the rates of the groups too.
+    """Give a scheduler of a shape the length of its run; before its first move, the rates of the groups too.
 
     Args:
         scheduler: as :func:`build_schedule` makes it, of any length.

@@ -53,12 +53,12 @@ class Swa(Ema):
 
     @property
     def recordable(self) -> bool:
-        """Returns False: the share is another one in every step."""
+        """Return False: the share is another one in every step."""
         return False
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, applied_steps: int) -> None:
-        """Adds the model's weights to the average if ``applied_steps`` is due; before the start it copies them."""
+        """Add the model's weights to the average if ``applied_steps`` is due; before the start it copies them."""
         if applied_steps >= self.start and (applied_steps - self.start) % self.update_interval == 0:
             self.move(model, 1.0 / (self.num_updates + 1))
             self.count_update()
@@ -69,18 +69,18 @@ class Swa(Ema):
 
     @torch.no_grad()
     def copy_buffers_of(self, model: nn.Module) -> None:
-        """Gives the average the buffers of a model, such as running statistics."""
+        """Give the average the buffers of a model, such as running statistics."""
         for shadow, live, is_buffer in self._pairs(unwrap(model)):
             if is_buffer:
                 shadow.copy_(live)
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns the checkpoint entry: start, update_interval, num_updates, shadow."""
+        """Return the checkpoint entry: start, update_interval, num_updates, shadow."""
         return {"start": self.start, **{key: value for key, value in super().snapshot().items() if key != "decay"}}
 
 
 def check_start(start: Any) -> None:
-    """Raises ConfigError unless it is an applied step, >= 1.
+    """Raise ConfigError unless it is an applied step, >= 1.
 
     Example:
         >>> check_start(100)
@@ -140,7 +140,7 @@ class SwaSchedule:
         self._schedulers: list[LRScheduler] = [*([] if before is None else [before]), swa]
 
     def step(self) -> None:
-        """Moves the scheduler whose turn it is."""
+        """Move the scheduler whose turn it is."""
         self.last_epoch += 1
         if self.last_epoch > self.start:
             self._schedulers[-1].step()
@@ -148,16 +148,16 @@ class SwaSchedule:
             self._schedulers[0].step()
 
     def get_last_lr(self) -> list[float]:
-        """Returns the rates of all groups."""
+        """Return the rates of all groups."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the moves so far and the states of both schedulers."""
+        """Return the moves so far and the states of both schedulers."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {"last_epoch": self.last_epoch, "_schedulers": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restore them."""
         self.last_epoch = int(state_dict["last_epoch"])
         for scheduler, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
             scheduler.load_state_dict(state)

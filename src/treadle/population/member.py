@@ -44,7 +44,7 @@ class Until:
     unit: Literal["epochs", "steps"] = "epochs"
 
     def reached(self, engine: Engine) -> bool:
-        """Returns whether a run is there."""
+        """Return whether a run is there."""
         return (engine.epoch if self.unit == "epochs" else engine.step) >= self.count
 
 
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def member_name(settings: Mapping[str, Any]) -> str:
-    """Returns the name of a member, which is also that of its folder.
+    """Return the name of a member, which is also that of its folder.
 
     Example:
         >>> member_name({"lr": 1e-3, "seed": 0}), member_name({"data": "a/b c"})
@@ -104,7 +104,7 @@ def member_name(settings: Mapping[str, Any]) -> str:
 
 
 def call_factory(make: Make, member: Member) -> Callable[[], Any]:
-    """Seeds, calls the factory of a population for a member and returns the function that trains the run.
+    """Seed, call the factory of a population for a member and return the function that trains the run.
 
     Args:
         make: called with the settings, and with ``workspace=`` if it takes that.
@@ -174,11 +174,11 @@ class MemberHook(BaseHook):
         self._logged: dict[str, float] = {}
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Keeps the engine."""
+        """Keep the engine."""
         self.engine = trainer
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Lets the other members have their turn, and stops at a target in steps."""
+        """Let the other members have their turn, and stop at a target in steps."""
         self._turn(1)
         self._pause_at_steps(trainer)
 
@@ -187,23 +187,23 @@ class MemberHook(BaseHook):
             self._pause_if_reached(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Lets any number of steps run, up to a target in steps."""
+        """Let any number of steps run, up to a target in steps."""
         if self.member.until is None or self.member.until.unit == "epochs":
             return None
         return max(self.member.until.count - trainer.step, 1)
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Lets the other members have their turn after a block."""
+        """Let the other members have their turn after a block."""
         self._turn(len(block))
         self._pause_at_steps(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Stops at a target in epochs."""
+        """Stop at a target in epochs."""
         if self.member.until is not None and self.member.until.unit == "epochs":
             self._pause_if_reached(trainer)
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Keeps the latest number of every name."""
+        """Keep the latest number of every name."""
         if not dry_run:
             self._logged.update(numbers_in(records))
 
@@ -213,7 +213,7 @@ class MemberHook(BaseHook):
             trainer.should_stop = self.paused = True
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers that the run ended with; reads the device."""
+        """Return the numbers that the run ended with; read the device."""
         if self.engine is None:
             return {}
         found = {**self._logged, **_losses(self.engine)}
@@ -228,7 +228,7 @@ class MemberHook(BaseHook):
 
 
 def _losses(engine: Engine) -> dict[str, float]:
-    """Returns the mean loss of the running epoch, or where it has no step yet, the loss of the last step."""
+    """Return the mean loss of the running epoch, or where it has no step yet, the loss of the last step."""
     mean = engine.train_means().get("loss")
     if isinstance(mean, float) and math.isfinite(mean):
         return {"loss": mean}
@@ -237,7 +237,7 @@ def _losses(engine: Engine) -> dict[str, float]:
 
 
 def numbers_in(records: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of nested records, by names with slashes.
+    """Return the numbers of nested records, by names with slashes.
 
     Example:
         >>> numbers_in({"val": {"loss": 0.5}, "name": "a"})
@@ -262,12 +262,12 @@ class Watching:
         self._thread = threading.get_ident()
 
     def before_building(self, engine: Engine) -> None:
-        """Gives a trainer without a workspace the folder of the member."""
+        """Give a trainer without a workspace the folder of the member."""
         if threading.get_ident() == self._thread and engine.workspace is None:
             engine.workspace = self._folder.absolute()
 
     def before_running(self, engine: Engine) -> None:
-        """Adds the hook behind the others and takes out bars, which would overwrite each other."""
+        """Add the hook behind the others and take out bars, which would overwrite each other."""
         if threading.get_ident() == self._thread and self.hook not in engine.hooks:
             others = [hook for hook in engine.hooks if not isinstance(hook, (ProgressBarHook, RunProgress))]
             engine.hooks = [*others, self.hook]
@@ -282,7 +282,7 @@ _THREAD = _OfThread()
 
 
 def is_paused() -> bool:
-    """Returns whether the member that is trained in this thread has paused at its ``until``.
+    """Return whether the member that is trained in this thread has paused at its ``until``.
 
     Example:
         >>> is_paused()
@@ -292,7 +292,7 @@ def is_paused() -> bool:
 
 
 def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -> Outcome:
-    """Makes and trains the run of a member in this thread; an error is part of the outcome.
+    """Make and train the run of a member in this thread; an error is part of the outcome.
 
     Args:
         make: the factory.
@@ -333,7 +333,7 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
 
 
 def _results(returned: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result of a training without its settings."""
+    """Return the result of a training without its settings."""
     return {key: value for key, value in returned.items() if key != "config"}
 
 
@@ -346,7 +346,7 @@ def _exit_code(error: BaseException | None) -> int | None:
 
 
 def varied(settings: Iterator[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of the settings that differ among members, in order.
+    """Return the names of the settings that differ among members, in order.
 
     Example:
         >>> varied(iter([{"lr": 1, "seed": 0}, {"lr": 1, "seed": 1}]))

@@ -32,7 +32,7 @@ class Admission:
         self._full: int | None = None  # members that were found to be all that fit
 
     def __call__(self, running: int) -> bool:
-        """Returns whether another member fits beside so many.
+        """Return whether another member fits beside so many.
 
         Raises:
             ConfigError: the user asked for more at a time than fit.
@@ -55,7 +55,7 @@ class Admission:
 
 
 def _taken() -> int:
-    """Returns the bytes of the GPU that are taken: by tensors, by graphs, and by what torch keeps for more of them."""
+    """Return the bytes of the GPU that are taken: by tensors, by graphs, and by what torch keeps for more of them."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()

@@ -40,7 +40,7 @@ class Worker:
     steps: int = 16
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables that must be set before torch is imported."""
+        """Return the variables that must be set before torch is imported."""
         found = {"OMP_NUM_THREADS": str(self.threads), VARIABLE: "0"}
         return found if self.gpu is None else {**found, "CUDA_VISIBLE_DEVICES": self.gpu}
 
@@ -64,12 +64,12 @@ class _Process:
         return not self.ended and len(self.running) < self.worker.together
 
     def give(self, member: Member) -> None:
-        """Sends a member to train."""
+        """Send a member to train."""
         self.running.append(member)
         self.pipe.send(member)
 
     def take(self) -> list[tuple[Member, Outcome]]:
-        """Returns the members that have ended since; those of a process that died have failed."""
+        """Return the members that have ended since; those of a process that died have failed."""
         found = []
         try:
             while self.pipe.poll():
@@ -86,7 +86,7 @@ class _Process:
         return found
 
     def close(self, *, at_once: bool = False) -> None:
-        """Lets the process end; ``at_once`` with SIGTERM."""
+        """Let the process end; ``at_once`` with SIGTERM."""
         if at_once:
             self.process.terminate()
         with contextlib.suppress(OSError):
@@ -95,7 +95,7 @@ class _Process:
 
 
 def _lost(exit_code: int) -> Outcome:
-    """Returns the outcome of a member whose process has died."""
+    """Return the outcome of a member whose process has died."""
     if exit_code in (-signal.SIGTERM, -signal.SIGINT):
         return Outcome("stopped", code=128 - exit_code)
     how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
@@ -104,7 +104,7 @@ def _lost(exit_code: int) -> Outcome:
 
 
 def check_picklable(make: Make) -> None:
-    """Raises ConfigError for a factory that a new process cannot import.
+    """Raise ConfigError for a factory that a new process cannot import.
 
     Example:
         >>> check_picklable(print)
@@ -119,7 +119,7 @@ def check_picklable(make: Make) -> None:
 
 
 def run_in_processes(make: Make, source: Source, workers: Sequence[Worker]) -> int | None:
-    """Trains the members of a source in processes.
+    """Train the members of a source in processes.
 
     Args:
         make: the factory; can be pickled.
@@ -157,7 +157,7 @@ def run_in_processes(make: Make, source: Source, workers: Sequence[Worker]) -> i
 def _fill(
     processes: list[_Process], make: Make, source: Source, workers: Sequence[Worker], context: Any, *, stopping: bool
 ) -> None:
-    """Gives members to processes that have room, the emptiest first, and starts processes for the others."""
+    """Give members to processes that have room, the emptiest first, and start processes for the others."""
     while not stopping:
         free = [each for each in processes if each.has_room]
         taken = [id(each.worker) for each in processes]
@@ -187,7 +187,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forwarding(processes: list[_Process], received: list[int]) -> Iterator[None]:
-    """Forwards signals to the processes inside the block; a third one ends this process, and them with it."""
+    """Forward signals to the processes inside the block; a third one ends this process, and them with it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -218,7 +218,7 @@ def _forwarding(processes: list[_Process], received: list[int]) -> Iterator[None
 
 
 def _serve(make: Make, worker: Worker, pipe: Connection) -> None:
-    """Trains the members that come through a pipe until it is closed."""
+    """Train the members that come through a pipe until it is closed."""
     _end_with_parent()
     torch.set_num_threads(worker.threads)
     inbox = _Inbox(pipe)
@@ -250,7 +250,7 @@ class _Inbox:
         self._running = 0
 
     def next(self) -> Member | None:
-        """Waits for a member; with others running, returns None where none has come."""
+        """Wait for a member; with others running, return None where none has come."""
         try:
             if self._running and not self._pipe.poll():
                 return None
@@ -261,14 +261,14 @@ class _Inbox:
         return member
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Sends an outcome."""
+        """Send an outcome."""
         self._running -= 1
         with contextlib.suppress(OSError):
             self._pipe.send((member.name, outcome))
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that started it has died, however it did: no member outlives its population."""
+    """End this process when the one that started it has died, however it did: no member outlives its population."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -281,7 +281,7 @@ def _end_with_parent() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Returns the GPUs of this machine as ``CUDA_VISIBLE_DEVICES`` names them.
+    """Return the GPUs of this machine as ``CUDA_VISIBLE_DEVICES`` names them.
 
     Example:
         >>> isinstance(visible_gpus(), list)

@@ -124,7 +124,7 @@ class Population:
         out: str | Path,
         **options: Any,
     ) -> Population:
-        """Returns a population whose settings come from an Optuna study.
+        """Return a population whose settings come from an Optuna study.
 
         Args:
             make: as for :class:`Population`.
@@ -148,7 +148,7 @@ class Population:
         return population
 
     def run(self) -> Results:
-        """Trains every member to its end, and returns their numbers.
+        """Train every member to its end, and return their numbers.
 
         Returns:
             One row a member, also of those that failed.
@@ -177,7 +177,7 @@ class Population:
         return results
 
     def results(self) -> Results:
-        """Returns the numbers of the members that have ended until now."""
+        """Return the numbers of the members that have ended until now."""
         order = {member.name: number for number, member in enumerate(self.members)}
         return Results(sorted(self._rows.values(), key=lambda row: order.get(row.name, len(order))))
 
@@ -199,7 +199,7 @@ class Population:
             return run_in_turns(self._make, source, together=together, steps=self._turn, admit=admission)
 
     def _told(self, member: Member, outcome: Outcome) -> None:
-        """Keeps an outcome, and writes it down."""
+        """Keep an outcome, and write it down."""
         before = self._rows.get(member.name)
         metrics = dict(outcome.metrics)
         if before is not None and before.step == outcome.step:  # nothing was left to do, so not all was logged again
@@ -216,7 +216,7 @@ class Population:
 
 
 def _workers(count: int, gpus: Sequence[str] | None, *, together: int | None, turn: int, threads: int) -> list[Worker]:
-    """Returns the processes of a population, dealt over the GPUs."""
+    """Return the processes of a population, dealt over the GPUs."""
     names = list(gpus) if gpus is not None else (visible_gpus() if torch.cuda.is_available() else [])
     cores = os.cpu_count() or 1
     if count * threads > cores:

@@ -43,11 +43,11 @@ class Row:
     error: str | None = None
 
     def as_values(self) -> dict[str, Any]:
-        """Returns the row as plain values."""
+        """Return the row as plain values."""
         return asdict(self)
 
     def line(self) -> str:
-        """Returns the end of the member in one line.
+        """Return the end of the member in one line.
 
         Example:
             >>> Row("seed=0", {"seed": 0}, "finished", 20, 2, {"val_loss": 0.5}, 1.25).line()
@@ -59,7 +59,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Returns the rows of a ``population.json``; none where there is no such file.
+    """Return the rows of a ``population.json``; none where there is no such file.
 
     Example:
         >>> read_rows(Path("no_such_file.json"))
@@ -90,7 +90,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Summary:
-        """Returns the summary of some values.
+        """Return the summary of some values.
 
         Example:
             >>> str(Summary.of([1.0, 2.0, 3.0]))
@@ -131,11 +131,11 @@ class Results:
         return [row for row in self.rows if row.status == "failed"]
 
     def metrics(self) -> list[str]:
-        """Returns the names of the numbers, in order."""
+        """Return the names of the numbers, in order."""
         return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
 
     def groups(self) -> dict[str, list[Row]]:
-        """Returns the rows by their settings without the seed, under the name of these."""
+        """Return the rows by their settings without the seed, under the name of these."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
             rest = {key: value for key, value in row.settings.items() if key != "seed"}
@@ -143,7 +143,7 @@ class Results:
         return found
 
     def summary(self, metric: str, group: str | None = None) -> Summary:
-        """Returns mean and deviation of a number over all members that did not fail, or over those of a group.
+        """Return mean and deviation of a number over all members that did not fail, or over those of a group.
 
         Raises:
             ConfigError: no member has the number.
@@ -154,7 +154,7 @@ class Results:
         return Summary.of(row.metrics[metric] for row in rows if metric in row.metrics and row.status != "failed")
 
     def lines(self) -> list[str]:
-        """Returns a table as lines: of each group mean ± deviation (members) of every number, then the failed."""
+        """Return a table as lines: of each group mean ± deviation (members) of every number, then the failed."""
         lines = []
         for group, rows in self.groups().items():
             ended = [row for row in rows if row.status != "failed"]
@@ -164,7 +164,7 @@ class Results:
         return [*lines, *(f"{row.name} failed: {row.error}" for row in self.failed)]
 
     def to_csv(self, path: str | Path) -> Path:
-        """Writes a line a member: name, settings, status, step, epoch, seconds, numbers; returns the path."""
+        """Write a line a member: name, settings, status, step, epoch, seconds, numbers; return the path."""
         settings = list(dict.fromkeys(key for row in self.rows for key in row.settings))
         text = StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -215,7 +215,7 @@ class Difference:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain values."""
+        """Return plain values."""
         found: dict[str, Any] = to_json({**asdict(self), "is_real": self.is_real})
         return found
 
@@ -223,7 +223,7 @@ class Difference:
 def difference(
     a: Results, b: Results, metric: str, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Difference:
-    """Returns how far two populations differ in a number, with a bootstrap interval of the mean difference.
+    """Return how far two populations differ in a number, with a bootstrap interval of the mean difference.
 
     Members of the same seed are pairs where every seed occurs once in both; the differences of the pairs are resampled.
     Where that is not so, the members of either are resampled for themselves. With fewer than 5 members a bootstrap
@@ -281,13 +281,13 @@ def _mean_of(values: Sequence[float]) -> float:
 
 
 def _widened(count: int) -> float:
-    """Returns the factor by which a bootstrap of so few values is too narrow: t's quantile over the normal one's."""
+    """Return the factor by which a bootstrap of so few values is too narrow: t's quantile over the normal one's."""
     t_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
     return t_95.get(count, 2.262 if count < 20 else 2.05) / 1.96 * math.sqrt(count / (count - 1))
 
 
 def _by_seed(results: Results, metric: str) -> dict[Any, list[float]]:
-    """Returns the values of a number by seed; under None where seeds do not tell the members apart."""
+    """Return the values of a number by seed; under None where seeds do not tell the members apart."""
     rows = [row for row in results.rows if row.status != "failed" and math.isfinite(row.metrics.get(metric, math.nan))]
     if not rows:
         raise ConfigError(f"no member has it; {nearest(metric, results.metrics())}", argument="metric", value=metric)

@@ -38,11 +38,11 @@ class InOrder:
         self._told = told
 
     def next(self) -> Member | None:
-        """Returns the next member."""
+        """Return the next member."""
         return self._waiting.pop(0) if self._waiting else None
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Passes an outcome on."""
+        """Pass an outcome on."""
         self._told(member, outcome)
 
 
@@ -75,12 +75,12 @@ class Journal:
             )
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Appends an entry."""
+        """Append an entry."""
         append_lines(self.path, [json.dumps(to_json(entry))])
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a journal, and cuts off one that a kill left unfinished."""
+    """Return the whole lines of a journal, and cuts off one that a kill left unfinished."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -133,7 +133,7 @@ class SuccessiveHalving:
     def source(
         self, members: Sequence[Member], folder: Path, *, told: Callable[[Member, Outcome], None]
     ) -> HalvingSource:
-        """Returns the source of a population's members; reads and keeps the journal in its folder."""
+        """Return the source of a population's members; read and keep the journal in its folder."""
         return HalvingSource(self, members, Journal(folder / "halving.jsonl", self._about(members)), told=told)
 
     def _about(self, members: Sequence[Member]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class HalvingSource:
                 self._values[rung][name] = math.inf if entry["value"] is None else entry["value"]
 
     def next(self) -> Member | None:
-        """Returns a member with the rung it trains to: one that was running, one to promote, or a new one."""
+        """Return a member with the rung it trains to: one that was running, one to promote, or a new one."""
         if self._again:
             name = self._again.pop(0)
             return self._until(name, self._running[name])
@@ -213,7 +213,7 @@ class HalvingSource:
         return dataclasses.replace(self._members[name], until=until)
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Keeps the value that a member reached its rung with; a member that was stopped runs it again."""
+        """Keep the value that a member reached its rung with; a member that was stopped runs it again."""
         if outcome.status != "stopped":
             value = self._value_of(member, outcome)
             entry = {"event": "reached", "member": member.name, "rung": self._running[member.name], "value": value}
@@ -302,7 +302,7 @@ class StudySource:
         return member
 
     def next(self) -> Member | None:
-        """Returns a member that was running, else one with settings that the study suggests."""
+        """Return a member that was running, else one with settings that the study suggests."""
         if self._again:
             return self._again.pop(0)
         if self._count >= self._trials:
@@ -312,7 +312,7 @@ class StudySource:
         return member
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Tells the study the value; a failed run is a failed trial, and a stopped one runs again."""
+        """Tell the study the value; a failed run is a failed trial, and a stopped one runs again."""
         if outcome.status != "stopped":
             value = outcome.metrics.get(self._metric) if outcome.status == "finished" else None
             if value is None and outcome.status == "finished":

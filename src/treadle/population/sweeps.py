@@ -13,7 +13,7 @@ from treadle.errors import ConfigError
 
 
 def grid(**values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Returns every combination of values, the last name fastest.
+    """Return every combination of values, the last name fastest.
 
     Args:
         values: by setting.
@@ -65,14 +65,14 @@ class Uniform:
             raise ConfigError("must be above 0 with log=True", argument="low", value=self.low)
 
     def draw(self, rng: random.Random) -> float:
-        """Returns a number."""
+        """Return a number."""
         low, high = self.low, self.high + (1 if self.whole else 0)
         number = math.exp(rng.uniform(math.log(low), math.log(high))) if self.log else rng.uniform(low, high)
         return min(int(number), int(self.high)) if self.whole else min(max(number, self.low), self.high)
 
 
 def draws(count: int, *, draw_seed: int = 0, **space: Uniform | Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns random settings; the first ones are the same whatever ``count`` is.
+    """Return random settings; the first ones are the same whatever ``count`` is.
 
     Args:
         count: how many, >= 1.
@@ -100,7 +100,7 @@ def draws(count: int, *, draw_seed: int = 0, **space: Uniform | Sequence[Any]) -
 
 
 def with_seeds(settings: Sequence[Mapping[str, Any]], seeds: Iterable[int] | None) -> list[dict[str, Any]]:
-    """Returns settings with each seed in turn; None leaves them.
+    """Return settings with each seed in turn; None leaves them.
 
     Example:
         >>> with_seeds([{"lr": 0.1}], range(2))

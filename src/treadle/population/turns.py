@@ -38,11 +38,11 @@ class Source(Protocol):
     """Decides which member runs next."""
 
     def next(self) -> Member | None:
-        """Returns a member to run, or None where there is none, or none before another ends."""
+        """Return a member to run, or None where there is none, or none before another ends."""
         ...
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Receives how a member ended."""
+        """Receive how a member ended."""
         ...
 
 
@@ -63,7 +63,7 @@ class ProcessState:
 
     @classmethod
     def capture(cls) -> ProcessState:
-        """Reads the present state; of CUDA the generators themselves, which graphs hold on to."""
+        """Read the present state; of CUDA the generators themselves, which graphs hold on to."""
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),
@@ -85,7 +85,7 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Sets this state."""
+        """Set this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -113,12 +113,12 @@ def _cuda_generators() -> list[torch.Generator]:
 
 
 def _cloned(generators: list[torch.Generator]) -> list[torch.Generator]:
-    """Returns generators in the same state that share nothing with the given ones, nor their graphs."""
+    """Return generators in the same state that share nothing with the given ones, nor their graphs."""
     return [generator.clone_state() for generator in generators]
 
 
 def _closed() -> threading.Lock:
-    """Returns a gate that one thread waits at and another one opens for a single pass."""
+    """Return a gate that one thread waits at and another one opens for a single pass."""
     gate = threading.Lock()
     gate.acquire()
     return gate
@@ -141,7 +141,7 @@ class Launches:
     error: Exception | None = None
 
     def go_on(self, most: int) -> None:
-        """Launches some."""
+        """Launch some."""
         count, self.left = min(most, self.left), max(self.left - most, 0)
         try:
             with torch.cuda.stream(self.stream):
@@ -190,7 +190,7 @@ class Seat:
         return self._ready is not None and not self._ready()
 
     def take_turn(self) -> None:
-        """Launches some of the member's work, or lets it run for a turn, from the main thread, which waits for it."""
+        """Launch some of the member's work, or let it run for a turn, from the main thread, which waits for it."""
         if self._launches is not None and self._launches.left:
             self._launches.go_on(AT_ONCE)
             if self._launches.left:
@@ -198,7 +198,7 @@ class Seat:
         self._run()
 
     def _run(self) -> None:
-        """Lets the member run for a turn and serves its requests."""
+        """Let the member run for a turn and serve its requests."""
         VOICE.speaker = self.member.name
         try:
             if self.thread.ident is None:
@@ -217,7 +217,7 @@ class Seat:
             self.thread.join()
 
     def end_with(self, error: BaseException) -> None:
-        """Raises an error in the member and waits for its end."""
+        """Raise an error in the member and wait for its end."""
         if self._launches is not None and self._launches.left:
             self._launches.go_on(self._launches.left)  # no step is left half launched
         self._ends_with = error
@@ -227,7 +227,7 @@ class Seat:
     # -- in the thread of the member --------------------------------------------------------------------------------
 
     def ask(self, function: Callable[[], None]) -> None:
-        """Has the main thread call a function, and waits for it."""
+        """Have the main thread call a function, and wait for it."""
         if threading.current_thread() is not self.thread:
             function()
             return
@@ -262,7 +262,7 @@ class Seat:
             raise error
 
     def launch(self, launch: Callable[[], None], count: int) -> None:
-        """Has the main thread launch work on the member's stream, between that of the others."""
+        """Have the main thread launch work on the member's stream, between that of the others."""
         if self._stream is None or count <= AT_ONCE or self._ends_with is not None:
             for _ in range(count):
                 launch()
@@ -275,7 +275,7 @@ class Seat:
             raise error
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Lets the others run until something is ready, or until all of them wait."""
+        """Let the others run until something is ready, or until all of them wait."""
         if self._ends_with is not None:
             return
         self._ready = ready
@@ -292,7 +292,7 @@ class Seat:
 def run_in_turns(
     make: Make, source: Source, *, together: int, steps: int, admit: Callable[[int], bool] = lambda running: True
 ) -> int | None:
-    """Trains the members of a source in this process, some at a time, each for some steps in its turn.
+    """Train the members of a source in this process, some at a time, each for some steps in its turn.
 
     Args:
         make: the factory.
@@ -347,7 +347,7 @@ def run_in_turns(
 
 
 def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:
-    """Tells the source of the members that have ended."""
+    """Tell the source of the members that have ended."""
     for seat in [each for each in seats if each.ended]:
         seats.remove(seat)
         streams.give_back(seat._stream)
@@ -366,7 +366,7 @@ class _Streams:
             self._free = [torch.cuda.Stream() for _ in range(MAX_STREAMS)]  # type: ignore[no-untyped-call]
 
     def take(self) -> Any:
-        """Returns a stream that waits for earlier launches."""
+        """Return a stream that waits for earlier launches."""
         if not self._free:
             return None
         stream = self._free.pop(0)
@@ -374,7 +374,7 @@ class _Streams:
         return stream
 
     def give_back(self, stream: Any) -> None:
-        """Takes a stream back once it has nothing left to do."""
+        """Take a stream back once it has nothing left to do."""
         if stream is not None:
             stream.synchronize()
             self._free.append(stream)
@@ -382,7 +382,7 @@ class _Streams:
 
 @contextlib.contextmanager
 def kept_levels() -> Iterator[None]:
-    """Restores the levels of the library's loggers: runs that overlap put back each other's.
+    """Restore the levels of the library's loggers: runs that overlap put back each other's.
 
     Example:
         >>> with kept_levels():

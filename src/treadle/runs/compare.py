@@ -66,7 +66,7 @@ def replay_and_compare(
     debug: bool,
     messages: Console,
 ) -> Replay:
-    """Runs a step again and compares it with the record of the run.
+    """Run a step again and compare it with the record of the run.
 
     Raises:
         ConfigError: an argument does not fit the others, or the run has no such step.
@@ -92,7 +92,7 @@ def replay_and_compare(
 
 
 def _pack_of(run: Path) -> Pack[Any, Any, Any]:
-    """Returns the pack of a run, by its folder or its newest checkpoint."""
+    """Return the pack of a run, by its folder or its newest checkpoint."""
     if not run.is_dir():
         raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(run))
     pack = pack_of_folder(run)
@@ -109,7 +109,7 @@ def _pack_of(run: Path) -> Pack[Any, Any, Any]:
 
 
 def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], Path] | None:
-    """Returns the configuration in a file and the file's folder; None if it is a script."""
+    """Return the configuration in a file and the file's folder; None if it is a script."""
     found = resolve(str(script), arguments)
     if isinstance(found, PackRun):
         raise ConfigError(f"--script={str(script)!r}: names a pack; a run of a pack is replayed without --script")
@@ -117,7 +117,7 @@ def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], 
 
 
 def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns what differs by a bit or more, as ``name -> (recorded, replayed)``.
+    """Return what differs by a bit or more, as ``name -> (recorded, replayed)``.
 
     Example:
         >>> differences({"loss": 0.5, "applied": True}, {"loss": 0.25, "applied": True})
@@ -128,7 +128,7 @@ def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dic
 
 
 def same(recorded: Any, replayed: Any) -> bool:
-    """Returns whether two values are equal to the bit; the record holds null for non-finite values.
+    """Return whether two values are equal to the bit; the record holds null for non-finite values.
 
     Example:
         >>> same([0.5, None], [0.5, float("nan")]), same(0.0, -0.0)
@@ -142,7 +142,7 @@ def same(recorded: Any, replayed: Any) -> bool:
 
 
 def first_difference(records: Mapping[int, Mapping[str, Any]], replayed: Replayed) -> int | None:
-    """Returns the first step of the replay that differs from its record."""
+    """Return the first step of the replay that differs from its record."""
     for row in replayed.rows:
         if row["step"] in records and differences(records[row["step"]], row):
             return int(row["step"])
@@ -150,7 +150,7 @@ def first_difference(records: Mapping[int, Mapping[str, Any]], replayed: Replaye
 
 
 def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, own: bool) -> list[str]:
-    """Names what may have made a replay differ, the likeliest first."""
+    """Name what may have made a replay differ, the likeliest first."""
     causes = []
     if "lr" in found:
         causes.append("the learning rate differs: the settings were changed on the way, such as the number of epochs")
@@ -182,7 +182,7 @@ def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, o
 
 
 def as_values(replayed: Replayed, records: Mapping[int, Mapping[str, Any]], *, own: bool) -> dict[str, Any]:
-    """Returns the whole result as plain values; ``equal`` is None where there is nothing to compare with."""
+    """Return the whole result as plain values; ``equal`` is None where there is nothing to compare with."""
     row = replayed.row
     recorded = records.get(row["step"])
     found = {} if recorded is None else differences(recorded, row)

@@ -32,7 +32,7 @@ class ConfiguredRuns(Pack[Any, None, Any]):
     def open(
         self, path: Path, tree: Mapping[str, Any], *, device: str | None, messages: Any
     ) -> Iterator[ConfiguredOpened]:
-        """Gives a run with its trainer, which has its weights once it is asked; nothing of the run is touched.
+        """Give a run with its trainer, which has its weights once it is asked; nothing of the run is touched.
 
         Raises:
             ConfigError: the run has no record of its configuration.
@@ -55,7 +55,7 @@ class ConfiguredRuns(Pack[Any, None, Any]):
         yield Opened(run, None, trainer, path, tree)
 
     def evaluate(self, opened: ConfiguredOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
-        """Returns the means over ``build_eval_data_loader()``.
+        """Return the means over ``build_eval_data_loader()``.
 
         Raises:
             ConfigError: the trainer has no such method, or a size is given.
@@ -64,7 +64,7 @@ class ConfiguredRuns(Pack[Any, None, Any]):
         return Evaluation(trainer.evaluate(trainer.build_eval_data_loader()))
 
     def predict(self, opened: ConfiguredOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Returns the outputs of ``predict_step(input)`` for ``build_predict_data_loader()``, joined, by name.
+        """Return the outputs of ``predict_step(input)`` for ``build_predict_data_loader()``, joined, by name.
 
         Raises:
             ConfigError: the trainer lacks one of them, or a size is given.
@@ -73,7 +73,7 @@ class ConfiguredRuns(Pack[Any, None, Any]):
         return Predictions(predicted_arrays(trainer, trainer.build_predict_data_loader()))
 
     def _trainer_of(self, opened: ConfiguredOpened, needed: tuple[str, ...], batch_size: int | None) -> Any:
-        """Returns the trainer with the weights that count in its model."""
+        """Return the trainer with the weights that count in its model."""
         if batch_size is not None:
             raise ConfigError(
                 f"--batch-size {batch_size}: the batches are those of the trainer's own data loader; set it there"

@@ -20,7 +20,7 @@ _LOG_SCALE_FROM = 4.0
 
 
 def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> Path:
-    """Draws training and validation loss by epoch, the best epoch marked, with the learning rate below.
+    """Draw training and validation loss by epoch, the best epoch marked, with the learning rate below.
 
     Args:
         history: one mapping per epoch with `epoch`, `train_loss`, `val_loss` and `lr`; numbers may be None or
@@ -106,7 +106,7 @@ def _log_scale(axes: Axes) -> None:
 
 
 def _mark_best(axes: Axes, epochs: npt.NDArray[np.float64], val: npt.NDArray[np.float64]) -> None:
-    """Marks the lowest finite validation loss; without one there is nothing to mark."""
+    """Mark the lowest finite validation loss; without one there is nothing to mark."""
     if not np.isfinite(val).any():
         return
     best = int(np.nanargmin(np.where(np.isfinite(val), val, np.nan)))

@@ -40,7 +40,7 @@ def verify(
     kills: int = 3,
     seed: int = 0,
 ) -> Verification:
-    """Trains a target straight, twice, and again with kills, and compares every step to the bit.
+    """Train a target straight, twice, and again with kills, and compare every step to the bit.
 
     Of each step the samples, random states, loss, gradients, weights, optimizer, averages, schedule, metrics and log
     are compared. The runs are processes of their own; workspaces are moved into a temporary folder, and a trainer
@@ -80,7 +80,7 @@ def replay(
     arguments: Sequence[str] = (),
     device: str | None = None,
 ) -> Replay:
-    """Runs one step of a finished or broken run again and compares it with the run's record, to the bit.
+    """Run one step of a finished or broken run again and compare it with the run's record, to the bit.
 
     It starts from the nearest checkpoint before the step. A run of ``treadle train`` is built again from what its
     folder holds, which is only read; for a run of another script give the script. ``treadle replay`` is the same as a
@@ -111,7 +111,7 @@ def replay(
 
 
 def _script_of(function: Callable[[], Any]) -> str:
-    """Returns a script that loads the module of a function and calls it.
+    """Return a script that loads the module of a function and calls it.
 
     Raises:
         ConfigError: the function is defined inside another one, or its module has no file.
@@ -137,7 +137,7 @@ def run_verification(
     seed: int,
     report: Callable[[str], None] = lambda text: None,
 ) -> Verification:
-    """Verifies a target in a new temporary folder; of an exact one the checkpoints are removed, the records stay.
+    """Verify a target in a new temporary folder; of an exact one the checkpoints are removed, the records stay.
 
     Args:
         target: path of a script or a configuration, or the name of a pack.
@@ -164,7 +164,7 @@ def run_verification(
 
 
 def check_arguments(target: str, arguments: list[str], steps: int | None, kills: int) -> int:
-    """Refuses what cannot work before anything is started.
+    """Refuse what cannot work before anything is started.
 
     Returns:
         The default number of steps.

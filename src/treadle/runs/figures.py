@@ -33,7 +33,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Makes an empty figure of the given size in inches, drawn by Agg and not registered with pyplot.
+    """Make an empty figure of the given size in inches, drawn by Agg and not registered with pyplot.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -53,7 +53,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Writes a figure as PNG: the file appears complete or not at all.
+    """Write a figure as PNG: the file appears complete or not at all.
 
     Args:
         figure: from `new_figure`.
@@ -92,7 +92,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def style_axes(axes: Axes, *, grid: bool = True) -> None:
-    """Gives axes the look of all pictures: two spines, small ticks, a faint grid behind the data."""
+    """Give axes the look of all pictures: two spines, small ticks, a faint grid behind the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -104,7 +104,7 @@ def style_axes(axes: Axes, *, grid: bool = True) -> None:
 
 
 def label_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
-    """Writes axis labels and a left-aligned title in the sizes of all pictures."""
+    """Write axis labels and a left-aligned title in the sizes of all pictures."""
     axes.set_xlabel(x, fontsize=10, color=INK)
     axes.set_ylabel(y, fontsize=10, color=INK)
     if title:
@@ -117,7 +117,7 @@ def category_style(index: int) -> tuple[str, str]:
 
 
 def as_matrix(name: str, array: npt.ArrayLike, *, num_rows: int | None = None) -> npt.NDArray[np.float64]:
-    """Checks that an array is (rows, columns), not empty, finite and, if asked, of so many rows.
+    """Check that an array is (rows, columns), not empty, finite and, if asked, of so many rows.
 
     Raises:
         ValueError: it is not.
@@ -139,7 +139,7 @@ def as_matrix(name: str, array: npt.ArrayLike, *, num_rows: int | None = None) -
 def project_to_2d(
     latent: npt.ArrayLike,
 ) -> tuple[npt.NDArray[np.float64], tuple[float, float] | None]:
-    """Projects rows on their first two principal components, signs fixed.
+    """Project rows on their first two principal components, signs fixed.
 
     Args:
         latent: (N, D) with D of at least 2; for D = 2 the rows are returned as they are.
@@ -173,7 +173,7 @@ def project_to_2d(
 def spread_apart(
     places: npt.NDArray[np.float64], *, distance: float = 0.07, num_rounds: int = 50
 ) -> npt.NDArray[np.float64]:
-    """Pushes places closer than `distance` (in sizes of the map) apart, so that numbers do not overlap."""
+    """Push places closer than `distance` (in sizes of the map) apart, so that numbers do not overlap."""
     places = places.copy()
     for _ in range(num_rounds):
         for first in range(len(places)):

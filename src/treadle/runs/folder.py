@@ -27,7 +27,7 @@ _log = logging.getLogger("treadle.cli")
 
 
 def stored_json(path: Path) -> dict[str, Any] | None:
-    """Reads one of a run's JSON files; a damaged one is named and counts as absent, as one that is not there.
+    """Read one of a run's JSON files; a damaged one is named and counts as absent, as one that is not there.
 
     Example:
         >>> stored_json(Path("no_such_run", "config.json")) is None
@@ -38,7 +38,7 @@ def stored_json(path: Path) -> dict[str, Any] | None:
 
 
 def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collection[str] = ()) -> dict[str, Any] | None:
-    """Returns what ``metrics.json`` holds if the run of a folder is finished and is of these settings, else None.
+    """Return what ``metrics.json`` holds if the run of a folder is finished and is of these settings, else None.
 
     Args:
         out: the run folder.
@@ -80,7 +80,7 @@ class Record:
 
 
 def read_record(run: Path) -> Record | None:
-    """Reads the record of a run folder; None if there is none, or if it is damaged, with a warning.
+    """Read the record of a run folder; None if there is none, or if it is damaged, with a warning.
 
     Besides ``run.json``, the forms of older runs are read: a ``run.json`` that is a list (configuration files),
     ``config.yaml`` (graphs), ``config.json`` with a ``face`` (text, astro) and without one (spectra).
@@ -107,7 +107,7 @@ def read_record(run: Path) -> Record | None:
 
 
 def write_record(run: Path, record: Mapping[str, Any]) -> None:
-    """Writes ``run.json``, unless it is unchanged.
+    """Write ``run.json``, unless it is unchanged.
 
     Args:
         run: the run folder.
@@ -121,7 +121,7 @@ def write_record(run: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_changed(text: str, path: Path) -> None:
-    """Writes a text file, unless it holds the text already.
+    """Write a text file, unless it holds the text already.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -149,7 +149,7 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(out: Path, face: str) -> None:
-    """Refuses a folder that holds a run of another kind: neither could be resumed or replayed after the other.
+    """Refuse a folder that holds a run of another kind: neither could be resumed or replayed after the other.
 
     Args:
         out: the run folder; it may not be there.
@@ -170,7 +170,7 @@ def refuse_other_run(out: Path, face: str) -> None:
 
 @contextmanager
 def readable(out: Path, *, verb: str = "read") -> Iterator[None]:
-    """Raises a ConfigError that names ``--out`` for an error of reading or writing a run folder."""
+    """Raise a ConfigError that names ``--out`` for an error of reading or writing a run folder."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -180,7 +180,7 @@ def readable(out: Path, *, verb: str = "read") -> Iterator[None]:
 
 
 def writable(out: Path) -> AbstractContextManager[None]:
-    """Returns :func:`readable` for a folder that is written to."""
+    """Return :func:`readable` for a folder that is written to."""
     return readable(out, verb="written")
 
 
@@ -190,7 +190,7 @@ def _cause(error: Exception) -> str:
 
 
 def set_aside(folder: Path) -> None:
-    """Renames a file or folder of an earlier run; an empty folder, of one that was killed early, stays."""
+    """Rename a file or folder of an earlier run; an empty folder, of one that was killed early, stays."""
     if folder.exists() and not (folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())):
         from treadle.hooks.files import next_free
 
@@ -200,7 +200,7 @@ def set_aside(folder: Path) -> None:
 
 
 def set_run_aside(out: Path, *, parts: Collection[str] = ()) -> None:
-    """Moves the whole run of a folder into ``earlier.N`` inside it: settings, results, pages, pictures, states, logs.
+    """Move the whole run of a folder into ``earlier.N`` inside it: settings, results, pages, pictures, states, logs.
 
     The folder it becomes is a run folder. Log files that other programs may be writing stay, and so does what a run
     left that was killed before it had a state. A move that was cut off is ended by the next call.
@@ -220,7 +220,7 @@ def set_run_aside(out: Path, *, parts: Collection[str] = ()) -> None:
 
 
 def set_results_aside(out: Path, names: Collection[str]) -> None:
-    """Moves results of a run, which continues with other settings, into ``earlier.N``, with a copy of its settings.
+    """Move results of a run, which continues with other settings, into ``earlier.N``, with a copy of its settings.
 
     Args:
         out: the run folder.
@@ -257,7 +257,7 @@ def _has_content(path: Path) -> bool:
 
 
 def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, free: Collection[str]) -> list[str]:
-    """Says in words what a rerun changes.
+    """Say in words what a rerun changes.
 
     Args:
         differences: what :func:`treadle.runs.settings.changes` returned.
@@ -291,7 +291,7 @@ def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, 
 
 
 def run_folder_of(path: Path) -> Path:
-    """Returns the folder of the run that a checkpoint is of.
+    """Return the folder of the run that a checkpoint is of.
 
     Example:
         >>> run_folder_of(Path("runs/a/checkpoints/best.pt")).name, run_folder_of(Path("runs/a/best.pt")).name
@@ -301,7 +301,7 @@ def run_folder_of(path: Path) -> Path:
 
 
 def known_split(split: str, known: Collection[str]) -> str:
-    """Returns the name of a split.
+    """Return the name of a split.
 
     Raises:
         ConfigError: it is not among the known ones.
@@ -316,7 +316,7 @@ def known_split(split: str, known: Collection[str]) -> str:
 
 
 def part_of(data: Any, split: str) -> Any:
-    """Returns one part of a pack's data.
+    """Return one part of a pack's data.
 
     Raises:
         ConfigError: there is no such split.

@@ -34,7 +34,7 @@ def push_to_hub(
     card: str | None = None,
     endpoint: str | None = None,
 ) -> str:
-    """Uploads the best weights of a run, its records and a model card to the Hugging Face Hub.
+    """Upload the best weights of a run, its records and a model card to the Hugging Face Hub.
 
     Weights go as ``model.safetensors``, or as the run's ``pretrained`` folder where the model has ``save_pretrained``,
     so that ``from_pretrained`` loads it. Checkpoints and logs of steps stay here.
@@ -74,7 +74,7 @@ def push_to_hub(
 def stage_upload(
     source: str | os.PathLike[str], folder: Path, *, card: str | None = None, title: str | None = None
 ) -> None:
-    """Writes the files of an upload into an empty folder.
+    """Write the files of an upload into an empty folder.
 
     Args:
         source: a run folder or a checkpoint file.
@@ -96,7 +96,7 @@ def stage_upload(
 
 
 def model_card(run: Path, source: Source, *, title: str) -> str:
-    """Returns the text of a model card: results, settings, versions, and how the weights are loaded.
+    """Return the text of a model card: results, settings, versions, and how the weights are loaded.
 
     Args:
         run: the run folder; what it lacks is left out.
@@ -133,7 +133,7 @@ def _use(run: Path) -> str:
 
 
 def _results(run: Path) -> dict[str, tuple[float | None, float]]:
-    """Returns the best and the last value of each evaluated metric."""
+    """Return the best and the last value of each evaluated metric."""
     columns: dict[str, list[float]] = {}
     history = _json(run / "history.json")
     for name, values in history.items():
@@ -149,7 +149,7 @@ def _results(run: Path) -> dict[str, tuple[float | None, float]]:
 
 
 def _best(name: str, values: Sequence[float]) -> float | None:
-    """Returns the best value of a metric, or None where its name does not tell its direction."""
+    """Return the best value of a metric, or None where its name does not tell its direction."""
     try:
         mode = BestRule(name).mode
     except ConfigError:

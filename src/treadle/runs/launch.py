@@ -17,7 +17,7 @@ TIMEOUT = 600.0  # seconds; of every process group that a command starts, whatev
 
 
 def launched() -> bool:
-    """Returns whether torchrun launched this process; imports nothing.
+    """Return whether torchrun launched this process; import nothing.
 
     Example:
         >>> launched()
@@ -27,7 +27,7 @@ def launched() -> bool:
 
 
 def launched_rank() -> int:
-    """Returns the rank that torchrun gave this process, 0 without it.
+    """Return the rank that torchrun gave this process, 0 without it.
 
     Example:
         >>> launched_rank()
@@ -37,7 +37,7 @@ def launched_rank() -> int:
 
 
 def leave_for_torchrun(error: BaseException) -> None:
-    """Leaves an error where the summary of torchrun looks for it, if torchrun launched this process."""
+    """Leave an error where the summary of torchrun looks for it, if torchrun launched this process."""
     if launched():
         from treadle.engine.failure import leave_error
 
@@ -46,7 +46,7 @@ def leave_for_torchrun(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
-    """Starts the process group of a process that torchrun launched, on its own GPU where there are some, and ends it.
+    """Start the process group of a process that torchrun launched, on its own GPU where there are some, and end it.
 
     NCCL where there are GPUs, with one of them for each rank of a machine, else gloo.
 
@@ -99,7 +99,7 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
 
 
 def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:
-    """Returns torchrun's store, this rank and the number of ranks.
+    """Return torchrun's store, this rank and the number of ranks.
 
     torchrun keeps its store over a restart, and with it the addresses of ranks that are gone, so that those of the
     restart would knock there (pytorch#135712). On one machine, the number of the restart keeps them apart. On several,
@@ -119,7 +119,7 @@ def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:
 
 
 def refuse_ranks(script: str, *, instead: str) -> None:
-    """Raises where several ranks would each do the work of a script that trains in one process.
+    """Raise where several ranks would each do the work of a script that trains in one process.
 
     Args:
         script: its name.

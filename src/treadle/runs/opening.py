@@ -36,7 +36,7 @@ def open_run(
     device: str | None = None,
     read_only: bool = True,
 ) -> Any:
-    """Opens a run again as a trainer that validates, tests, predicts and saves.
+    """Open a run again as a trainer that validates, tests, predict and saves.
 
     The run of a pack or of a configuration file is built again from what its folder holds; that of a script takes the
     trainer as the script makes it, or the model. A run folder is only read unless ``read_only`` is False.
@@ -88,7 +88,7 @@ def open_run(
 
 
 def find_checkpoint(run: Path, wanted: str | os.PathLike[str] | None = "best") -> Path:
-    """Returns a checkpoint of a run.
+    """Return a checkpoint of a run.
 
     Args:
         run: the run folder, or one of its checkpoints, which is returned.
@@ -128,7 +128,7 @@ def _furthest(places: Iterable[Path]) -> Path | None:
 
 
 def _loaded(trainer: Any, tree: Mapping[str, Any], path: Path, *, folder: Path, read_only: bool) -> Any:
-    """Loads a state into a trainer and points it to the run's folder, or to none."""
+    """Load a state into a trainer and points it to the run's folder, or to none."""
     engine = _engine_of(trainer)
     if engine is None:
         raise ConfigError(

@@ -16,7 +16,7 @@ Config = TypeVar("Config")
 def apply_overrides(
     config: Config, assignments: Sequence[str], *, elsewhere: Mapping[str, str] | None = None
 ) -> Config:
-    """Returns a copy of a configuration with assignments such as ``"model.d_model=64"`` made.
+    """Return a copy of a configuration with assignments such as ``"model.d_model=64"`` made.
 
     Values are read by :func:`treadle.config.grammar.read_value` and must be of the field's type; a whole number is good
     for a float, and a field for texts alone takes the text as it is. The later of two assignments to one field counts.
@@ -57,7 +57,7 @@ def apply_overrides(
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields ``(dotted key, value)`` of every field that is no section.
+    """Yield ``(dotted key, value)`` of every field that is no section.
 
     Example:
         >>> @dataclasses.dataclass

@@ -109,11 +109,11 @@ class Pack(Generic[Config, Data, Trainer]):
     # -- settings -------------------------------------------------------------------------------------------------
 
     def defaults(self, device: torch.device) -> Config:
-        """Returns the settings for a device before any is given."""
+        """Return the settings for a device before any is given."""
         return self.config()
 
     def read_settings(self, settings: Sequence[str], device: str | None = None) -> Config:
-        """Returns the defaults of a device with texts ``key=value`` applied.
+        """Return the defaults of a device with texts ``key=value`` applied.
 
         Raises:
             ConfigError: a key is unknown, or a value is wrong.
@@ -121,58 +121,58 @@ class Pack(Generic[Config, Data, Trainer]):
         return apply_overrides(self.defaults(get_device(device)), settings, elsewhere=self.flags)
 
     def values(self, config: Config) -> dict[str, Any]:
-        """Returns settings as nested plain values, without :attr:`flags`."""
+        """Return settings as nested plain values, without :attr:`flags`."""
         return without(config, self.flags)
 
     def from_values(self, values: Mapping[str, Any]) -> Config:
-        """Returns settings from nested plain values, as a run folder has them."""
+        """Return settings from nested plain values, as a run folder has them."""
         return with_values(self.config(), values)
 
     def shown(self, config: Config) -> Iterable[tuple[str, Any]]:
-        """Yields every setting with its value, under dotted keys."""
+        """Yield every setting with its value, under dotted keys."""
         return ((key, value) for key, value in leaves(config) if key not in self.flags)
 
     def parallel(self, config: Config) -> str | None:
-        """Returns the setting that spreads the model over ranks."""
+        """Return the setting that spreads the model over ranks."""
         return None
 
     # -- a run, by subclasses ---------------------------------------------------------------------------------------
 
     def prepare(self, run: Run[Config]) -> Data:
-        """Returns the data; ``run.home`` holds what a resumed run must read, such as fitted tokenizers."""
+        """Return the data; ``run.home`` holds what a resumed run must read, such as fitted tokenizers."""
         raise NotImplementedError
 
     def build(self, run: Run[Config], data: Data) -> Trainer:
-        """Seeds, and returns a new trainer that writes to ``run.folder`` and has ``run.hooks()``."""
+        """Seed, and return a new trainer that writes to ``run.folder`` and has ``run.hooks()``."""
         raise NotImplementedError
 
     def fit(self, run: Run[Config], data: Data, trainer: Trainer) -> None:
-        """Trains to the end; does nothing where a run is at its end."""
+        """Train to the end; do nothing where a run is at its end."""
         raise NotImplementedError
 
     def finish(self, run: Run[Config], data: Data, trainer: Trainer) -> Results:
-        """Tests a trained model, draws, and writes what else a run leaves; in one process, after all ranks trained."""
+        """Test a trained model, draw, and write what else a run leaves; in one process, after all ranks trained."""
         raise NotImplementedError
 
     def resume(self, run: Run[Config], trainer: Trainer) -> str:
-        """Loads the newest checkpoint, unless :meth:`fit` does; returns where the run starts, for the start block."""
+        """Load the newest checkpoint, unless :meth:`fit` does; return where the run starts, for the start block."""
         return newest_checkpoint(run.out, ("", *self.parts))
 
     def describe(self, run: Run[Config], data: Data, trainer: Trainer) -> dict[str, str]:
-        """Returns what was decided, as name -> text, for the start block and the page."""
+        """Return what was decided, as name -> text, for the start block and the page."""
         return {}
 
     def identity(self, data: Data) -> dict[str, Any]:
-        """Returns plain values of the data that a resumed run must share; kept in ``run.json``."""
+        """Return plain values of the data that a resumed run must share; kept in ``run.json``."""
         return {}
 
     def keep(self, run: Run[Config], data: Data) -> None:
-        """Writes what a later process needs beside the settings, such as fitted tokenizers, into ``run.out``."""
+        """Write what a later process needs beside the settings, such as fitted tokenizers, into ``run.out``."""
         text = json.dumps({"face": self.name, **self.values(run.config), **self.identity(data)}, indent=2) + "\n"
         folders.write_changed(text, run.out / "config.json")
 
     def outdated(self, run: Run[Config], differences: Mapping[str, tuple[Any, Any]]) -> Sequence[str]:
-        """Returns what a resumed run must set aside since its settings changed, names in its folder.
+        """Return what a resumed run must set aside since its settings changed, names in its folder.
 
         Raises:
             ConfigError: it cannot resume with these settings.
@@ -180,15 +180,15 @@ class Pack(Generic[Config, Data, Trainer]):
         return ()
 
     def environment(self, config: Config) -> contextlib.AbstractContextManager[None]:
-        """Has errors name the settings, and sets what belongs to a process while a run is built and trained."""
+        """Have errors name the settings, and set what belongs to a process while a run is built and trained."""
         return settings_named(dict(leaves(config)))
 
     def held(self, run: Run[Config]) -> contextlib.AbstractContextManager[None]:
-        """Holds the run folder beyond the time that the trainer holds it."""
+        """Hold the run folder beyond the time that the trainer holds it."""
         return contextlib.nullcontext()
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Returns the results as plain data.
+        """Return the results as plain data.
 
         Args:
             metrics: the content of ``metrics.json``.
@@ -203,11 +203,11 @@ class Pack(Generic[Config, Data, Trainer]):
     # -- stored runs, by subclasses ---------------------------------------------------------------------------------
 
     def default_split(self, part: str) -> str:
-        """Returns the split that a run's own report is about."""
+        """Return the split that a run's own report is about."""
         return "test"
 
     def stored(self, home: Path, path: Path | None, tree: Mapping[str, Any] | None) -> tuple[Config, int | None]:
-        """Returns the settings of a run and the threads it had.
+        """Return the settings of a run and the threads it had.
 
         Args:
             home: its folder, only read.
@@ -235,7 +235,7 @@ class Pack(Generic[Config, Data, Trainer]):
         return config, _threads(config)
 
     def load(self, run: Run[Config], trainer: Trainer, path: Path, tree: Mapping[str, Any]) -> None:
-        """Loads the weights that count of a checkpoint into a new trainer's model."""
+        """Load the weights that count of a checkpoint into a new trainer's model."""
         model: Any = trainer
         if isinstance(trainer, BaseTrainer):
             trainer.workspace = None
@@ -243,13 +243,13 @@ class Pack(Generic[Config, Data, Trainer]):
         load_model_state(model.unwrapped_model if isinstance(trainer, BaseTrainer) else model.model, load_weights(path))
 
     def loader(self, run: Run[Config], data: Data, split: str, *, batch_size: int | None, num_workers: int) -> Any:
-        """Returns the batches of a split in its order, for the default :meth:`evaluate` and :meth:`predict`."""
+        """Return the batches of a split in its order, for the default :meth:`evaluate` and :meth:`predict`."""
         raise ConfigError(f"the pack {self.name!r} has no loader(): its runs cannot be evaluated")
 
     def evaluate(
         self, opened: Opened[Config, Data, Trainer], split: str, *, batch_size: int | None, num_workers: int
     ) -> Evaluation:
-        """Returns the metrics of a split; by default those of the trainer's ``evaluate``."""
+        """Return the metrics of a split; by default those of the trainer's ``evaluate``."""
         trainer: Any = opened.trainer
         batches = self.loader(opened.run, opened.data, split, batch_size=batch_size, num_workers=num_workers)
         return Evaluation(trainer.evaluate(batches))
@@ -257,7 +257,7 @@ class Pack(Generic[Config, Data, Trainer]):
     def predict(
         self, opened: Opened[Config, Data, Trainer], split: str, *, batch_size: int | None, **options: Any
     ) -> Predictions:
-        """Returns arrays by name; by default what the trainer's ``predict_step(batch)`` returns, joined."""
+        """Return arrays by name; by default what the trainer's ``predict_step(batch)`` returns, joined."""
         trainer: Any = opened.trainer
         if not hasattr(trainer, "predict_step"):
             raise ConfigError(f"{type(trainer).__name__}: has no predict_step(); add it to the trainer")
@@ -273,7 +273,7 @@ class Pack(Generic[Config, Data, Trainer]):
         batch_size: int | None,
         device: str | None,
     ) -> Predictions:
-        """Returns predictions for the molecules of a file, of one run or of several as an ensemble.
+        """Return predictions for the molecules of a file, of one run or of several as an ensemble.
 
         Args:
             stored: a checkpoint of each run, and what it holds.
@@ -285,7 +285,7 @@ class Pack(Generic[Config, Data, Trainer]):
         raise ConfigError(f"--smiles {file}: a run of the face {self.name} reads no SMILES")
 
     def predictions_file(self, split: str) -> str:
-        """Returns the name of the file that ``treadle predict`` writes without ``--out``."""
+        """Return the name of the file that ``treadle predict`` writes without ``--out``."""
         return f"predictions_{split}.npz"
 
     # -- what a subclass gets ---------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class Pack(Generic[Config, Data, Trainer]):
         show: Show = lambda report, out: None,
         paused: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:
-        """Trains, or resumes training, evaluates and writes the run folder; a finished run shows its results.
+        """Train, or resume training, evaluate and write the run folder; a finished run shows its results.
 
         Args:
             settings: texts ``key=value``.
@@ -328,7 +328,7 @@ class Pack(Generic[Config, Data, Trainer]):
         return self.run(run, show)
 
     def run(self, run: Run[Config], show: Show) -> dict[str, Any] | None:
-        """Does what :meth:`train` does, for settings that are read already."""
+        """Do what :meth:`train` does, for settings that are read already."""
         values = self.values(run.config)
         finished = by_rank_0(
             lambda: folders.finished_metrics(run.out, values, needed=self.needed) if run.resume else None
@@ -362,7 +362,7 @@ class Pack(Generic[Config, Data, Trainer]):
             return None if trained is None else self._conclude(alone, data, trained, decided)
 
     def _reopen(self, run: Run[Config], data: Data) -> Trainer:
-        """Returns the trainer of a run that has ended on several ranks, in one process; nothing is left to train."""
+        """Return the trainer of a run that has ended on several ranks, in one process; nothing is left to train."""
         trainer = self.build(run, data)
         self.resume(run, trainer)
         self.fit(run, data, trainer)
@@ -381,7 +381,7 @@ class Pack(Generic[Config, Data, Trainer]):
         return metrics
 
     def fit_logged(self, run: Run[Config], data: Data, trainer: Trainer) -> None:
-        """Trains, and logs how long it took, or that it was saved before a signal ended it."""
+        """Train, and log how long it took, or that it was saved before a signal ended it."""
         started = time.perf_counter()
         try:
             with without_epoch_lines(self.name):
@@ -396,7 +396,7 @@ class Pack(Generic[Config, Data, Trainer]):
             _log.info("trained %d epochs in %s; now %s", done, seconds, self.afterwards)
 
     def replay(self, run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
-        """Runs a step again from what a run folder holds; the folder is only read.
+        """Run a step again from what a run folder holds; the folder is only read.
 
         Args:
             run: the run folder, or that of one of its :attr:`parts`.
@@ -424,7 +424,7 @@ class Pack(Generic[Config, Data, Trainer]):
     def open(
         self, path: Path, tree: Mapping[str, Any], *, device: str | None, messages: Console
     ) -> Iterator[Opened[Config, Data, Trainer]]:
-        """Gives a run built again from its folder, with the weights of a checkpoint; the folder is only read.
+        """Give a run built again from its folder, with the weights of a checkpoint; the folder is only read.
 
         Args:
             path: the checkpoint.
@@ -447,7 +447,7 @@ class Pack(Generic[Config, Data, Trainer]):
             yield Opened(run, data, trainer, path, tree)
 
     def home_of(self, run: Path) -> tuple[Path, str]:
-        """Returns the folder of a whole run, and the part that a folder inside of it holds.
+        """Return the folder of a whole run, and the part that a folder inside of it holds.
 
         Example:
             >>> Pack().home_of(Path("runs/waves"))[1]
@@ -466,13 +466,13 @@ class Pack(Generic[Config, Data, Trainer]):
     # -- the run folder ---------------------------------------------------------------------------------------------
 
     def holds_another(self, run: Run[Config]) -> bool:
-        """Returns whether the folder of a run holds one of this pack that it could not continue."""
+        """Return whether the folder of a run holds one of this pack that it could not continue."""
         record = folders.read_record(run.out)
         differences = {} if record is None else changes(record.config, self.values(run.config))
         return any(key not in self.free for key in differences)
 
     def _look_into(self, run: Run[Config]) -> tuple[bool, Callable[[], None]]:
-        """Returns whether the run of the folder resumes, and what sets aside; warns of changes, writes nothing."""
+        """Return whether the run of the folder resumes, and what sets aside; warns of changes, write nothing."""
         out = run.out
         folders.refuse_other_run(out, self.name)
         for place in (out, out / "checkpoints"):
@@ -495,7 +495,7 @@ class Pack(Generic[Config, Data, Trainer]):
             folders.set_aside(out / name)
 
     def _ready(self, run: Run[Config], data: Data, set_aside: Callable[[], None]) -> None:
-        """Writes the settings, and sets aside what an earlier run left."""
+        """Write the settings, and set aside what an earlier run left."""
         with folders.writable(run.out):
             run.out.mkdir(parents=True, exist_ok=True)
             # Else a killed fresh start would be taken for the finished run that was here before.
@@ -518,7 +518,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def predicted_arrays(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
-    """Returns what a BaseTrainer's ``predict_step`` gives for batches, joined, by name."""
+    """Return what a BaseTrainer's ``predict_step`` gives for batches, joined, by name."""
     outputs: list[Any] = []
     for_each_batch(
         trainer.model, batches, lambda batch: outputs.append(kept_outputs(trainer.predict_step(batch))),

@@ -34,7 +34,7 @@ def _places() -> dict[str, EntryPoint]:
 
 
 def pack_names() -> list[str]:
-    """Returns the names of all packs, those of treadle first; nothing is imported.
+    """Return the names of all packs, those of treadle first; nothing is imported.
 
     Example:
         >>> pack_names()[:4]
@@ -44,7 +44,7 @@ def pack_names() -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """Returns the name of the module of a pack.
+    """Return the name of the module of a pack.
 
     Example:
         >>> module_of("spectra")
@@ -54,7 +54,7 @@ def module_of(name: str) -> str:
 
 
 def find_pack(name: str) -> Pack[Any, Any, Any]:
-    """Imports and returns a pack.
+    """Import and return a pack.
 
     Raises:
         ConfigError: there is no such pack, its module cannot be imported, or its entry point names something else.
@@ -91,7 +91,7 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
 
 
 def pack_of_folder(run: Path) -> Pack[Any, Any, Any] | None:
-    """Returns the pack of a run folder, or of one inside that holds a part of the run; None if it is of none.
+    """Return the pack of a run folder, or of one inside that holds a part of the run; None if it is of none.
 
     Raises:
         ConfigError: its pack is not installed.

@@ -28,13 +28,13 @@ class ExactCheck(Protocol):
         kills: int = ...,
         seed: int = ...,
     ) -> Verification:
-        """Verifies a target as :func:`treadle.verify` does; fails the test unless it is exact."""
+        """Verify a target as :func:`treadle.verify` does; fails the test unless it is exact."""
         ...
 
 
 @pytest.fixture
 def treadle_exact() -> ExactCheck:
-    """Gives a function that fails the test unless a training resumes to the bit after kills.
+    """Give a function that fails the test unless a training resumes to the bit after kills.
 
     Example:
         >>> # def test_my_training_resumes_exactly(treadle_exact):

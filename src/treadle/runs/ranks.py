@@ -22,7 +22,7 @@ _NEWS_OF_FEWER_RANKS = ("number of ranks", "resumed position")  # topics of log 
 
 
 def device_of_rank(asked: str | None) -> torch.device:
-    """Returns where this rank computes: of several on one machine, each has a GPU of its own.
+    """Return where this rank computes: of several on one machine, each has a GPU of its own.
 
     Args:
         asked: as the option ``--device`` gives it.
@@ -51,7 +51,7 @@ def device_of_rank(asked: str | None) -> torch.device:
 
 
 def parallel_of(asked: str | None) -> str | None:
-    """Returns how a model is spread: as asked, and as replicas where nothing is asked and there are several ranks.
+    """Return how a model is spread: as asked, and as replicas where nothing is asked and there are several ranks.
 
     Args:
         asked: ``"ddp"``, ``"fsdp"`` or None.
@@ -64,7 +64,7 @@ def parallel_of(asked: str | None) -> str | None:
 
 
 def ranks_line(parallel: str | None) -> dict[str, str]:
-    """Returns the line of the start block about ranks; nothing without a process group.
+    """Return the line of the start block about ranks; nothing without a process group.
 
     Args:
         parallel: the setting.
@@ -83,7 +83,7 @@ def ranks_line(parallel: str | None) -> dict[str, str]:
 
 
 def shared_batches(data: Sized, batch_size: int, *, shuffle: bool = False, seed: int = 0) -> dict[str, Any]:
-    """Returns the arguments by which a ``DataLoader`` cuts batches: under torchrun, each rank reads its part of each.
+    """Return the arguments by which a ``DataLoader`` cuts batches: under torchrun, each rank reads its part of each.
 
     The batch is that of all ranks together. Under torchrun the order is one for any number of ranks; elsewhere it is
     drawn from torch's global generator.
@@ -117,7 +117,7 @@ def shared_rows(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> TensorLoader:
-    """Returns a loader over whole tensors; under torchrun, each rank reads its part of each batch.
+    """Return a loader over whole tensors; under torchrun, each rank reads its part of each batch.
 
     The order is one for any number of ranks and every device.
 
@@ -153,7 +153,7 @@ def _check_shared(batch_size: int) -> None:
 
 
 def by_rank_0(work: Callable[[], Result]) -> Result:
-    """Does a piece of work on rank 0 while the others wait, and returns its result on all.
+    """Do a piece of work on rank 0 while the others wait, and return its result on all.
 
     Args:
         work: what to do; its result travels as a pickle.
@@ -182,7 +182,7 @@ def by_rank_0(work: Callable[[], Result]) -> Result:
 
 
 def rank_0_first(work: Callable[[], Result]) -> Result:
-    """Does a piece of work on every rank, on the first one before the others: they find what it has written.
+    """Do a piece of work on every rank, on the first one before the others: they find what it has written.
 
     Raises:
         ConfigError: rank 0 did; on all ranks.
@@ -198,7 +198,7 @@ def rank_0_first(work: Callable[[], Result]) -> Result:
 
 
 def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
-    """Ends the process group after the training, so that the report needs no other rank and keeps none waiting.
+    """End the process group after the training, so that the report needs no other rank and keeps none waiting.
 
     Args:
         trainer: the one that trained.
@@ -224,7 +224,7 @@ def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
 
 @contextmanager
 def _silent_about_fewer_ranks() -> Iterator[None]:
-    """Leaves out the log lines about resuming with fewer ranks: this run has ended."""
+    """Leave out the log lines about resuming with fewer ranks: this run has ended."""
 
     def passes(record: logging.LogRecord) -> bool:
         return record.levelno > logging.INFO and getattr(record, "topic", None) not in _NEWS_OF_FEWER_RANKS

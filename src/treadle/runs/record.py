@@ -17,12 +17,12 @@ SESSIONS = "sessions.jsonl"
 
 
 def from_literal(lines: Sequence[str]) -> Any:
-    """Returns the configuration that lines of literals spell."""
+    """Return the configuration that lines of literals spell."""
     return ast.literal_eval("\n".join(lines))
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Reads a record; one that is damaged is named and counts as absent."""
+    """Read a record; one that is damaged is named and counts as absent."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         entries = found.get("entries", []) if isinstance(found, dict) else found  # a list in earlier versions
@@ -35,7 +35,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
 
 def last_config(run: Path) -> Any:
-    """Returns the configuration that a run was last started with; None if none of plain values was recorded."""
+    """Return the configuration that a run was last started with; None if none of plain values was recorded."""
     entries = read_entries(run / RUN_FILE)
     try:
         return from_literal(entries[-1]["config"]) if entries and entries[-1]["config"] is not None else None
@@ -45,7 +45,7 @@ def last_config(run: Path) -> Any:
 
 
 def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
-    """Returns the configuration that a step of a run was made with, and the folder of its file.
+    """Return the configuration that a step of a run was made with, and the folder of its file.
 
     A configuration of plain values is taken from the record, so that a file edited since then changes nothing; one
     that holds objects is loaded again.

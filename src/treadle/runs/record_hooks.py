@@ -42,7 +42,7 @@ class RunRecordHook(BaseHook):
         }  # fmt: skip
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Writes the record, unless it is unchanged."""
+        """Write the record, unless it is unchanged."""
         if distributed.rank() != 0 or trainer.workspace is None:
             return
         path = trainer.workspace / RUN_FILE
@@ -61,10 +61,10 @@ class SessionKeeper:
     """Observes the trainers of a command: each that writes into a folder gets a SessionLogHook, unless it has one."""
 
     def before_building(self, engine: Engine) -> None:
-        """Leaves everything as it is."""
+        """Leave everything as it is."""
 
     def before_running(self, engine: Engine) -> None:
-        """Adds the hook behind the others; its file is in the run folder, above the folder of checkpoints."""
+        """Add the hook behind the others; its file is in the run folder, above the folder of checkpoints."""
         folder = engine.workspace
         if folder is not None and not any(isinstance(hook, SessionLogHook) for hook in engine.hooks):
             folder = folder.parent if folder.name == CHECKPOINTS else folder
@@ -88,7 +88,7 @@ def _say_changes(last: Mapping[str, Any], entry: Mapping[str, Any], folder: str)
 
 
 def _as_literal(config: Mapping[str, Any]) -> list[str] | None:
-    """Returns a configuration as lines that can be read without running anything; None if it holds objects."""
+    """Return a configuration as lines that can be read without running anything; None if it holds objects."""
     lines = format_config(config).split("\n")
     try:
         return lines if from_literal(lines) == config else None

@@ -76,7 +76,7 @@ class ReplayHook(BaseHook):
         self._rows = StepRows()
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Finds the nearest state before the step."""
+        """Find the nearest state before the step."""
         self.seen.device = str(trainer.device)
         beside = [self.folder.parent] if self.folder.name == CHECKPOINTS else []  # a trainer of epochs writes there
         found = [state for place in (self.folder, *beside) if (state := nearest_state(place, self.step - 1))]
@@ -89,14 +89,14 @@ class ReplayHook(BaseHook):
         return tree
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Lets a rollback find the run's own checkpoints."""
+        """Let a rollback find the run's own checkpoints."""
         for hook in trainer.hooks:
             if isinstance(hook, NonFiniteHook):
                 hook.foreign_states = set()
 
     @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Reads the gradients of the step, and stops inside it when asked to."""
+        """Read the gradients of the step, and stop inside it when asked to."""
         if trainer.step != self.step:
             return
         norms = layer_norms(trainer)
@@ -106,7 +106,7 @@ class ReplayHook(BaseHook):
             _stop_inside(trainer)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Notes the step; at the one asked for, ends the run."""
+        """Note the step; at the one asked for, end the run."""
         self._rows.add(trainer)
         if len(self._rows) >= 1000:
             self.seen.rows += self._rows.read()
@@ -115,7 +115,7 @@ class ReplayHook(BaseHook):
             raise StepReached
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Notes a step that ended the run as not finite."""
+        """Note a step that ended the run as not finite."""
         if isinstance(error, NonFiniteError) and error.step == trainer.step:
             self._rows.add(trainer)
         self.seen.rows += self._rows.read()
@@ -141,11 +141,11 @@ class ReplaySetup:
         self.folder = folder
 
     def before_building(self, engine: Engine) -> None:
-        """Moves the workspace."""
+        """Move the workspace."""
         engine.workspace = self.folder
 
     def before_running(self, engine: Engine) -> None:
-        """Takes out what would write; averages, the policy for non-finite steps and the user's own hooks stay."""
+        """Take out what would write; averages, the policy for non-finite steps and the user's own hooks stay."""
         engine.workspace = self.folder
         kept = [hook for hook in engine.hooks if not _writes(hook)]
         self.witness.seen.left_out = [hook.state_key for hook in engine.hooks if _writes(hook)]
@@ -161,7 +161,7 @@ def _writes(hook: BaseHook) -> bool:
 
 @contextmanager
 def _quiet_about_left_out_hooks() -> Iterator[None]:
-    """Keeps the log from warning that the state of the hooks which were left out is not used."""
+    """Keep the log from warning that the state of the hooks which were left out is not used."""
 
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
@@ -178,7 +178,7 @@ def _quiet_about_left_out_hooks() -> Iterator[None]:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Returns the folder of a run's checkpoints: ``checkpoints`` inside it, or itself.
+    """Return the folder of a run's checkpoints: ``checkpoints`` inside it, or itself.
 
     Example:
         >>> checkpoints_of(Path("no_such_run")).name
@@ -189,7 +189,7 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def refuse_run_of_ranks(run: Path) -> None:
-    """Refuses the run of a pack's command that was trained under torchrun.
+    """Refuse the run of a pack's command that was trained under torchrun.
 
     Its ranks drew random numbers of their own, and may have read the samples in another order than one process, so one
     process would run other steps.
@@ -210,7 +210,7 @@ def refuse_run_of_ranks(run: Path) -> None:
 
 
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
-    """Runs a step of a user's own script again: everything up to its training, then from the nearest state.
+    """Run a step of a user's own script again: everything up to its training, then from the nearest state.
 
     The trainer's workspace lies in a temporary folder meanwhile, and a folder of checkpoints is neither read nor
     written. What the script itself writes, it writes again.
@@ -233,7 +233,7 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
 
 
 def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path, debug: bool) -> Replayed:
-    """Runs a step of a trainer again that a configuration describes, with its workspace in a temporary folder.
+    """Run a step of a trainer again that a configuration describes, with its workspace in a temporary folder.
 
     Args:
         run: the workspace of the run.
@@ -257,7 +257,7 @@ def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path,
 
 
 def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
-    """Trains until the witness has seen its step.
+    """Train until the witness has seen its step.
 
     Raises:
         ConfigError: the run has no such step.
@@ -278,7 +278,7 @@ def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
 
 
 def save_batch(batches: Sequence[Any], path: Path) -> None:
-    """Saves a list of micro-batches for ``torch.load(path, weights_only=True)``.
+    """Save a list of micro-batches for ``torch.load(path, weights_only=True)``.
 
     Raises:
         ConfigError: the batch holds something that only a pickle could keep, or the file cannot be written.

@@ -115,7 +115,7 @@ class Report:
 
 
 def write_page(path: Path, report: Report) -> Path:
-    """Writes a page, the whole old one or the whole new one; every text is shown as it is, never read as HTML.
+    """Write a page, the whole old one or the whole new one; every text is shown as it is, never read as HTML.
 
     Args:
         path: the HTML file.

@@ -64,7 +64,7 @@ class Evaluation:
     compared: tuple[Path, bool] | None = None
 
     def as_values(self) -> dict[str, Any]:
-        """Returns it as plain values, ``compared`` as ``equal_to_<name of the file>``."""
+        """Return it as plain values, ``compared`` as ``equal_to_<name of the file>``."""
         equal = {} if self.compared is None else {f"equal_to_{self.compared[0].stem}": self.compared[1]}
         where = {} if self.device is None else {"device": self.device}
         return {**self.about, "metrics": self.metrics, **self.more, **self.counts, **where, **equal}

@@ -33,7 +33,7 @@ class Watch(BaseHook):
     first_epoch = 0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Keeps the engine after it resumed."""
+        """Keep the engine after it resumed."""
         self.engine, self.first_epoch = trainer, trainer.epoch
 
 
@@ -86,7 +86,7 @@ class Run(Generic[Config]):
     def hooks(
         self, *, status: Callable[[], str] | None = None, save: Callable[[], Any] | None = None
     ) -> list[BaseHook]:
-        """Returns the hooks that a trainer of a pack has: the log of steps, the bar, and saving on a signal.
+        """Return the hooks that a trainer of a pack has: the log of steps, the bar, and saving on a signal.
 
         Args:
             status: returns a short text for the end of the bar.
@@ -100,7 +100,7 @@ class Run(Generic[Config]):
 
 
 def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], int]) -> str:
-    """Loads ``last.pt`` of a run, or if it is damaged ``best.pt``, and returns where the run starts.
+    """Load ``last.pt`` of a run, or if it is damaged ``best.pt``, and return where the run starts.
 
     Args:
         run: the run that resumes.
@@ -121,7 +121,7 @@ def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], 
 
 
 def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
-    """Returns where a run starts, by the furthest checkpoint of its folder, of the last part that has one.
+    """Return where a run starts, by the furthest checkpoint of its folder, of the last part that has one.
 
     Example:
         >>> newest_checkpoint(Path("no_such_run"), [""])

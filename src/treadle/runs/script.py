@@ -21,7 +21,7 @@ _SENDING = (WandbHook, MlflowHook, TrackioHook, OwnTrackerHook)
 
 
 def run_as_main(script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script as ``python SCRIPT ARGUMENTS`` would, in this process; arguments and import path come back."""
+    """Run a script as ``python SCRIPT ARGUMENTS`` would, in this process; arguments and import path come back."""
     argv, path = sys.argv, list(sys.path)
     try:
         sys.argv = [str(script), *arguments]
@@ -47,12 +47,12 @@ class MovedRuns:
         self._homes: dict[int, Path | None] = {}
 
     def before_building(self, engine: Engine) -> None:
-        """Moves the workspace before anything asks for it."""
+        """Move the workspace before anything asks for it."""
         self._homes[id(engine)] = engine.workspace
         engine.workspace = self.workspace
 
     def move(self, engine: Engine) -> list[str]:
-        """Moves what the hooks of a trainer write; returns the state keys of those that were taken out.
+        """Move what the hooks of a trainer write; return the state keys of those that were taken out.
 
         Raises:
             ConfigError: it is of a face that writes files which cannot be moved.
@@ -68,7 +68,7 @@ class MovedRuns:
 
 
 def _move_files(engine: Engine, home: Path | None, workspace: Path) -> list[str]:
-    """Moves what the hooks of a run write into another workspace, and takes out those that send elsewhere.
+    """Move what the hooks of a run write into another workspace, and take out those that send elsewhere.
 
     Args:
         engine: built, and not running.
@@ -97,7 +97,7 @@ def _move(hook: BaseHook, home: Path | None, workspace: Path) -> None:
 
 
 def train_from(config: dict[str, Any], folder: Path) -> Any:
-    """Builds the trainer of a configuration, trains it, and returns it.
+    """Build the trainer of a configuration, train it, and return it.
 
     Args:
         config: as :func:`treadle.builder.build_trainer` reads it.

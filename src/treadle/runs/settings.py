@@ -13,7 +13,7 @@ Config = TypeVar("Config")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings under dotted keys.
+    """Return nested settings under dotted keys.
 
     Example:
         >>> flat({"model": {"d_model": 64}})
@@ -29,7 +29,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns ``dotted key -> (before, now)`` of every setting that differs; both are nested settings."""
+    """Return ``dotted key -> (before, now)`` of every setting that differs; both are nested settings."""
     before, now = flat(stored), flat(current)
     keys = [*now, *(key for key in before if key not in now)]
     # Of runs from before a setting was there: switched off is what they had.
@@ -38,7 +38,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Returns a copy of a tree of dataclasses with stored settings in it; other values stay.
+    """Return a copy of a tree of dataclasses with stored settings in it; other values stay.
 
     Args:
         config: a dataclass whose fields are values or further dataclasses.
@@ -58,7 +58,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
-    """Returns a tree of dataclasses as nested plain values, without some settings.
+    """Return a tree of dataclasses as nested plain values, without some settings.
 
     Args:
         config: the tree.
@@ -83,7 +83,7 @@ def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
 
 
 def at_least(least: float, **values: float | None) -> None:
-    """Raises ConfigError for a setting that is smaller than ``least``; None passes.
+    """Raise ConfigError for a setting that is smaller than ``least``; None passes.
 
     Args:
         least: the smallest value that is allowed.
@@ -98,7 +98,7 @@ def at_least(least: float, **values: float | None) -> None:
 
 
 def between(least: float, most: float, **values: float) -> None:
-    """Raises ConfigError for a setting outside of [least, most].
+    """Raise ConfigError for a setting outside of [least, most].
 
     Args:
         least: the smallest value that is allowed.
@@ -114,7 +114,7 @@ def between(least: float, most: float, **values: float) -> None:
 
 
 def check_seeds(**seeds: int) -> None:
-    """Raises ConfigError for a seed that numpy and scikit-learn would refuse, perhaps after the training.
+    """Raise ConfigError for a seed that numpy and scikit-learn would refuse, perhaps after the training.
 
     Args:
         seeds: by dotted key, written with two underscores for a dot.

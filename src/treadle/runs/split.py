@@ -43,7 +43,7 @@ class DataConfig:
             )
 
     def rows_of(self, count: int) -> Rows:
-        """Returns which rows to take of a table of ``count`` rows.
+        """Return which rows to take of a table of ``count`` rows.
 
         Example:
             >>> DataConfig(max_rows=10).rows_of(100)[:3].tolist()

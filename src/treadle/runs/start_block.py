@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Sets torch's number of threads inside the block; None leaves it."""
+    """Set torch's number of threads inside the block; None leaves it."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -25,7 +25,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def device_line(device: torch.device, *, explicit: bool) -> str:
-    """Says where a run computes and why there.
+    """Say where a run computes and why there.
 
     Args:
         device: the device.
@@ -45,7 +45,7 @@ def device_line(device: torch.device, *, explicit: bool) -> str:
 
 
 def precision_line(mixed_precision: str | None, device: torch.device, *, setting: str) -> str:
-    """Says in what precision a run computes and why.
+    """Say in what precision a run computes and why.
 
     Args:
         mixed_precision: the type of autocast; None for none.
@@ -63,7 +63,7 @@ def precision_line(mixed_precision: str | None, device: torch.device, *, setting
 
 
 def print_block(lines: Mapping[str, str], console: Console) -> None:
-    """Prints names in bold with a text behind each, a line each."""
+    """Print names in bold with a text behind each, a line each."""
     for name, text in lines.items():
         console.print(f"[bold]{name:<10}[/bold]", end="")
         console.print(text, markup=False, soft_wrap=True)
@@ -71,7 +71,7 @@ def print_block(lines: Mapping[str, str], console: Console) -> None:
 
 @contextlib.contextmanager
 def without_epoch_lines(pack: str) -> Iterator[None]:
-    """Leaves out the epoch lines of a pack's trainer: the bar shows the same."""
+    """Leave out the epoch lines of a pack's trainer: the bar shows the same."""
     logger = logging.getLogger(f"treadle.{pack}.epochs")
     before = logger.level
     logger.setLevel(logging.WARNING)

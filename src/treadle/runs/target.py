@@ -46,7 +46,7 @@ class PackRun:
 
 
 def is_named_like_config(target: str) -> bool:
-    """Returns whether a command's argument can be meant as a configuration file.
+    """Return whether a command's argument can be meant as a configuration file.
 
     Example:
         >>> is_named_like_config("digits.yaml"), is_named_like_config("spectra")
@@ -56,7 +56,7 @@ def is_named_like_config(target: str) -> bool:
 
 
 def is_config_file(path: Path) -> bool:
-    """Returns whether a file is a configuration rather than a script that trains; nothing in it is run.
+    """Return whether a file is a configuration rather than a script that trains; nothing in it is run.
 
     A Python file is a configuration if it defines ``config`` or ``parents`` and starts nothing: it asks for no
     ``__name__``, calls no method ``train`` or ``fit``, and no function as a statement, as ``main()`` would be.
@@ -103,7 +103,7 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
-    """Returns the pack of a command's target: by name, by its configuration, or None for a script.
+    """Return the pack of a command's target: by name, by its configuration, or None for a script.
 
     Raises:
         ConfigError: the configuration is not there or wrong, or an argument is no setting of it.
@@ -118,7 +118,7 @@ def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun |
 
 
 def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
-    """Returns what :func:`resolve` does, and refuses what cannot work before anything is started.
+    """Return what :func:`resolve` does, and refuse what cannot work before anything is started.
 
     Raises:
         ConfigError: there is no such script or configuration, or a setting is wrong.
@@ -143,7 +143,7 @@ def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | Pa
 
 
 def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRun:
-    """Loads a configuration and applies the settings of the command line.
+    """Load a configuration and apply the settings of the command line.
 
     Returns:
         The configuration of a trainer for :func:`train_from`, or the run of a pack where it names a ``face``.
@@ -182,7 +182,7 @@ def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> P
 
 
 def _names(trackers: Any) -> str | None:
-    """Returns trackers as a command's option gives them, also of a list."""
+    """Return trackers as a command's option gives them, also of a list."""
     names = list(trackers) if isinstance(trackers, (list, tuple)) else [trackers]
     if trackers is not None and not all(isinstance(name, str) for name in names):
         raise ConfigError("must be names, such as [tensorboard]", argument="trackers", value=trackers)

@@ -30,14 +30,14 @@ class Tracking:
         self.open: list[tuple[Engine, TrackerHook]] = []
 
     def final(self, metrics: Mapping[str, Any] | None) -> None:
-        """Names what the command measured after the training; its copy of the settings is left out."""
+        """Name what the command measured after the training; its copy of the settings is left out."""
         self.metrics = {key: value for key, value in (metrics or {}).items() if key != "config"}
 
     def before_building(self, engine: Engine) -> None:
-        """Leaves everything as it is."""
+        """Leave everything as it is."""
 
     def before_running(self, engine: Engine) -> None:
-        """Adds the trackers behind the hooks that are there."""
+        """Add the trackers behind the hooks that are there."""
         from treadle.hooks.trackers import with_trackers
         from treadle.hooks.tracking import TrackerHook
 
@@ -49,14 +49,14 @@ class Tracking:
                 self.open.append((engine, hook))
 
     def release(self, error: BaseException | None) -> None:
-        """Ends the runs that are open."""
+        """End the runs that are open."""
         for engine, hook in self.open:
             hook.release(engine, self.metrics, error)
 
 
 @contextlib.contextmanager
 def tracked(trackers: str | None, config: Callable[[], Mapping[str, Any]]) -> Iterator[Tracking]:
-    """Follows every run that begins inside the block.
+    """Follow every run that begins inside the block.
 
     Args:
         trackers: names with commas between, as ``--trackers`` takes them; None for none.

@@ -261,7 +261,7 @@ def _draw_table(
     names: npt.NDArray[np.integer[Any]],
     labels: npt.NDArray[Any],
 ) -> None:
-    """Counts of each class in each cluster; the shade is the share within the cluster."""
+    """Count of each class in each cluster; the shade is the share within the cluster."""
     if labels.shape != members.shape:
         raise ValueError(f"labels has shape {labels.shape}, it must be {members.shape}: one per spectrum")
     letters = spectral_class_letter(labels)

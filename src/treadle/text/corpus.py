@@ -13,7 +13,7 @@ _STATEMENT = re.compile(r'The "\w+" statement')
 
 
 def load_manual() -> dict[str, str]:
-    """Returns the topics of ``pydoc_data.topics``, a module of the standard library, by name.
+    """Return the topics of ``pydoc_data.topics``, a module of the standard library, by name.
 
     About 470,000 characters in 79 topics; other Python versions have other texts. A third of it occurs twice, the
     topic ``with`` for one inside the topic ``compound``; :func:`without_repeats` takes that out.
@@ -33,7 +33,7 @@ def load_manual() -> dict[str, str]:
 
 
 def without_repeats(topics: Mapping[str, str]) -> dict[str, str]:
-    """Leaves every passage in one topic only, the shortest that has it; a topic without any left is dropped.
+    """Leave every passage in one topic only, the shortest that has it; a topic without any left is dropped.
 
     Without this, a validation topic would be known from a longer training topic that quotes it. Passages are what
     blank lines separate; they count as equal if they have the same words.
@@ -59,7 +59,7 @@ def without_repeats(topics: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_statement(text: str) -> bool:
-    """Says whether a topic is about one statement of the language: its title reads ``The "..." statement``.
+    """Say whether a topic is about one statement of the language: its title reads ``The "..." statement``.
 
     Example:
         >>> is_statement('The "pass" statement\\n********'), is_statement("Lambdas\\n*******")
@@ -69,7 +69,7 @@ def is_statement(text: str) -> bool:
 
 
 def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Deals whole topics out to training and validation.
+    """Deal whole topics out to training and validation.
 
     In an order that the seed decides, a topic goes to validation if it still fits into its share of the text; so the
     share is nearly used up and never exceeded, though topics have 200 to 40,000 characters.
@@ -95,7 +95,7 @@ def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -
 def deal(
     topics: Mapping[str, str], share: float, *, seed: int, name: str, purpose: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Deals whole topics out as `split_topics` does; an error has the ``name`` of the share and its ``purpose``."""
+    """Deal whole topics out as `split_topics` does; an error has the ``name`` of the share and its ``purpose``."""
     if not 0 < share < 1:
         raise ConfigError("must lie between 0 and 1", argument=name, value=share)
     order = sorted(topics)
@@ -119,7 +119,7 @@ def deal(
 
 
 def num_bytes(text: str) -> int:
-    """Returns the length of a text in bytes of UTF-8.
+    """Return the length of a text in bytes of UTF-8.
 
     Example:
         >>> num_bytes("né")

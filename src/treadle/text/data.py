@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def token_stream(tokenizer: Any, texts: Iterable[str], *, end_id: int = 0) -> Tensor:
-    """Joins documents to one stream, with an end token before, between and behind them.
+    """Join documents to one stream, with an end token before, between and behind them.
 
     Args:
         tokenizer: has ``encode(text).ids``.

@@ -11,7 +11,7 @@ from treadle.errors import MissingExtraError
 
 
 def import_extra(name: str) -> Any:
-    """Returns a module of the extra ``hf``.
+    """Return a module of the extra ``hf``.
 
     Args:
         name: dotted name, such as ``"transformers"``.
@@ -31,7 +31,7 @@ def import_extra(name: str) -> Any:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keeps transformers from drawing its bars inside the block, as it does for every file that it writes.
+    """Keep transformers from drawing its bars inside the block, as it does for every file that it writes.
 
     Raises:
         ImportError: the package ``transformers`` is not installed.

@@ -25,7 +25,7 @@ def sample_tokens(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Tensor:
-    """Continues each row by tokens drawn from the model, in eval mode and without touching the global RNG.
+    """Continue each row by tokens drawn from the model, in eval mode and without touching the global RNG.
 
     The model reads the last ``context`` tokens again for each one: slower than a cache, and past the longest block a
     cache of learned positions would be wrong.
@@ -97,7 +97,7 @@ def sample_texts(
     top_k: int | None = None,
     end_id: int = 0,
 ) -> list[str]:
-    """Draws continuations of a prompt as texts, prompt included; each ends where the model ends its document.
+    """Draw continuations of a prompt as texts, prompt included; each ends where the model ends its document.
 
     Args:
         model: see :func:`sample_tokens`, as for the other arguments.

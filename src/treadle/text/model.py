@@ -20,7 +20,7 @@ def build_gpt2(
     dropout: float = 0.1,
     end_id: int = 0,
 ) -> Any:
-    """Builds a ``GPT2LMHeadModel`` from its configuration; nothing is loaded from anywhere.
+    """Build a ``GPT2LMHeadModel`` from its configuration; nothing is loaded from anywhere.
 
     Its steps do not wait for the device: see :func:`skip_packing_check`.
 
@@ -65,7 +65,7 @@ def build_gpt2(
 
 
 def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05) -> Any:
-    """Freezes a GPT-2 and gives every linear layer of its blocks a low-rank update (Hu et al. 2021).
+    """Freeze a GPT-2 and give every linear layer of its blocks a low-rank update (Hu et al. 2021).
 
     The updates start at 0: the model computes the same as before. Their weights are drawn from the global RNG.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str, float]:
-    """Returns the mean negative log-likelihood in nats of every token of a stream but the first.
+    """Return the mean negative log-likelihood in nats of every token of a stream but the first.
 
     Counted on the training stream, with the interpolation of Witten and Bell (1991; method C of Chen & Goodman 1999)::
 
@@ -51,14 +51,14 @@ def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str
 def _mixed(
     count: npt.NDArray[np.int64], total: npt.ArrayLike, distinct: npt.ArrayLike, lower: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Mixes relative frequencies with a distribution of a lower order; a history never seen leaves that alone."""
+    """Mix relative frequencies with a distribution of a lower order; a history never seen leaves that alone."""
     total, distinct = np.asarray(total), np.asarray(distinct)
     mixed = (count + distinct * lower) / np.maximum(total + distinct, 1)
     return np.asarray(np.where(total > 0, mixed, lower))
 
 
 def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
-    """Turns a mean loss in nats per token into bits per byte of text, which no choice of tokenizer changes.
+    """Turn a mean loss in nats per token into bits per byte of text, which no choice of tokenizer changes.
 
     Example:
         >>> bits_per_byte(math.log(2), num_tokens=10, num_bytes=20)

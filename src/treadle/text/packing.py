@@ -19,7 +19,7 @@ _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def skip_packing_check(model: Any) -> Any:
-    """Lets a causal model of transformers compute without asking the device whether rows hold packed documents.
+    """Let a causal model of transformers compute without asking the device whether rows hold packed documents.
 
     Numbers stay the same to the bit. The check is left out where it can find nothing: with no position ids given, no
     mask, no cache asked for, and no gradient checkpointing.
@@ -54,7 +54,7 @@ def skip_packing_check(model: Any) -> Any:
 def _without_check(
     cache: str, decoder: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Passes a cache that keeps nothing, since one that exists ends the check."""
+    """Pass a cache that keeps nothing, since one that exists ends the check."""
     named = (cache, "attention_mask", "position_ids", "encoder_hidden_states")
     if len(args) > 1 or any(given.get(name) is not None for name in named):
         return None
@@ -67,7 +67,7 @@ def _without_check(
 
 
 def _without_cache(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Takes that cache out of the output, where some decoders put the one that they were given."""
+    """Take that cache out of the output, where some decoders put the one that they were given."""
     if isinstance(output, tuple):
         return tuple(value for value in output if not isinstance(value, _KeepsNothing))
     if not any(isinstance(value, _KeepsNothing) for value in output.values()):

@@ -15,7 +15,7 @@ _History = Mapping[str, Sequence[Any]]
 
 
 def plot_losses(base: _History, lora: _History, *, metrics: Mapping[str, Any], path: Path) -> Path:
-    """Draws training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
+    """Draw training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
 
     Args:
         base: history of the first training: ``epoch``, ``train_loss``, ``eval_loss``.

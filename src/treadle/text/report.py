@@ -38,7 +38,7 @@ class Tuned:
 
 
 def decisions(config: TextConfig, data: TextData, trainer: Trainer) -> dict[str, str]:
-    """Returns the decisions and their reasons, as name -> text."""
+    """Return the decisions and their reasons, as name -> text."""
     parts = data.parts
     topics, size = sum(len(part.topics) for part in parts.values()), sum(part.num_bytes for part in parts.values())
     steps = steps_per_epoch(data.train.loader(config.batch_size), config.training.accumulation_steps)
@@ -67,7 +67,7 @@ def _counted(train: Part, val: Part, test: Part | None) -> str:
 
 
 def score(trainer: Trainer, part: Part, *, batch_size: int | None = None) -> dict[str, Any]:
-    """Returns the loss per token of a part, and what follows from it; every token but the first end token counts."""
+    """Return the loss per token of a part, and what follows from it; every token but the first end token counts."""
     return _score(float(trainer.evaluate(part.eval_loader(batch_size))["loss"]), part)
 
 
@@ -84,14 +84,14 @@ def _score(loss: float, part: Part) -> dict[str, Any]:
 
 
 def baselines(data: TextData, part: Part, *, seen: Sequence[Part]) -> dict[str, Any]:
-    """Returns the scores of n-gram models on the same tokens, counted on the parts a model has seen by then."""
+    """Return the scores of n-gram models on the same tokens, counted on the parts a model has seen by then."""
     counted = torch.cat([other.tokens_N for other in seen])
     losses = ngram_losses(counted, part.tokens_N, vocab_size=data.tokenizer.get_vocab_size())
     return {name: _score(loss, part) for name, loss in losses.items()}
 
 
 def draw_samples(model: Any, tokenizer: Any, config: TextConfig) -> list[str]:
-    """Draws texts by the settings; the same settings and weights give the same texts."""
+    """Draw texts by the settings; the same settings and weights give the same texts."""
     samples = config.samples
     return sample_texts(
         model, tokenizer, prompt=samples.prompt, count=samples.count, num_tokens=samples.num_tokens,
@@ -110,7 +110,7 @@ def finish_run(
     samples: Mapping[str, list[str]],
     out: Path,
 ) -> Results:
-    """Writes samples and draws.
+    """Write samples and draw.
 
     Args:
         config: the settings of the run.
@@ -167,7 +167,7 @@ def _samples_file(config: TextConfig, samples: Mapping[str, list[str]]) -> str:
 
 
 def results(metrics: Mapping[str, Any]) -> Report:
-    """Returns the tables of a run and excerpts of its texts from the content of ``metrics.json``."""
+    """Return the tables of a run and excerpts of its texts from the content of ``metrics.json``."""
     lora, name = metrics["lora"], f"GPT-2, epoch {metrics['best_epoch']}"
     base = {name: metrics["val"], **_named(metrics["baselines"])}
     if "test" in metrics:

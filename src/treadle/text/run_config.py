@@ -28,7 +28,7 @@ FREE = (
 
 
 def needs_new_lora(changed: Iterable[str]) -> bool:
-    """Returns whether these changed settings give the fine-tuning another start, so that it must start afresh.
+    """Return whether these changed settings give the fine-tuning another start, so that it must start afresh.
 
     Example:
         >>> needs_new_lora(["lora.r", "threads"]), needs_new_lora(["lora.epochs", "samples.seed"])
@@ -234,11 +234,11 @@ class TextConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> TextConfig:
-        """Returns the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
+        """Return the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
         config = cls()
         config.training.mixed_precision = None if device.type == "cpu" else "bf16"
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as nested plain values."""
+        """Return the settings as nested plain values."""
         return dataclasses.asdict(self)

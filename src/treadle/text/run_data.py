@@ -37,7 +37,7 @@ class Part:
         return sum(map(num_bytes, self.topics.values()))
 
     def loader(self, batch_size: int | None = None, *, seed: int = 0) -> TensorLoader:
-        """Returns a shuffled loader for training, or with None one for evaluation.
+        """Return a shuffled loader for training, or with None one for evaluation.
 
         On several ranks, it is one of this rank's part of each batch.
         """
@@ -46,7 +46,7 @@ class Part:
         return shared_rows(self.blocks.tensors, batch_size, shuffle=True, seed=seed)
 
     def eval_loader(self, batch_size: int | None = None) -> TensorLoader:
-        """Returns a loader for evaluation; None takes the batch size of a run's own evaluations."""
+        """Return a loader for evaluation; None takes the batch size of a run's own evaluations."""
         return shared_rows(self.blocks.tensors, batch_size or _EVAL_BATCH)
 
 
@@ -80,7 +80,7 @@ class TextData:
 
 
 def prepare_data(config: TextConfig) -> TextData:
-    """Loads the manual, takes repeated passages out, deals the topics out and cuts them into blocks.
+    """Load the manual, take repeated passages out, deal the topics out and cut them into blocks.
 
     Raises:
         ConfigError: a setting is out of range, or a part would be empty.
@@ -110,13 +110,13 @@ def prepare_data(config: TextConfig) -> TextData:
 def _without_test(
     topics: dict[str, str], share: float | None, seed: int, *, usual: float
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the other topics and those of the test."""
+    """Return the other topics and those of the test."""
     share = usual if share is None else share
     return deal(topics, share, seed=seed, name="test_fraction", purpose="test") if share else (topics, {})
 
 
 def prepare_data_of(config: TextConfig, corpus: str | None) -> TextData:
-    """Returns the data of a run that began with the text of a fingerprint; None for a new run.
+    """Return the data of a run that began with the text of a fingerprint; None for a new run.
 
     Runs of versions without a test part began with text that was dealt out without one.
 
@@ -132,7 +132,7 @@ def prepare_data_of(config: TextConfig, corpus: str | None) -> TextData:
 
 
 def check_same_on_ranks(data: TextData) -> None:
-    """Refuses to train where the ranks do not read the same text.
+    """Refuse to train where the ranks do not read the same text.
 
     Raises:
         ConfigError: the manual or the tokenizer of a rank is another one.
@@ -147,7 +147,7 @@ def check_same_on_ranks(data: TextData) -> None:
 
 
 def check_same_text(stored: Mapping[str, Any], data: TextData, *, folder: str) -> None:
-    """Raises if the text is not the one that the run began with.
+    """Raise if the text is not the one that the run began with.
 
     Raises:
         ConfigError: this Python's manual, or what ``tokenizers`` makes of it, is another one.

@@ -94,23 +94,23 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     warm = ("transformers.models.gpt2.modeling_gpt2", "peft")
 
     def defaults(self, device: torch.device) -> TextConfig:
-        """Returns the settings for a device before any is given."""
+        """Return the settings for a device before any is given."""
         return TextConfig.for_device(device)
 
     def parallel(self, config: TextConfig) -> str | None:
-        """Returns the setting that spreads the model over ranks in the first training."""
+        """Return the setting that spreads the model over ranks in the first training."""
         return config.training.parallel
 
     @contextmanager
     def environment(self, config: TextConfig) -> Iterator[None]:
-        """Has errors name the settings, and hides the bars of transformers."""
+        """Have errors name the settings, and hide the bars of transformers."""
         with super().environment(config), without_progress_bars():
             yield
 
     # -- the two trainings ----------------------------------------------------------------------------------------
 
     def prepare(self, run: TextRun) -> TextData:
-        """Reads the manual, which must be the same on all ranks, and the one that a resumed run began with.
+        """Read the manual, which must be the same on all ranks, and the one that a resumed run began with.
 
         Raises:
             ConfigError: it is not.
@@ -123,7 +123,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         return data
 
     def build(self, run: TextRun, data: TextData) -> Trainer:
-        """Returns the trainer of the first training, or of the fine-tuning on its best weights."""
+        """Return the trainer of the first training, or of the fine-tuning on its best weights."""
         trainer = build_base(run, data)
         if run.part != LORA:
             return trainer
@@ -132,7 +132,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         return build_lora(trainer.model, run, data)
 
     def fit(self, run: TextRun, data: TextData, trainer: Trainer) -> None:
-        """Trains to the number of epochs, from where the checkpoints in the folder are."""
+        """Train to the number of epochs, from where the checkpoints in the folder are."""
         train, val, epochs = data.train, data.val, run.config.epochs
         if run.part == LORA:
             train, val, epochs = data.lora_train, data.lora_val, run.config.lora.epochs
@@ -140,7 +140,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         trainer.train(batches, epochs, val.loader(), run.folder, save_freq=None)
 
     def finish(self, run: TextRun, data: TextData, trainer: Trainer) -> Results:
-        """Scores the best weights, fine-tunes them, scores them again, and draws texts of both."""
+        """Score the best weights, fine-tunes them, score them again, and draw texts of both."""
         load_model_state(trainer.model, load_weights(run.out / _BEST))
         _add_tokenizer(data, run.out)
         scores = {"val": report.score(trainer, data.val), "before": report.score(trainer, data.lora_val)}
@@ -177,20 +177,20 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     # -- the run folder -------------------------------------------------------------------------------------------
 
     def held(self, run: TextRun) -> AbstractContextManager[None]:
-        """Holds the folder from the start of the first training to the end of the fine-tuning."""
+        """Hold the folder from the start of the first training to the end of the fine-tuning."""
         return held_by_rank_0(run.out)
 
     def identity(self, data: TextData) -> dict[str, Any]:
-        """Returns the fingerprint of texts and tokenizer."""
+        """Return the fingerprint of texts and tokenizer."""
         return {"corpus": data.fingerprint}
 
     def keep(self, run: TextRun, data: TextData) -> None:
-        """Writes the tokenizer beside the settings."""
+        """Write the tokenizer beside the settings."""
         super().keep(run, data)
         write_changed(data.tokenizer.to_str(pretty=True) + "\n", run.out / "tokenizer.json")
 
     def outdated(self, run: TextRun, differences: Mapping[str, tuple[Any, Any]]) -> Sequence[str]:
-        """Returns the folder of the fine-tuning where a change gives it another start.
+        """Return the folder of the fine-tuning where a change gives it another start.
 
         Raises:
             ConfigError: a training has gone beyond its new end.
@@ -202,21 +202,21 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         return names
 
     def describe(self, run: TextRun, data: TextData, trainer: Trainer) -> dict[str, str]:
-        """Returns the decisions about precision, data, tokens, model and schedule."""
+        """Return the decisions about precision, data, tokens, model and schedule."""
         return report.decisions(run.config, data, trainer)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Returns the scores before and after the fine-tuning, and excerpts of the texts."""
+        """Return the scores before and after the fine-tuning, and excerpts of the texts."""
         return report.results(metrics)
 
     # -- stored runs ----------------------------------------------------------------------------------------------
 
     def default_split(self, part: str) -> str:
-        """Returns the topics that the training was kept from."""
+        """Return the topics that the training was kept from."""
         return "lora_val" if part == LORA else "val"
 
     def load(self, run: TextRun, trainer: Trainer, path: Path, tree: Mapping[str, Any]) -> None:
-        """Loads the weights that count; adapters only on the base that they were trained on.
+        """Load the weights that count; adapters only on the base that they were trained on.
 
         Raises:
             CheckpointError: the base is another one.
@@ -225,7 +225,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         load_model_state(trainer.model, scored_weights(tree), kept=kept)
 
     def evaluate(self, opened: TextOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
-        """Returns nats per token, perplexity and bits per byte of a split."""
+        """Return nats per token, perplexity and bits per byte of a split."""
         if split not in opened.data.parts:
             raise ConfigError(
                 "the run has no such part, by its test_fraction; give another", argument="--split", value=split
@@ -250,7 +250,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         )
 
     def predictions_file(self, split: str) -> str:
-        """Returns the name of the file of texts."""
+        """Return the name of the file of texts."""
         return "continuations.csv"
 
     def predict(
@@ -266,7 +266,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         greedy: bool = False,
         **options: Any,
     ) -> Predictions:
-        """Returns continuations of prompts as two arrays of texts, ``prompt`` and ``text``, which begins with it.
+        """Return continuations of prompts as two arrays of texts, ``prompt`` and ``text``, which begins with it.
 
         A text depends on its own prompt and the settings only, not on the other prompts.
 
@@ -302,7 +302,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
 
 
 def build_base(run: TextRun, data: TextData) -> Trainer:
-    """Seeds, and returns the trainer of the first training with a new GPT-2."""
+    """Seed, and return the trainer of the first training with a new GPT-2."""
     config = run.config
     set_seed(config.seed)
     with as_settings("model", vars(config.model)):
@@ -320,7 +320,7 @@ def build_base(run: TextRun, data: TextData) -> Trainer:
 
 
 def build_lora(model: Any, run: TextRun, data: TextData) -> Trainer:
-    """Returns the trainer of the fine-tuning; the model gets adapters in place, and only they are trained.
+    """Return the trainer of the fine-tuning; the model gets adapters in place, and only they are trained.
 
     It is seeded again: whether the first training ran in this process or an earlier one changes nothing.
     """
@@ -376,12 +376,12 @@ def _status(trainer: Trainer) -> str:
 
 
 def _add_tokenizer(data: TextData, folder: Path) -> None:
-    """Puts the tokenizer beside the weights that the trainer wrote for ``from_pretrained``."""
+    """Put the tokenizer beside the weights that the trainer wrote for ``from_pretrained``."""
     as_transformers(data.tokenizer).save_pretrained(folder / "pretrained")
 
 
 def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
-    """Raises where a run has gone beyond its new end: its best epoch may be one that must not have happened."""
+    """Raise where a run has gone beyond its new end: its best epoch may be one that must not have happened."""
     done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
     if epochs < done:
         raise ConfigError(

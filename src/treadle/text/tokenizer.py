@@ -14,7 +14,7 @@ _LEAST = 257  # every byte, and END
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Learns merges of bytes from texts (Sennrich et al. 2016, on bytes as in GPT-2).
+    """Learn merges of bytes from texts (Sennrich et al. 2016, on bytes as in GPT-2).
 
     The same texts give the same tokenizer.
 
@@ -51,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def as_transformers(tokenizer: Any) -> Any:
-    """Returns a ``PreTrainedTokenizerFast`` that ``save_pretrained`` writes for ``AutoTokenizer``.
+    """Return a ``PreTrainedTokenizerFast`` that ``save_pretrained`` writes for ``AutoTokenizer``.
 
     Args:
         tokenizer: of :func:`train_tokenizer`.

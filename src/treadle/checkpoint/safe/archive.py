@@ -44,7 +44,7 @@ class Archive:
 
 
 def read_archive(path: str | os.PathLike[str]) -> Archive:
-    """Reads a checkpoint's records once, checks their CRC-32, and keeps the pickle.
+    """Read a checkpoint's records once, check their CRC-32, and keep the pickle.
 
     Raises:
         ArchiveError: the file is missing, damaged, or not what ``torch.save`` writes.
@@ -85,7 +85,7 @@ def read_pickle(path: str | os.PathLike[str]) -> Archive:
 
 
 def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file for reading; a pipe or a device, which could block for ever, is refused.
+    """Open a regular file for reading; a pipe or a device, which could block for ever, is refused.
 
     Raises:
         ArchiveError: there is no such file, it is no file, or it may not be read.
@@ -102,7 +102,7 @@ def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
-    """Refuses a file whose end is not exactly that of this archive; other readers could find another archive in it."""
+    """Refuse a file whose end is not exactly that of this archive; other readers could find another archive in it."""
     start, count = archive.start_dir, len(records)
     file.seek(start)
     table = file.read()
@@ -124,7 +124,7 @@ def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.Z
 
 
 def _read(archive: zipfile.ZipFile, size: int, names: list[str] | None) -> Archive:
-    """Reads the records of these names below the root; None reads all."""
+    """Read the records of these names below the root; None reads all."""
     records = archive.infolist()
     root = _check_directory(records, size)
     storages: dict[str, int] = {}
@@ -149,7 +149,7 @@ def _read(archive: zipfile.ZipFile, size: int, names: list[str] | None) -> Archi
 
 
 def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
-    """Refuses what torch does not write, by the archive's table of contents alone; returns the records' folder."""
+    """Refuse what torch does not write, by the archive's table of contents alone; return the records' folder."""
     seen: set[str] = set()
     for record in records:
         name = record.orig_filename

@@ -96,7 +96,7 @@ class Made:
 
 
 def shortened(text: str) -> str:
-    r"""Returns a foreign text in ASCII and at most 80 characters, safe to show on a terminal.
+    r"""Return a foreign text in ASCII and at most 80 characters, safe to show on a terminal.
 
     Example:
         >>> shortened("a\x1b[31m")
@@ -107,7 +107,7 @@ def shortened(text: str) -> str:
 
 
 def storage_of(claim: Any, storages: Mapping[str, int]) -> Storage:
-    """Returns the storage that a persistent id names, if its record has exactly the bytes that it claims.
+    """Return the storage that a persistent id names, if its record has exactly the bytes that it claims.
 
     Raises:
         PickleError: it has not.
@@ -130,7 +130,7 @@ def storage_of(claim: Any, storages: Mapping[str, int]) -> Storage:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Returns sizes or strides.
+    """Return sizes or strides.
 
     Raises:
         PickleError: they are not a tuple of whole numbers >= 0.
@@ -143,7 +143,7 @@ def sizes_of(value: Any) -> tuple[int, ...]:
 
 
 def tensor_of(function: str, arguments: tuple[Any, ...]) -> TensorEntry:
-    """Returns the tensor that a rebuilding call would make, if it lies inside its storage.
+    """Return the tensor that a rebuilding call would make, if it lies inside its storage.
 
     Raises:
         PickleError: it does not.
@@ -171,7 +171,7 @@ def tensor_of(function: str, arguments: tuple[Any, ...]) -> TensorEntry:
 
 
 def dtype_name(value: Any) -> str:
-    """Returns a dtype without ``torch.``.
+    """Return a dtype without ``torch.``.
 
     Raises:
         PickleError: it is none.

@@ -31,7 +31,7 @@ _BITS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "BF16": 16, "C64": 64, "F4": 4}
 
 
 def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns a report on a file, or on the checkpoints of a folder, as plain values.
+    """Return a report on a file, or on the checkpoints of a folder, as plain values.
 
     Args:
         path: a checkpoint of treadle or Lightning, a plain torch file, a safetensors file, any pickle, a folder of
@@ -145,7 +145,7 @@ def _kind_of(top: Mapping[Any, Any]) -> str:
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (path, leaf), each container once however often the pickle refers to it, and only so many."""
+    """Yield (path, leaf), each container once however often the pickle refers to it, and only so many."""
     waiting: list[tuple[str, Any]] = [("", tree)]
     seen: set[int] = set()
     count = 0
@@ -174,7 +174,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a leaf as a short plain value that is safe to show."""
+    """Return a leaf as a short plain value that is safe to show."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -249,7 +249,7 @@ def _inspect_pickle(file: BinaryIO, size: int) -> dict[str, Any]:
 
 
 def _named_in(content: bytes) -> set[str]:
-    """Returns what the pickles in a stream would import, as far as the stream can be followed."""
+    """Return what the pickles in a stream would import, as far as the stream can be followed."""
     stream, found = io.BytesIO(content), set()
     recent: list[str] = []
     try:

@@ -12,7 +12,7 @@ from treadle.errors import CheckpointError
 
 
 def inspect_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the report on a folder of shards.
+    """Return the report on a folder of shards.
 
     Args:
         folder: of one checkpoint, whole or not.

@@ -49,7 +49,7 @@ class Walk:
 
 
 def walk_pickle(pickle: bytes, storages: Mapping[str, int]) -> Walk:
-    """Follows a pickle's opcodes and returns what it would build and why it must be refused, if it must.
+    """Follow a pickle's opcodes and return what it would build and why it must be refused, if it must.
 
     Args:
         pickle: as ``torch.save`` writes it into ``data.pkl``.
@@ -89,7 +89,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def follow(self, pickle: bytes) -> tuple[Any, int]:
-        """Runs to the end and returns the tree and where the pickle ended."""
+        """Run to the end and return the tree and where the pickle ended."""
         rest = io.BytesIO(pickle)
         position, memo, unpack = 0, self.memo, struct.unpack_from
         while True:
@@ -123,7 +123,7 @@ class _Machine:
                 position = rest.tell()
 
     def run(self, code: str, rest: BinaryIO) -> None:
-        """Runs one of the opcodes that are rare or carry an argument of any length."""
+        """Run one of the opcodes that are rare or carry an argument of any length."""
         opcode = _OPCODES.get(code)
         if opcode is None:
             raise PickleError("its pickle is damaged (an unknown opcode)")

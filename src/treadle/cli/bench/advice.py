@@ -32,7 +32,7 @@ class Advice:
 def advise(
     parts: Mapping[str, float], host_reads: Mapping[str, float], trials: Sequence[Trial], *, on_cuda: bool
 ) -> list[Advice]:
-    """Returns the advice: what gains most first, then what takes time, then what was tried in vain or not at all.
+    """Return the advice: what gains most first, then what takes time, then what was tried in vain or not at all.
 
     Args:
         parts: seconds of each part of a step, the mean of all steps.
@@ -92,7 +92,7 @@ def _figures(trial: Trial, *, how: bool = False) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Returns a time with its unit.
+    """Return a time with its unit.
 
     Example:
         >>> in_words(0.0000000123), in_words(0.0000123), in_words(0.0123)

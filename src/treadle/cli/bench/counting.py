@@ -54,7 +54,7 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts one call and makes it."""
+        """Count one call and make it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.num_calls += 1
@@ -80,7 +80,7 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _inside(folders: Sequence[Path]) -> bool:
-    """Returns whether a file of these folders is on the way to here."""
+    """Return whether a file of these folders is on the way to here."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -91,7 +91,7 @@ def _inside(folders: Sequence[Path]) -> bool:
 
 
 def place_of_call() -> str:
-    """Returns the line of code that called torch, as ``folder/file.py:12 in function``; this package is passed over."""
+    """Return the line of code that called torch, as ``folder/file.py:12 in function``; this package is passed over."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -103,7 +103,7 @@ def place_of_call() -> str:
 
 
 def count_flops(step: Callable[[], Any]) -> int:
-    """Returns the floating-point operations of the products, convolutions and attentions of a step.
+    """Return the floating-point operations of the products, convolutions and attentions of a step.
 
     Example:
         >>> count_flops(lambda: torch.ones(2, 3) @ torch.ones(3, 5))
@@ -116,7 +116,7 @@ def count_flops(step: Callable[[], Any]) -> int:
 
 @contextlib.contextmanager
 def counting_launches(found: dict[str, int], device: torch.device) -> Iterator[None]:
-    """Counts the kernel launches inside the block on a CUDA device, under ``"launches"`` if the profiler sees any."""
+    """Count the kernel launches inside the block on a CUDA device, under ``"launches"`` if the profiler sees any."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         yield
@@ -127,7 +127,7 @@ def counting_launches(found: dict[str, int], device: torch.device) -> Iterator[N
 
 
 def launches_in(counts: Mapping[str, int]) -> int:
-    """Returns the kernel launches among a profiler's events; the launch of a whole graph is one.
+    """Return the kernel launches among a profiler's events; the launch of a whole graph is one.
 
     Example:
         >>> launches_in({"cudaLaunchKernel": 7, "cudaGraphLaunch": 1, "aten::add": 9})

@@ -55,7 +55,7 @@ class Floor:
 
 
 def floor_of(flops: int, num_bytes: int, ceilings: Ceilings) -> Floor:
-    """Returns the floor of a step.
+    """Return the floor of a step.
 
     Example:
         >>> floor_of(100, 30, Ceilings(flops_per_second=10.0, bytes_per_second=10.0)).seconds
@@ -65,7 +65,7 @@ def floor_of(flops: int, num_bytes: int, ceilings: Ceilings) -> Floor:
 
 
 def measure_ceilings(device: torch.device, precision: str | None) -> Ceilings:
-    """Measures a large matrix product and a large copy; takes about a second and, on a GPU, 2.5 GB.
+    """Measure a large matrix product and a large copy; take about a second and, on a GPU, 2.5 GB.
 
     Args:
         device: where.
@@ -83,7 +83,7 @@ def measure_ceilings(device: torch.device, precision: str | None) -> Ceilings:
 
 
 def least_bytes(engine: Engine, batches: Iterable[Any]) -> int:
-    """Returns the bytes that a step must move at least.
+    """Return the bytes that a step must move at least.
 
     Parameters are read by every forward and backward pass, and read and written by the update; gradients are written
     and read; the optimizer's state is read and written; batches are read. Activations are not counted: how much of them
@@ -102,7 +102,7 @@ def least_bytes(engine: Engine, batches: Iterable[Any]) -> int:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of tensors.
+    """Return the bytes of tensors.
 
     Example:
         >>> size_of([torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64)])

@@ -63,7 +63,7 @@ def _others(engine: Engine) -> Iterator[tuple[str, str, Callable[[Any], Iterable
 
 
 def as_tensor_loader(loader: Any, device: torch.device) -> TensorLoader:
-    """Returns a TensorLoader over the tensors of a DataLoader, on the device that trains.
+    """Return a TensorLoader over the tensors of a DataLoader, on the device that trains.
 
     Raises:
         NotTried: its data set is not a TensorDataset, or it puts batches together in a way of its own.
@@ -83,7 +83,7 @@ def as_tensor_loader(loader: Any, device: torch.device) -> TensorLoader:
 
 
 def with_workers(loader: Any) -> Any:
-    """Returns the same DataLoader with worker processes.
+    """Return the same DataLoader with worker processes.
 
     Raises:
         NotTried: it has some.
@@ -97,7 +97,7 @@ def with_workers(loader: Any) -> Any:
 
 
 def with_transfers(loader: Any, device: torch.device) -> TransferLoader:
-    """Returns the loader with its copies to the device in the background.
+    """Return the loader with its copies to the device in the background.
 
     Raises:
         NotTried: its batches hold no tensor of the CPU.
@@ -110,7 +110,7 @@ def with_transfers(loader: Any, device: torch.device) -> TransferLoader:
 
 
 def _seconds(engine: Engine, loader: Iterable[Any], *, count: int, clock: Clock) -> float:
-    """Returns the median time of a step, the waiting for its data included; the start of workers is not."""
+    """Return the median time of a step, the waiting for its data included; the start of workers is not."""
     batches = _endless(loader)
 
     def step(_: Any) -> None:

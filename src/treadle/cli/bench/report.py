@@ -15,7 +15,7 @@ _TITLES = {"switch on": "switch on", "look at": "look at", "no gain": "tried, no
 
 
 def print_report(result: BenchResult, console: Console) -> None:
-    """Prints where a step's time goes, its floor, and the advice."""
+    """Print where a step's time goes, its floor, and the advice."""
     where = result.device if result.device != "cpu" else f"cpu, threads: {result.num_threads}"
     _line(console, "target", f"{result.target} ({result.face} face) on {where}, {result.precision or 'full precision'}")
     _line(console, "step", f"{in_words(result.step_seconds)}; typical of {result.steps} measured")

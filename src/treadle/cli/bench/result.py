@@ -62,5 +62,5 @@ class BenchResult:
         return None if self.floor is None or not self.floor.seconds else self.step_seconds / self.floor.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the result for JSON: times in seconds, sizes in bytes."""
+        """Return the result for JSON: times in seconds, sizes in bytes."""
         return {**dataclasses.asdict(self), "step_seconds": self.step_seconds, "times_floor": self.times_floor}

@@ -74,7 +74,7 @@ class BenchHook(BaseHook):
         self._launches: dict[str, int] = {}
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Wraps the run's parts, once.
+        """Wrap the run's parts, once.
 
         Raises:
             ConfigError: the run is too short to be measured.
@@ -95,12 +95,12 @@ class BenchHook(BaseHook):
         self._watch = Watch(trainer, self._line, left_out=self)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Leaves out the step at whose end the epoch was evaluated."""
+        """Leave out the step at whose end the epoch was evaluated."""
         if self._line is not None:
             self._line.drop_step()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Goes from warming up to measuring to counting; ends the run behind the last."""
+        """Go from warming up to measuring to counting; end the run behind the last."""
         assert self._line is not None
         assert self._watch is not None
         self._seen += 1
@@ -127,7 +127,7 @@ class BenchHook(BaseHook):
             raise StepReached
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Puts everything back, however the run ended."""
+        """Put everything back, however the run ended."""
         self._open.close()
         if self._watch is not None:
             self._watch.remove()
@@ -159,7 +159,7 @@ class BenchHook(BaseHook):
         result.advice = advise(result.means, result.host_reads, result.trials, on_cuda=on_cuda)
 
     def _find_floor(self, trainer: Engine, flops: int) -> list[Trial]:
-        """Measures the machine and returns nothing, or why that was not possible."""
+        """Measure the machine and return nothing, or why that was not possible."""
         try:
             ceilings = measure_ceilings(trainer.device, self.result.precision)
         except torch.OutOfMemoryError:

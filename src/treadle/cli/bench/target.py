@@ -37,7 +37,7 @@ class BenchSetup(MovedRuns):
         self.met = False
 
     def before_running(self, engine: Engine) -> None:
-        """Moves the files of hooks and adds the one that measures, behind them.
+        """Move the files of hooks and add the one that measures, behind them.
 
         Raises:
             ConfigError: the target is of a face that writes files which cannot be moved.
@@ -50,7 +50,7 @@ class BenchSetup(MovedRuns):
 
 
 def run_bench(target: str, arguments: Sequence[str], *, steps: int, compiles: bool) -> BenchResult:
-    """Runs a target until its steps are measured; what it prints goes to standard error.
+    """Run a target until its steps are measured; what it prints goes to standard error.
 
     Args:
         target: path of a script or a configuration, or the name of a pack.
@@ -92,7 +92,7 @@ def _start(target: str, arguments: Sequence[str], found: object, *, workspace: P
 
 
 def check_target(target: str, arguments: Sequence[str], steps: int) -> None:
-    """Refuses what cannot work before anything is started.
+    """Refuse what cannot work before anything is started.
 
     Raises:
         ConfigError: a value is out of range, there is no such script, or a setting is wrong.

@@ -24,15 +24,15 @@ class Clock(Protocol):
     """Marks moments; the time between two is asked for when all is over."""
 
     def mark(self) -> Any:
-        """Returns a mark of the present moment, None where there is none; waits for nothing."""
+        """Return a mark of the present moment, None where there is none; wait for nothing."""
         ...
 
     def seconds(self, first: Any, second: Any) -> float:
-        """Returns the time between two marks."""
+        """Return the time between two marks."""
         ...
 
     def finish(self) -> None:
-        """Waits until every mark has been passed."""
+        """Wait until every mark has been passed."""
         ...
 
 
@@ -40,15 +40,15 @@ class HostClock:
     """The clock of the CPU."""
 
     def mark(self) -> float:
-        """Returns the present moment, in seconds."""
+        """Return the present moment, in seconds."""
         return time.perf_counter()
 
     def seconds(self, first: float, second: float) -> float:
-        """Returns the time between two marks."""
+        """Return the time between two marks."""
         return second - first
 
     def finish(self) -> None:
-        """Waits for nothing."""
+        """Wait for nothing."""
 
 
 class StreamClock:
@@ -62,7 +62,7 @@ class StreamClock:
         self.device = device
 
     def mark(self) -> torch.cuda.Event | None:
-        """Puts an event into the stream; None while a CUDA graph is recorded, in which an event has no time."""
+        """Put an event into the stream; None while a CUDA graph is recorded, in which an event has no time."""
         if torch.cuda.is_current_stream_capturing():  # of the present device, which recording sets
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -70,16 +70,16 @@ class StreamClock:
         return event
 
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        """Returns the time between two events that have passed."""
+        """Return the time between two events that have passed."""
         return float(first.elapsed_time(second)) / 1000
 
     def finish(self) -> None:
-        """Waits for the device."""
+        """Wait for the device."""
         torch.cuda.synchronize(self.device)
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Returns the clock that fits a device.
+    """Return the clock that fits a device.
 
     Example:
         >>> type(clock_of(torch.device("cpu"))).__name__
@@ -110,33 +110,33 @@ class Timeline:
         self._running: list[tuple[str, Any]] | None = None
 
     def begin_step(self, part: str) -> None:
-        """Ends a step, if one runs, and begins the next."""
+        """End a step, if one runs, and begin the next."""
         self.end_step()
         self._running = []
         self.switch(part)
 
     def end_step(self) -> None:
-        """Ends the running step."""
+        """End the running step."""
         if self._running:
             self._running.append(("", self.clock.mark()))
             self._records.append(self._running)
         self._running = None
 
     def clear(self) -> None:
-        """Forgets all steps, the running one included."""
+        """Forget all steps, the running one included."""
         self._records, self._running = [], None
 
     def drop_step(self) -> None:
-        """Forgets the running step, in which something else happened, such as an evaluation."""
+        """Forget the running step, in which something else happened, such as an evaluation."""
         self._running = None
 
     @property
     def num_steps(self) -> int:
-        """Steps that were measured to their end."""
+        """Step that were measured to their end."""
         return len(self._records)
 
     def switch(self, part: str) -> None:
-        """Says in which part the run is from here on."""
+        """Say in which part the run is from here on."""
         self.part = part
         if self._running is None:
             return
@@ -147,7 +147,7 @@ class Timeline:
             self._running.append((part, mark))
 
     def inside(self, call: Callable[..., Any], part: str, *, after: str | None = None) -> Callable[..., Any]:
-        """Wraps a call: it is the part ``part``, and behind it comes ``after``, or what was before it."""
+        """Wrap a call: it is the part ``part``, and behind it comes ``after``, or what was before it."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = self.part
@@ -160,7 +160,7 @@ class Timeline:
         return timed
 
     def seconds(self) -> list[dict[str, float]]:
-        """Returns the seconds of every part, a mapping for each step; waits for the device."""
+        """Return the seconds of every part, a mapping for each step; wait for the device."""
         self.clock.finish()
         steps = []
         for record in self._records:
@@ -172,7 +172,7 @@ class Timeline:
 
 
 def typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the parts of a typical step: the median of each, 0 where most steps have it not.
+    """Return the parts of a typical step: the median of each, 0 where most steps have it not.
 
     The step is then their sum. On a machine with other work every few steps are interrupted, each in another part.
 
@@ -185,7 +185,7 @@ def typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def mean_parts(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean of each part over some steps; a part that a step has not counts as 0.
+    """Return the mean of each part over some steps; a part that a step has not counts as 0.
 
     Example:
         >>> mean_parts([{"data": 1.0}, {"data": 2.0, "loop": 1.0}])
@@ -196,7 +196,7 @@ def mean_parts(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def step_seconds(step: Callable[[Any], Any], groups: Sequence[Any], *, count: int, clock: Clock, block: int) -> float:
-    """Returns the median time of a step, over ``count`` steps on the given groups in turn.
+    """Return the median time of a step, over ``count`` steps on the given groups in turn.
 
     Args:
         step: runs one step on a group.

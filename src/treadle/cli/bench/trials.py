@@ -69,13 +69,13 @@ class Bench:
         self.block = 5 if engine.device.type == "cuda" else 1
 
     def seconds(self, step: Step, groups: Sequence[Group]) -> float:
-        """Returns the median time of a step, after some that do not count."""
+        """Return the median time of a step, after some that do not count."""
         for number in range(_WARM_UP):
             step(groups[number % len(groups)])
         return step_seconds(step, groups, count=self.count, clock=self.clock, block=self.block)
 
     def run(self, name: str, how: str, change: Callable[[], AbstractContextManager[Step]], note: str = "") -> Trial:
-        """Measures the step without, with, and again without a change."""
+        """Measure the step without, with, and again without a change."""
         before = self.seconds(self.engine.steps, self.groups)
         try:
             with change() as step:
@@ -91,7 +91,7 @@ class Bench:
 
 @contextlib.contextmanager
 def fused_optimizer(engine: Engine) -> Iterator[Step]:
-    """Steps with a fused optimizer in the place of the present one."""
+    """Step with a fused optimizer in the place of the present one."""
     present = engine.optimizer
     if all(group.get("fused") for group in present.param_groups):
         raise NotTried("the optimizer is fused already")
@@ -107,7 +107,7 @@ def fused_optimizer(engine: Engine) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def in_bf16(engine: Engine) -> Iterator[Step]:
-    """Steps in mixed precision."""
+    """Step in mixed precision."""
     present = engine.precision
     if present.name is not None:
         raise NotTried(f"the run is in {present.name} already")
@@ -117,7 +117,7 @@ def in_bf16(engine: Engine) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def captured(engine: Engine, groups: Sequence[Group]) -> Iterator[Step]:
-    """Steps replayed as one CUDA graph for each shape of the groups, with a fused optimizer."""
+    """Step replayed as one CUDA graph for each shape of the groups, with a fused optimizer."""
     if engine.device.type != "cuda":
         raise NotTried("CUDA graphs need a CUDA device")
     captures = dataclasses.replace(engine.settings, capture=True)
@@ -137,7 +137,7 @@ def captured(engine: Engine, groups: Sequence[Group]) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def compiled_blocks(engine: Engine, *, cold: dict[str, float]) -> Iterator[Step]:
-    """Steps with compiled blocks; the seconds of the first steps go into ``cold``."""
+    """Step with compiled blocks; the seconds of the first steps go into ``cold``."""
     before = {module for module in engine.model.modules() if is_compiled(module)}
     if before:
         raise NotTried("the model is compiled already")
@@ -158,7 +158,7 @@ def compiled_blocks(engine: Engine, *, cold: dict[str, float]) -> Iterator[Step]
 
 @contextlib.contextmanager
 def num_threads(engine: Engine, count: int) -> Iterator[Step]:
-    """Steps with another number of threads on the CPU."""
+    """Step with another number of threads on the CPU."""
     present = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -169,7 +169,7 @@ def num_threads(engine: Engine, count: int) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def doubled_batch(engine: Engine) -> Iterator[Step]:
-    """Steps on twice the samples, each counted as two."""
+    """Step on twice the samples, each counted as two."""
 
     made: dict[int, Group] = {}  # putting batches together is no part of the step
 
@@ -183,7 +183,7 @@ def doubled_batch(engine: Engine) -> Iterator[Step]:
 
 
 def doubled(batch: Any) -> Any:
-    """Returns a batch that has every sample twice.
+    """Return a batch that has every sample twice.
 
     Raises:
         NotTried: the batch is not a nesting of tensors that all have the same first size.
@@ -200,6 +200,6 @@ def doubled(batch: Any) -> Any:
 
 
 def thread_counts() -> list[int]:
-    """Returns the numbers of threads to try: one, and one for each core, without the present one."""
+    """Return the numbers of threads to try: one, and one for each core, without the present one."""
     cores = os.cpu_count() or 1
     return [count for count in dict.fromkeys((1, cores)) if count != torch.get_num_threads()]

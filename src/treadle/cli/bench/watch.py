@@ -41,12 +41,12 @@ class Replaced:
         self._before: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replaces an attribute of an object or a class."""
+        """Replace an attribute of an object or a class."""
         self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
 
     def put_back(self) -> None:
-        """Puts everything back, the last first."""
+        """Put everything back, the last first."""
         for owner, name, value in reversed(self._before):
             if value is _ABSENT:
                 delattr(owner, name)
@@ -76,7 +76,7 @@ class Watch:
         self._wrap_hooks([hook for hook in engine.hooks if hook is not left_out])
 
     def remove(self) -> None:
-        """Puts every call back."""
+        """Put every call back."""
         self._replaced.put_back()
 
     def _wrap(self, owner: Any, name: str, part: str, *, after: str | None = None) -> None:
@@ -122,7 +122,7 @@ class Watch:
 
 
 def is_replayed(engine: Engine) -> bool:
-    """Returns whether the steps of a prepared engine are captured; ``capture="auto"`` may have found that they cannot.
+    """Return whether the steps of a prepared engine are captured; ``capture="auto"`` may have found that they cannot.
 
     Example:
         >>> from types import SimpleNamespace
@@ -136,7 +136,7 @@ def is_replayed(engine: Engine) -> bool:
 
 
 def parts_in_order(parts: dict[str, float]) -> dict[str, float]:
-    """Returns the parts as a step goes through them; those that were not met are left out.
+    """Return the parts as a step goes through them; those that were not met are left out.
 
     Example:
         >>> list(parts_in_order({"hook A": 1.0, "files": 1.0, "forward": 1.0}))

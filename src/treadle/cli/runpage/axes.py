@@ -46,11 +46,11 @@ class RunAxes:
         self._per_epoch = None if rows else _steps_per_epoch(values)
 
     def of_steps(self, steps: Sequence[int]) -> dict[str, Axis]:
-        """Returns the places of steps."""
+        """Return the places of steps."""
         return {"step": steps, "epoch": self._epochs_at(steps), "time": self.timeline.at(steps)}
 
     def of_epochs(self, epochs: Sequence[int]) -> dict[str, Axis]:
-        """Returns the places of the ends of epochs."""
+        """Return the places of the ends of epochs."""
         steps = [self._step_of(epoch) for epoch in epochs]
         return {"step": steps, "epoch": epochs, "time": self.timeline.at(steps)}
 
@@ -69,7 +69,7 @@ class RunAxes:
 
 
 def _steps_per_epoch(values: Mapping[str, Any]) -> float | None:
-    """Returns the steps of an epoch by the position in a checkpoint; None if it has none."""
+    """Return the steps of an epoch by the position in a checkpoint; None if it has none."""
     step, epoch = values.get("global_step"), values.get("epoch")
     position, length = values.get("data.position", 0), values.get("data.length")
     if not isinstance(step, int) or not isinstance(epoch, int):

@@ -17,7 +17,7 @@ _LAST = ("grad_norm", "lr", "speed", "time")
 
 
 def title_of(chart: str) -> str:
-    """Returns the title of a chart.
+    """Return the title of a chart.
 
     Example:
         >>> title_of("grad_norm"), title_of("loss_ce")
@@ -29,7 +29,7 @@ def title_of(chart: str) -> str:
 
 
 def charts_of(runs: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
-    """Returns the charts of a page.
+    """Return the charts of a page.
 
     Args:
         runs: the series of each run.
@@ -50,7 +50,7 @@ def charts_of(runs: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
 
 
 def axes_in(charts: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the axes on which at least one series lies, ``step`` first."""
+    """Return the axes on which at least one series lies, ``step`` first."""
     found = [one["axes"] for chart in charts for one in chart["series"]]
     return [
         name for name in ("step", "epoch", "time") if any(value is not None for axes in found for value in axes[name])

@@ -48,7 +48,7 @@ class Checkpoint:
 
 
 def read_checkpoints(run: Path, *, newest_only: bool = False) -> list[Checkpoint]:
-    """Returns the checkpoints of a run, newest first, the newest 200 at most.
+    """Return the checkpoints of a run, newest first, the newest 200 at most.
 
     Args:
         run: the run folder.
@@ -62,7 +62,7 @@ def read_checkpoints(run: Path, *, newest_only: bool = False) -> list[Checkpoint
 
 
 def epochs_of(values: Mapping[str, Any]) -> list[Row]:
-    """Returns the history in a checkpoint's values.
+    """Return the history in a checkpoint's values.
 
     Example:
         >>> epochs_of({"history.0.epoch": 1, "history.0.val_loss": 0.5})
@@ -93,7 +93,7 @@ def _read(path: Path, run: Path) -> Checkpoint:
 
 @functools.lru_cache(maxsize=512)
 def _glance(path: Path, written: int, size: int) -> Mapping[str, Any]:
-    """Reads a file once, for as long as it is not written again."""
+    """Read a file once, for as long as it is not written again."""
     try:
         found = glance(path)
     except CheckpointError as error:

@@ -43,7 +43,7 @@ class Series:
 
 
 def series_of(records: RunRecords) -> list[Series]:
-    """Returns the series of a run: those by step first, then those by epoch, then the marks."""
+    """Return the series of a run: those by step first, then those by epoch, then the marks."""
     axes = _axes_of(records)
     found = list(_of_steps(records.steps, axes))
     for series in (_of_points(records.points, axes), _of_epochs(records.epochs, axes)):
@@ -61,7 +61,7 @@ def series_of(records: RunRecords) -> list[Series]:
 
 
 def resumes_of(records: RunRecords) -> dict[str, Axis]:
-    """Returns the places where a later process took the run up."""
+    """Return the places where a later process took the run up."""
     starts = [session.marks[0][0] for session in read_sessions(records.sessions)[1:]]
     return _axes_of(records).of_steps(starts)
 
@@ -88,7 +88,7 @@ def _of_steps(rows: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
 
 
 def _of_points(points: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
-    """Yields the curves of a log of points, each with the steps that have its key."""
+    """Yield the curves of a log of points, each with the steps that have its key."""
     keys = dict.fromkeys(key for row in points for key in row if key not in _PLACES)
     for key in keys:
         rows = {row["step"]: row[key] for row in points if _number(row.get(key)) is not None}
@@ -109,7 +109,7 @@ def _of_epochs(epochs: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
 
 
 def constants_of(records: RunRecords) -> dict[str, float]:
-    """Returns what is the same in every epoch of a run, which is shown without a chart."""
+    """Return what is the same in every epoch of a run, which is shown without a chart."""
     found: dict[str, float] = {}
     for key in dict.fromkeys(key for row in records.epochs for key in row if key not in _PLACES):
         known = {_number(row.get(key)) for row in records.epochs}
@@ -120,7 +120,7 @@ def constants_of(records: RunRecords) -> dict[str, float]:
 
 
 def chart_of(key: str) -> tuple[str, str]:
-    """Returns the chart that a value belongs to, and what of it.
+    """Return the chart that a value belongs to, and what of it.
 
     Example:
         >>> chart_of("val_loss"), chart_of("train/loss"), chart_of("lr")
@@ -145,14 +145,14 @@ def _marks(records: RunRecords, axes: RunAxes) -> Iterator[Series]:
 
 
 def events_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Returns the steps that were skipped and those that were retried, where there are any."""
+    """Return the steps that were skipped and those that were retried, where there are any."""
     skipped = [row for row in rows if row.get("applied") is False]
     retried = [row for row in rows if row.get("applied") is not False and row.get("retries")]
     return {label: found for label, found in (("skipped", skipped), ("retried", retried)) if found}
 
 
 def event_text(row: Row) -> str:
-    """Returns what happened in a step that was skipped or retried.
+    """Return what happened in a step that was skipped or retried.
 
     Example:
         >>> event_text({"step": 3, "applied": False, "retries": 0, "reason": "no micro-batch had a loss"})
@@ -165,7 +165,7 @@ def event_text(row: Row) -> str:
 
 
 def _heights(rows: Sequence[Row], steps: Sequence[int]) -> list[float | None]:
-    """Returns the loss at steps; where there was none, the one before."""
+    """Return the loss at steps; where there was none, the one before."""
     wanted, last, found = set(steps), None, []
     for row in rows:
         last = _number(row.get("loss")) if row.get("loss") is not None else last
@@ -175,7 +175,7 @@ def _heights(rows: Sequence[Row], steps: Sequence[int]) -> list[float | None]:
 
 
 def _line(chart: str, label: str, axes: Mapping[str, Axis], values: Axis) -> Series:
-    """Returns a line; of many points their means, and beside them the extremes, so that no spike is lost."""
+    """Return a line; of many points their means, and beside them the extremes, so that no spike is lost."""
     count = len(values)
     if count <= MOST_POINTS:
         return Series(chart, label, "line", axes, values)

@@ -27,12 +27,12 @@ _INNER = {CHECKPOINTS, "pictures", "images", "pretrained", "profile", "tensorboa
 
 
 def places(run: Path) -> list[Path]:
-    """Returns where the files of a run may lie: in its folder, and in that of its checkpoints."""
+    """Return where the files of a run may lie: in its folder, and in that of its checkpoints."""
     return [run, run / CHECKPOINTS]
 
 
 def find(run: Path, *names: str) -> Path | None:
-    """Returns the first file of these names that a run has.
+    """Return the first file of these names that a run has.
 
     Example:
         >>> find(Path("no_such_run"), "steps.jsonl") is None
@@ -42,19 +42,19 @@ def find(run: Path, *names: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether a folder holds anything that a run leaves behind."""
+    """Return whether a folder holds anything that a run leaves behind."""
     if folder.name == CHECKPOINTS:
         return False
     return find(folder, *_RECORDS) is not None or any(is_state(path) for path in weight_files(folder))
 
 
 def is_state(path: Path) -> bool:
-    """Returns whether a file or folder of weights is named as the checkpoints are that a run resumes from."""
+    """Return whether a file or folder of weights is named as the checkpoints are that a run resumes from."""
     return path.name.startswith(("checkpoint_", "ckpt_epoch_")) or path.name in ("best.pt", "last.pt")
 
 
 def weight_files(run: Path) -> list[Path]:
-    """Returns what looks like a checkpoint or weights: files by their suffix, folders by the shards inside."""
+    """Return what looks like a checkpoint or weights: files by their suffix, folders by the shards inside."""
     found = []
     for place in places(run):
         names = sorted(os.listdir(place)) if place.is_dir() else []
@@ -64,7 +64,7 @@ def weight_files(run: Path) -> list[Path]:
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
-    """Yields the run folders at and below a folder, in the order of their paths; links are not followed.
+    """Yield the run folders at and below a folder, in the order of their paths; links are not followed.
 
     Example:
         >>> list(runs_below(Path("no_such_folder")))
@@ -78,7 +78,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def read_lines(path: Path | None) -> list[Row]:
-    """Returns the lines of a file that are JSON objects with a whole number ``step``; others are left out.
+    """Return the lines of a file that are JSON objects with a whole number ``step``; others are left out.
 
     Example:
         >>> read_lines(None)
@@ -105,7 +105,7 @@ def read_tail(path: Path | None, size: int = 1 << 16) -> list[Row]:
 
 
 def _bytes_of(path: Path, last: int | None) -> bytes:
-    """Returns a file's bytes, or the whole lines in its last bytes; b"" if it was just renamed by a fresh start."""
+    """Return a file's bytes, or the whole lines in its last bytes; b"" if it was just renamed by a fresh start."""
     try:
         with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size
@@ -118,7 +118,7 @@ def _bytes_of(path: Path, last: int | None) -> bytes:
 
 
 def read_json(path: Path | None) -> Any:
-    """Returns what a JSON file holds; None if it is missing, damaged, or being replaced just now."""
+    """Return what a JSON file holds; None if it is missing, damaged, or being replaced just now."""
     if path is None:
         return None
     try:
@@ -128,7 +128,7 @@ def read_json(path: Path | None) -> Any:
 
 
 def read_yaml(path: Path | None) -> Any:
-    """Returns what a YAML file holds; None if it is missing, damaged, or no reader of YAML is installed."""
+    """Return what a YAML file holds; None if it is missing, damaged, or no reader of YAML is installed."""
     if path is None:
         return None
     try:
@@ -138,7 +138,7 @@ def read_yaml(path: Path | None) -> Any:
 
 
 def as_epochs(history: Any) -> list[Row]:
-    """Returns a history in any of its forms as one flat record an epoch, with a key ``epoch``.
+    """Return a history in any of its forms as one flat record an epoch, with a key ``epoch``.
 
     Args:
         history: a list of records, a dict of columns, or a dict of lists of records by the part of the data.

@@ -26,7 +26,7 @@ _SMOOTH, _MANY = 0.8, 50  # how much is smoothed at first, where a curve has mor
 
 
 def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
-    """Returns the page as HTML.
+    """Return the page as HTML.
 
     Args:
         runs: what was read of each; their names are distinct.
@@ -66,7 +66,7 @@ def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
 
 
 def plotting_library() -> str:
-    """Returns plotly.js.
+    """Return plotly.js.
 
     Raises:
         ImportError: plotly is not installed; names the extra.
@@ -100,7 +100,7 @@ def _lead(rows: Sequence[RunSummary]) -> str:
 
 
 def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
-    """Returns how runs failed, and what a reader would miss and why it is not there."""
+    """Return how runs failed, and what a reader would miss and why it is not there."""
     notes = [f"{run.name}, {row.status}: {row.reason}" for run, row in zip(runs, rows, strict=True) if row.reason]
     for run in runs:
         if not (run.steps or run.points or run.epochs):
@@ -135,7 +135,7 @@ def _controls(runs: Sequence[RunRecords], charts: Sequence[dict[str, Any]]) -> s
 
 
 def _chips(kind: str, names: Sequence[str]) -> str:
-    """Returns the buttons that show and hide runs, or groups of runs."""
+    """Return the buttons that show and hide runs, or groups of runs."""
     buttons = [
         f'<button type="button" class="run" data-{kind}="{index}"><i class="swatch"></i>{escape(name)}</button>'
         for index, name in enumerate(names)

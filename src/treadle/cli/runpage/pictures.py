@@ -17,7 +17,7 @@ _TYPES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".svg
 
 
 def pictures(runs: Sequence[RunRecords]) -> str:
-    """Returns the pictures of the runs; what would make the page larger than 30 MB is named instead.
+    """Return the pictures of the runs; what would make the page larger than 30 MB is named instead.
 
     Raises:
         OSError: a file cannot be read.
@@ -39,7 +39,7 @@ def pictures(runs: Sequence[RunRecords]) -> str:
 
 
 def samples(runs: Sequence[RunRecords]) -> str:
-    """Returns the texts that the runs wrote, cut after 20,000 characters."""
+    """Return the texts that the runs wrote, cut after 20,000 characters."""
     parts = []
     for run in runs:
         for name, text in run.samples.items():

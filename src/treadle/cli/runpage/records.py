@@ -75,7 +75,7 @@ class RunRecords:
 
 
 def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> RunRecords:
-    """Reads a run folder, also one that is being written.
+    """Read a run folder, also one that is being written.
 
     Args:
         folder: of any face.
@@ -137,7 +137,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _with_settings_of_member(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Adds to the settings of a run those that it has as a member of a population, its seed above all."""
+    """Add to the settings of a run those that it has as a member of a population, its seed above all."""
     population = read_json(folder.resolve().parent / "population.json")
     members = population.get("members", []) if isinstance(population, Mapping) else []
     found: Mapping[str, Any] = next(
@@ -149,7 +149,7 @@ def _with_settings_of_member(config: dict[str, Any], folder: Path) -> dict[str, 
 
 
 def _results(folder: Path) -> dict[str, float]:
-    """Returns the numbers of ``metrics.json``; single folds and counts of a series are left out."""
+    """Return the numbers of ``metrics.json``; single folds and counts of a series are left out."""
     found = read_json(find(folder, "metrics.json"))
     if not isinstance(found, Mapping):
         return {}
@@ -158,7 +158,7 @@ def _results(folder: Path) -> dict[str, float]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    """Returns the files in ``pictures/``, and those of the last step in ``images/``."""
+    """Return the files in ``pictures/``, and those of the last step in ``images/``."""
     found = _images_in(folder / "pictures")
     images = folder / "images"
     steps = [path for path in images.iterdir() if re.fullmatch(r"\d+", path.name)] if images.is_dir() else []

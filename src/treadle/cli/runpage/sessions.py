@@ -35,7 +35,7 @@ class Session:
 
 
 def read_sessions(lines: Sequence[Row]) -> list[Session]:
-    """Returns the sessions of a run, in order.
+    """Return the sessions of a run, in order.
 
     Args:
         lines: of ``sessions.jsonl``; those before the first start are left out.
@@ -88,7 +88,7 @@ class Timeline:
         return self.seconds[-1] if self.seconds else None
 
     def at(self, steps: Sequence[float | None]) -> list[float | None]:
-        """Returns the seconds at steps; None where nothing is known, as before the first session."""
+        """Return the seconds at steps; None where nothing is known, as before the first session."""
         if not self.steps:
             return [None] * len(steps)
         import numpy as np  # here, as `treadle runs` does without
@@ -98,7 +98,7 @@ class Timeline:
         return [None if math.isnan(value) else round(value, 3) for value in found.tolist()]
 
     def speeds(self) -> tuple[list[int], list[float]]:
-        """Returns steps, and the steps per second up to each of them since the mark before."""
+        """Return steps, and the steps per second up to each of them since the mark before."""
         steps, rates = [], []
         for index in range(1, len(self.steps)):
             done = self.steps[index] - self.steps[index - 1]

@@ -53,12 +53,12 @@ class RunSummary:
     updated: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the row as plain values."""
+        """Return the row as plain values."""
         return {**vars(self), "folder": str(self.folder)}
 
 
 def summarize(records: RunRecords) -> RunSummary:
-    """Returns the row of a run."""
+    """Return the row of a run."""
     sessions = read_sessions(records.sessions)
     state = records.state
     values = {} if state is None else state.values
@@ -83,7 +83,7 @@ def summarize(records: RunRecords) -> RunSummary:
 
 
 def device_of(start: dict[str, Any]) -> str:
-    """Returns the device recorded at the start of a session, with the number of ranks if there are several.
+    """Return the device recorded at the start of a session, with the number of ranks if there are several.
 
     Example:
         >>> device_of({"device": "cuda:0", "device_name": "NVIDIA H200", "ranks": 2})
@@ -113,7 +113,7 @@ def _status(records: RunRecords) -> tuple[str, str | None]:
 
 
 def _last_step(records: RunRecords) -> int | None:
-    """Returns the furthest step that is recorded; None where a history without steps is further than every state."""
+    """Return the furthest step that is recorded; None where a history without steps is further than every state."""
     logged, state = bool(records.steps or records.points or records.sessions), records.state
     epochs = [row["epoch"] for row in records.epochs if isinstance(row.get("epoch"), int)]
     if not logged and state is not None and max(epochs, default=0) > (state.epoch or 0):

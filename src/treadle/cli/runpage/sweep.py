@@ -71,7 +71,7 @@ class Seeds:
 
 
 def columns_of(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[Column]:
-    """Returns the settings that differ between runs and their results, as columns.
+    """Return the settings that differ between runs and their results, as columns.
 
     Example:
         >>> columns_of([], [])
@@ -92,7 +92,7 @@ def columns_of(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[C
 
 
 def seeds_of(runs: Sequence[RunRecords]) -> Seeds | None:
-    """Returns runs grouped by their settings but for seeds; None where no two runs differ by a seed only."""
+    """Return runs grouped by their settings but for seeds; None where no two runs differ by a seed only."""
     if len(runs) < 2 or not all(run.config for run in runs):
         return None
     different = _different(runs)
@@ -110,7 +110,7 @@ def seeds_of(runs: Sequence[RunRecords]) -> Seeds | None:
 
 
 def overview(runs: Sequence[RunRecords], rows: Sequence[RunSummary], columns: Sequence[Column]) -> str:
-    """Returns the table of several runs, whose columns sort and whose rows isolate a run; "" of a single one."""
+    """Return the table of several runs, whose columns sort and whose rows isolate a run; "" of a single one."""
     if len(runs) < 2:
         return ""
     fixed = [
@@ -145,7 +145,7 @@ def overview(runs: Sequence[RunRecords], rows: Sequence[RunSummary], columns: Se
 
 
 def parallel(columns: Sequence[Column]) -> list[dict[str, Any]] | None:
-    """Returns the axes of parallel coordinates: settings, then results; None without at least one of each."""
+    """Return the axes of parallel coordinates: settings, then results; None without at least one of each."""
     axes = [one for one in columns if len({text for text in one.texts if text != words.NONE}) > 1]
     if not any(one.result for one in axes) or all(one.result for one in axes):
         return None
@@ -156,7 +156,7 @@ def parallel(columns: Sequence[Column]) -> list[dict[str, Any]] | None:
 
 
 def natural(text: str) -> list[tuple[int, int, str]]:
-    """Returns a key that sorts ``run2`` before ``run10``.
+    """Return a key that sorts ``run2`` before ``run10``.
 
     Example:
         >>> sorted(["run10", "run2"], key=natural)
@@ -166,7 +166,7 @@ def natural(text: str) -> list[tuple[int, int, str]]:
 
 
 def _different(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
-    """Returns the settings with more than one value, choices before seeds, with the value of each run."""
+    """Return the settings with more than one value, choices before seeds, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.config if not _PLACES.fullmatch(key))
     found = {key: [run.config.get(key) for run in runs] for key in keys}
     different = {key: values for key, values in found.items() if len(set(_texts(values))) > 1}
@@ -174,7 +174,7 @@ def _different(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
 
 
 def _shared(runs: Sequence[RunRecords], key: str) -> bool:
-    """Returns whether a result is of at least half of the runs and differs between them."""
+    """Return whether a result is of at least half of the runs and differs between them."""
     values = [run.results[key] for run in runs if key in run.results]
     return 2 * len(values) >= len(runs) and len(set(values)) > 1
 
@@ -200,7 +200,7 @@ def _cell(column: Column, run: int) -> str:
 
 
 def as_data(runs: Sequence[RunRecords], columns: Sequence[Column]) -> Mapping[str, Any]:
-    """Returns the part of a page's data that its script needs for several runs."""
+    """Return the part of a page's data that its script needs for several runs."""
     seeds = seeds_of(runs)
     return {
         "parallel": parallel(columns) if len(runs) > 1 else None,

@@ -28,7 +28,7 @@ def table(
     numbers: Collection[int] = (),
     name: str = "plain",
 ) -> str:
-    """Returns a table.
+    """Return a table.
 
     Args:
         head: names of the columns.
@@ -55,7 +55,7 @@ def table(
 
 
 def section(title: str, *parts: str, wide: bool = False) -> str:
-    """Returns a section with a heading, of the whole width or half of it; "" where there is nothing in it."""
+    """Return a section with a heading, of the whole width or half of it; "" where there is nothing in it."""
     inside = "\n".join(part for part in parts if part)
     width = ' class="whole"' if wide else ""
     return f"<section{width}>\n<h2>{escape(title)}</h2>\n{inside}\n</section>" if inside else ""
@@ -64,19 +64,19 @@ def section(title: str, *parts: str, wide: bool = False) -> str:
 def _of_runs(
     runs: Sequence[RunRecords], head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[int] = ()
 ) -> str:
-    """Returns a table whose first column names the run, without that column where there is only one."""
+    """Return a table whose first column names the run, without that column where there is only one."""
     if len(runs) > 1:
         return table(head, rows, numbers=numbers)
     return table(head[1:], [row[1:] for row in rows], numbers=[index - 1 for index in numbers])
 
 
 def folded(title: str, inside: str) -> str:
-    """Returns a part of a section that is closed until it is asked for."""
+    """Return a part of a section that is closed until it is asked for."""
     return f"<details>\n<summary>{escape(title)}</summary>\n{inside}\n</details>" if inside else ""
 
 
 def checkpoints(runs: Sequence[RunRecords]) -> str:
-    """Returns the table of the checkpoints; a link is named beside what it points to."""
+    """Return the table of the checkpoints; a link is named beside what it points to."""
     rows = []
     for run in runs:
         links = {str(PurePosixPath(one.name).parent / one.link): one.name for one in run.checkpoints if one.link}
@@ -93,7 +93,7 @@ def checkpoints(runs: Sequence[RunRecords]) -> str:
 
 
 def events(runs: Sequence[RunRecords]) -> str:
-    """Returns the steps that were skipped or retried."""
+    """Return the steps that were skipped or retried."""
     rows, more = [], 0
     for run in runs:
         found = sorted((row for rows in events_of(run.steps).values() for row in rows), key=lambda row: row["step"])
@@ -104,7 +104,7 @@ def events(runs: Sequence[RunRecords]) -> str:
 
 
 def sessions(runs: Sequence[RunRecords]) -> str:
-    """Returns the processes that worked on each run."""
+    """Return the processes that worked on each run."""
     rows = []
     for run in runs:
         found = read_sessions(run.sessions)
@@ -123,7 +123,7 @@ def sessions(runs: Sequence[RunRecords]) -> str:
 
 
 def results(runs: Sequence[RunRecords]) -> str:
-    """Returns the numbers that the runs ended with: those of one run in columns, those of several beside each other."""
+    """Return the numbers that the runs ended with: those of one run in columns, those of several beside each other."""
     numbers = _beside([run.results for run in runs])
     rows = [[key, *(words.number(value) for value in values)] for key, values in numbers.items()]
     inside = table(["", *(run.name for run in runs)], rows, numbers=range(1, len(runs) + 1))
@@ -134,7 +134,7 @@ def results(runs: Sequence[RunRecords]) -> str:
 
 
 def settings(runs: Sequence[RunRecords]) -> str:
-    """Returns what differs between the configurations, and below it all settings.
+    """Return what differs between the configurations, and below it all settings.
 
     Runs started with a configuration are not compared with those of which only the trainer's settings are known.
     """
@@ -145,7 +145,7 @@ def settings(runs: Sequence[RunRecords]) -> str:
 
 
 def environment(runs: Sequence[RunRecords]) -> str:
-    """Returns device, threads and versions of the last session of each run."""
+    """Return device, threads and versions of the last session of each run."""
     return _compared("Environment", runs, [_environment(run) for run in runs], "lines")
 
 

@@ -12,7 +12,7 @@ NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """Returns a number with four significant digits, a whole one with all.
+    """Return a number with four significant digits, a whole one with all.
 
     Example:
         >>> number(0.123456), number(12345), number(None)
@@ -24,7 +24,7 @@ def number(value: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Returns a size in the unit that fits.
+    """Return a size in the unit that fits.
 
     Example:
         >>> size(1_591_837)
@@ -39,7 +39,7 @@ def size(num_bytes: int) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Returns hours, minutes and seconds.
+    """Return hours, minutes and seconds.
 
     Example:
         >>> duration(3725)
@@ -49,12 +49,12 @@ def duration(seconds: float | None) -> str:
 
 
 def date(seconds: float | None) -> str:
-    """Returns a moment, seconds since 1970, in the time of this place, to the minute."""
+    """Return a moment, seconds since 1970, in the time of this place, to the minute."""
     return NONE if not seconds else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def ago(seconds: float | None, now: float) -> str:
-    """Returns how long ago a moment was.
+    """Return how long ago a moment was.
 
     Example:
         >>> ago(100.0, 220.0)
@@ -70,20 +70,20 @@ def ago(seconds: float | None, now: float) -> str:
 
 
 def steps_done(run: RunSummary) -> str:
-    """Returns the progress of a run, such as ``600 / 1,000``."""
+    """Return the progress of a run, such as ``600 / 1,000``."""
     total = "" if run.total_steps is None else f" / {run.total_steps:,}"
     return number(run.step) + (total if run.step is not None else "")
 
 
 def best_metric(run: RunSummary) -> str:
-    """Returns the best value of a run's metric; the loss of the last step, in brackets, for a run that has none."""
+    """Return the best value of a run's metric; the loss of the last step, in brackets, for a run that has none."""
     if run.metric is not None and run.best is not None:
         return f"{run.metric} {number(run.best)}"
     return NONE if run.loss is None else f"(loss {number(run.loss)})"
 
 
 def plain(value: Any) -> str:
-    """Returns a setting as text.
+    """Return a setting as text.
 
     Example:
         >>> plain(None), plain(0.001), plain([1, 2]), plain("adam")

@@ -15,7 +15,7 @@ _STYLES = {"EXACT": "bold green", "NOT EXACT": "bold red", "NOT CHECKED": "bold 
 
 
 def print_report(result: Verification, console: Console) -> None:
-    """Prints a table of what was compared, the verdict, and what explains it."""
+    """Print a table of what was compared, the verdict, and what explains it."""
     if result.parts:
         print_table(_table(result), console)
     if result.difference is not None:

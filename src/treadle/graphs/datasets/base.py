@@ -59,7 +59,7 @@ class GraphDataset(Described):
     """Columns of `edge_pe`; None: no relative encoding was asked for."""
 
     def get_splits(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """Returns the training, validation and test split."""
+        """Return the training, validation and test split."""
         return self.train, self.val, self.test
 
 
@@ -85,7 +85,7 @@ class Source:
                 )
 
     def redrawn(self, seed: int) -> tuple[Indices, Indices, Indices]:
-        """Returns splits of the same sizes drawn by ``seed``; a test set of the source's own stays as it is."""
+        """Return splits of the same sizes drawn by ``seed``; a test set of the source's own stays as it is."""
         train, val, test = self.official
         pool = np.concatenate([train, val] if self.has_test_set else [train, val, test])
         drawn = np.random.default_rng(seed).permutation(np.sort(pool))
@@ -96,7 +96,7 @@ class Source:
 
 
 def repeats_first(order: Indices, molecules: Indices) -> Indices:
-    """Moves repeated items to the front, equal ones side by side, so that no later part has it too.
+    """Move repeated items to the front, equal ones side by side, so that no later part has it too.
 
     Args:
         order: (N,) numbers of graphs.
@@ -114,7 +114,7 @@ def repeats_first(order: Indices, molecules: Indices) -> Indices:
 
 
 def scaffold_split(scaffolds: Sequence[str]) -> tuple[Indices, Indices, Indices]:
-    """Splits molecules 80/10/10 so that no scaffold is in two parts: the largest groups are for training.
+    """Split molecules 80/10/10 so that no scaffold is in two parts: the largest groups are for training.
 
     The usual split of molecules (Wu et al. 2018, "MoleculeNet"): it tests on scaffolds that were not trained on.
 
@@ -144,7 +144,7 @@ def scaffold_split(scaffolds: Sequence[str]) -> tuple[Indices, Indices, Indices]
 
 
 def tenths(numbers: Indices) -> tuple[Indices, Indices, Indices]:
-    """Cuts numbers into the first 80 %, the next 10 % and the last 10 %, rounded in favour of the first.
+    """Cut numbers into the first 80 %, the next 10 % and the last 10 %, rounded in favour of the first.
 
     Example:
         >>> [len(part) for part in tenths(np.arange(4990))]
@@ -156,7 +156,7 @@ def tenths(numbers: Indices) -> tuple[Indices, Indices, Indices]:
 
 
 def consecutive(*sizes: int) -> tuple[Indices, Indices, Indices]:
-    """Returns the numbers of three splits that lie one after the other.
+    """Return the numbers of three splits that lie one after the other.
 
     Example:
         >>> [part.tolist() for part in consecutive(2, 1, 1)]

@@ -28,7 +28,7 @@ _SPLITS = ("train", "val", "test")
 
 
 def load_zinc(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Reads the subset of ZINC with its 12,000 molecules: 28 kinds of atoms, 4 of bonds, scaled penalised logP."""
+    """Read the subset of ZINC with its 12,000 molecules: 28 kinds of atoms, 4 of bonds, scaled penalised logP."""
     raw = [f"raw/{split}.{kind}" for split in _SPLITS for kind in ("pickle", "index")]
     processed = [f"subset/processed/{split}.pt" for split in _SPLITS]
 
@@ -43,7 +43,7 @@ def load_zinc(name: str, root: Path, *, num_workers: int | None) -> Source:
 
 
 def load_qm9(name: str, root: Path, *, num_workers: int | None, target: int = 4) -> Source:
-    """Reads QM9: 130,831 molecules with hydrogens. It has no split of its own; 80/10/10 by seed 0.
+    """Read QM9: 130,831 molecules with hydrogens. It has no split of its own; 80/10/10 by seed 0.
 
     ``target`` is a column of torch_geometric's table of 19 properties; 4 is the gap between HOMO and LUMO in eV.
     """
@@ -65,7 +65,7 @@ def load_qm9(name: str, root: Path, *, num_workers: int | None, target: int = 4)
 
 
 def load_cifar10(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Reads CIFAR10 as graphs of superpixels (Dwivedi et al. 2020), ten classes of 60,000 pictures, its own splits.
+    """Read CIFAR10 as graphs of superpixels (Dwivedi et al. 2020), ten classes of 60,000 pictures, its own splits.
 
     A node has the mean colour of its pixels and its place, an edge the nearness of its ends.
     """
@@ -107,7 +107,7 @@ _LRGB = {
 
 
 def load_lrgb(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Reads a set of the Long Range Graph Benchmark (Dwivedi et al. 2022) with its own splits."""
+    """Read a set of the Long Range Graph Benchmark (Dwivedi et al. 2022) with its own splits."""
     own_name = name.replace("_", "-")
     superpixels = name.endswith("_sp")
     graph = _contacts if name == "pcqm_contact" else _whole
@@ -129,5 +129,5 @@ def _source(
 
 
 def _local(kind: Any, missing: bool) -> Any:
-    """Returns a class of torch_geometric that downloads only if it must: it would fetch raw files it does not need."""
+    """Return a class of torch_geometric that downloads only if it must: it would fetch raw files it does not need."""
     return kind if missing else type(kind.__name__, (kind,), {"_download": lambda self: None})

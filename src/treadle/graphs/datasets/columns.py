@@ -19,7 +19,7 @@ BOND_CODES = (5, 6, 2)
 
 
 def check_codes(what: str, codes: Tensor, sizes: Sequence[int]) -> None:
-    """Raises ConfigError unless codes are those of the properties.
+    """Raise ConfigError unless codes are those of the properties.
 
     Args:
         what: names them in the message.
@@ -49,7 +49,7 @@ def check_codes(what: str, codes: Tensor, sizes: Sequence[int]) -> None:
 
 
 def one_hot_columns(codes: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns one column per value of each property; a linear map of them is the sum of one vector per property.
+    """Return one column per value of each property; a linear map of them is the sum of one vector per property.
 
     Args:
         codes: (M, K) integers, property k from 0 to ``sizes[k]`` - 1.

@@ -104,7 +104,7 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def graph_params_of(family: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a family by their names here.
+    """Return the settings of a family by their names here.
 
     Raises:
         ConfigError: one is given by both of its names.
@@ -124,7 +124,7 @@ def graph_params_of(family: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_graph_params(family: str, params: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a setting the family does not have, or one of no sensible kind.
+    """Raise ConfigError for a setting the family does not have, or one of no sensible kind.
 
     Example:
         >>> check_graph_params("ring", {"num_nodes": (30, 20)})
@@ -157,7 +157,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def draw_graph(family: str, params: Mapping[str, Any], rng: np.random.Generator) -> tuple[Tensor, int]:
-    """Draws one graph.
+    """Draw one graph.
 
     Args:
         family: a key of :data:`FAMILIES`.

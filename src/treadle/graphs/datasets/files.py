@@ -20,7 +20,7 @@ _log = logging.getLogger("treadle.graphs")
 
 
 def digest(*paths: Path) -> str:
-    """Returns a fingerprint of the contents of files."""
+    """Return a fingerprint of the contents of files."""
     found = hashlib.sha256()
     for path in paths:
         found.update(hashlib.sha256(path.read_bytes()).digest())
@@ -28,7 +28,7 @@ def digest(*paths: Path) -> str:
 
 
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Returns what ``build`` gives, from a file where an equal key has been built before.
+    """Return what ``build`` gives, from a file where an equal key has been built before.
 
     The file holds tensors and plain values and is read without unpickling code. A damaged one is rebuilt with a
     warning; a folder that cannot be written costs the time again, and a warning.

@@ -57,7 +57,7 @@ class UnusableMoleculeError(ValueError):
 
 
 def graph_from_smiles(smiles: str) -> Data:
-    """Turns one molecule into a graph.
+    """Turn one molecule into a graph.
 
     Args:
         smiles: a molecule as RDKit reads it.
@@ -133,7 +133,7 @@ def _data(arrays: Mapping[str, _Array], smiles: str) -> Data:
 
 
 def _labelled(smiles: str) -> dict[str, _Array] | str:
-    """Returns the arrays of a graph with its penalised logP, or why there is none: one bad molecule ends no other."""
+    """Return the arrays of a graph with its penalised logP, or why there is none: one bad molecule ends no other."""
     try:
         molecule = _molecule(smiles)
         arrays = _arrays(molecule)
@@ -145,7 +145,7 @@ def _labelled(smiles: str) -> dict[str, _Array] | str:
 def graphs_from_smiles(
     smiles: Sequence[str], *, source: str, num_workers: int | None = None
 ) -> tuple[list[Data], list[str]]:
-    """Turns molecules into graphs with their penalised logP, in several processes.
+    """Turn molecules into graphs with their penalised logP, in several processes.
 
     Args:
         smiles: the molecules.
@@ -177,7 +177,7 @@ def graphs_from_smiles(
 def usable_graphs(
     smiles: Sequence[str], *, num_workers: int | None = None, lines: Sequence[int] | None = None
 ) -> tuple[list[Data | None], list[str]]:
-    """Turns molecules into graphs without targets, in several processes.
+    """Turn molecules into graphs without targets, in several processes.
 
     Args:
         smiles: the molecules.
@@ -214,7 +214,7 @@ def _arrays_or_reason(smiles: str) -> dict[str, _Array] | str:
 
 
 def murcko_scaffold(smiles: str) -> str:
-    """Returns the rings of a molecule and what joins them, as canonical SMILES; empty for a molecule without rings.
+    """Return the rings of a molecule and what joins them, as canonical SMILES; empty for a molecule without rings.
 
     Example:
         >>> murcko_scaffold("CCc1ccccc1"), murcko_scaffold("CCO")
@@ -244,7 +244,7 @@ def number_molecules(smiles: Sequence[str]) -> Tensor:
 
 
 def describe_unusable(unusable: Sequence[str], total: int, *, most: int = 20) -> str:
-    """Returns one sentence that counts the molecules that gave no graph and names the first ones, at most so many.
+    """Return one sentence that counts the molecules that gave no graph and names the first ones, at most so many.
 
     Example:
         >>> describe_unusable(["number 2, 'C1CC': RDKit cannot read it"], 3)

@@ -40,7 +40,7 @@ _MOLECULES = Described(
 
 
 def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Reads the first 5,000 compounds of the NCI open database, which RDKit ships; 80/10/10 by seed 0.
+    """Read the first 5,000 compounds of the NCI open database, which RDKit ships; 80/10/10 by seed 0.
 
     The file has some molecules more than once, under other SMILES or as mirror images, which are one graph here. All of
     those are for training: else a test molecule would have been trained on.
@@ -69,7 +69,7 @@ def load_zinc_clean_leads(
     num_test: int = 1_000,
     seed: int = 0,
 ) -> Source:
-    """Draws molecules of the ZINC clean leads of the MOSES benchmark: its test file gives the test set."""
+    """Draw molecules of the ZINC clean leads of the MOSES benchmark: its test file gives the test set."""
     sizes = {"num_train": num_train, "num_val": num_val, "num_test": num_test}
     for argument, size in sizes.items():
         if size < 1:
@@ -103,7 +103,7 @@ def _processed(name: str, root: Path, key: dict[str, Any], build: Any) -> dict[s
 
 
 def _moses_files(name: str) -> tuple[Path, Path]:
-    """Finds the two files without importing the package, whose models need far more than is used here."""
+    """Find the two files without importing the package, whose models need far more than is used here."""
     spec = importlib.util.find_spec("moses")
     folders: Sequence[str] = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:
@@ -128,7 +128,7 @@ class _Lines:
         return len(self.ends) - 1  # the first line is the header
 
     def draw(self, count: int, rng: np.random.Generator, *, argument: str) -> list[str]:
-        """Returns ``count`` different lines in random order."""
+        """Return ``count`` different lines in random order."""
         if count > len(self):
             raise ConfigError(f"{argument} = {count:,} is more than the {len(self):,} molecules of the file")
         chosen = rng.choice(len(self), count, replace=False)

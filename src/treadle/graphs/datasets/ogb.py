@@ -37,7 +37,7 @@ _PARTS = ("train", "valid", "test")
 
 
 def load_ogb(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Reads a set of molecules of OGB with its scaffold split; an unknown label is NaN."""
+    """Read a set of molecules of OGB with its scaffold split; an unknown label is NaN."""
     short = name.removeprefix("ogbg_mol")
     files = [f"raw/{part}.csv.gz" for part in _RAW] + [f"split/scaffold/{part}.csv.gz" for part in _PARTS]
     with on_disk(name, root / name, [files]) as (folder, missing):
@@ -59,7 +59,7 @@ def load_ogb(name: str, root: Path, *, num_workers: int | None) -> Source:
 
 
 def _download(folder: Path, archive_name: str) -> None:
-    """Downloads an archive and unpacks what lies in its one folder."""
+    """Download an archive and unpack what lies in its one folder."""
     archive = Path(download_url(f"{_URL}/{archive_name}.zip", str(folder), log=False))
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(folder)
@@ -70,7 +70,7 @@ def _download(folder: Path, archive_name: str) -> None:
 
 
 def _table(path: Path) -> npt.NDArray[np.float64]:
-    """Returns the numbers of a file, a row a line; an empty field is NaN."""
+    """Return the numbers of a file, a row a line; an empty field is NaN."""
     with gzip.open(path, "rt") as file:
         lines = (",".join(field or "nan" for field in line.rstrip("\n").split(",")) for line in file)
         return np.loadtxt(lines, delimiter=",", ndmin=2)

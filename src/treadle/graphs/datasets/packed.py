@@ -54,7 +54,7 @@ class GraphSplit(InMemoryDataset):  # type: ignore[misc]  # torch_geometric is u
             check_codes(name, self._data[name], sizes)
 
     def get(self, idx: int) -> Data:
-        """Returns graph ``idx`` in the dtypes it was packed from; changing its attributes changes no other copy."""
+        """Return graph ``idx`` in the dtypes it was packed from; changing its attributes changes no other copy."""
         data = super().get(idx)
         for name, dtype in self._wide.items():
             data[name] = data[name].to(dtype)
@@ -64,7 +64,7 @@ class GraphSplit(InMemoryDataset):  # type: ignore[misc]  # torch_geometric is u
 
 
 def pack(graphs: Sequence[Data]) -> dict[str, Any]:
-    """Joins graphs field by field, each in the narrowest dtype that holds it exactly.
+    """Join graphs field by field, each in the narrowest dtype that holds it exactly.
 
     Args:
         graphs: at least one; all have the same attributes.
@@ -101,7 +101,7 @@ def _narrowed(graph: Data, dtypes: Mapping[str, torch.dtype]) -> Data:
 
 
 def _narrowest(value: Tensor) -> torch.dtype:
-    """Returns the smallest dtype that gives the values back exactly."""
+    """Return the smallest dtype that gives the values back exactly."""
     for dtype in _NARROW:
         if dtype.itemsize < value.dtype.itemsize and torch.equal(value.to(dtype).to(value.dtype), value):
             return dtype

@@ -26,7 +26,7 @@ _MOST = 8  # of their own accord
 
 
 def count_workers(num_workers: int | None) -> int:
-    """Returns how many processes are meant: the number itself, or for None one per core, at most 8.
+    """Return how many processes are meant: the number itself, or for None one per core, at most 8.
 
     None means 0, this process alone, where processes cannot be forked: a script without ``if __name__ == "__main__"``
     would run again in each. The same holds in a process that may have no children, such as a worker of a DataLoader.
@@ -52,7 +52,7 @@ def count_workers(num_workers: int | None) -> int:
 def parallel_map(
     function: Callable[[_Item], _Result], items: Sequence[_Item], *, num_workers: int | None = None
 ) -> list[_Result]:
-    """Applies a function to every item and returns the results in the order of the items.
+    """Apply a function to every item and return the results in the order of the items.
 
     Args:
         function: a function of a module whose result depends on its argument only. It returns arrays of numpy rather

@@ -55,7 +55,7 @@ _SOURCES = {
 
 
 def dataset_names() -> list[str]:
-    """Returns every name :func:`get_dataset` knows.
+    """Return every name :func:`get_dataset` knows.
 
     Example:
         >>> "nci" in dataset_names(), "synthetic_grid_2d" in dataset_names()
@@ -65,7 +65,7 @@ def dataset_names() -> list[str]:
 
 
 def list_available_datasets() -> dict[str, list[str]]:
-    """Returns the names of :func:`get_dataset` by kind: molecular, lrgb, ogb, superpixel, synthetic.
+    """Return the names of :func:`get_dataset` by kind: molecular, lrgb, ogb, superpixel, synthetic.
 
     Example:
         >>> {kind: names[0] for kind, names in list_available_datasets().items()}["lrgb"]
@@ -90,7 +90,7 @@ def get_dataset(
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> GraphDataset:
-    """Loads a data set of graphs, with encodings if wanted.
+    """Load a data set of graphs, with encodings if wanted.
 
     ``smiles_csv`` reads ``file="molecules.csv"``: a column of SMILES, and columns of targets, empty where unknown.
     ``nci`` and ``zinc_clean_leads`` are molecules that come with the packages rdkit and molsets, ``synthetic_*``
@@ -143,7 +143,7 @@ def get_dataset(
 def _split_source(
     name: str, root: Path, splits: str, *, num_workers: int | None, options: Mapping[str, Any]
 ) -> tuple[Source, tuple[Indices, ...]]:
-    """Reads a source and chooses its splits, after every option has been checked."""
+    """Read a source and choose its splits, after every option has been checked."""
     if splits not in ("official", "random"):
         raise ConfigError(
             f" must be 'official' or 'random'; {nearest(splits, ('official', 'random'))}",

@@ -44,7 +44,7 @@ def load_smiles_csv(
     task: str = "regression",
     split: str = "scaffold",
 ) -> Source:
-    """Reads molecules and their targets; an empty field is NaN, which losses and metrics leave out.
+    """Read molecules and their targets; an empty field is NaN, which losses and metrics leave out.
 
     Args:
         name: of the data set.
@@ -94,7 +94,7 @@ def load_smiles_csv(
 
 
 def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -> list[str]:
-    """Returns the columns of targets, or raises ConfigError for one that is not there, or for none."""
+    """Return the columns of targets, or raise ConfigError for one that is not there, or for none."""
     for column in chosen:
         if column not in columns:
             raise ConfigError(
@@ -106,7 +106,7 @@ def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -
 
 
 def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], list[Mapping[str, Any]]]:
-    """Reads the names of the columns, and the rows, of a file with a column of SMILES.
+    """Read the names of the columns, and the rows, of a file with a column of SMILES.
 
     Raises:
         ConfigError: the file is not there, has no such column, or a row has too few fields.
@@ -115,7 +115,7 @@ def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], l
 
 
 def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list[Mapping[str, Any]], list[int]]:
-    """Reads molecules to predict: the column of their SMILES, the rows, and the line of the file that each ends on.
+    """Read molecules to predict: the column of their SMILES, the rows, and the line of the file that each ends on.
 
     Args:
         path: ``.smi`` or ``.txt``: one SMILES a line, and what else is behind it; else comma-separated values, with a

@@ -14,7 +14,7 @@ __all__ = ["import_rdkit", "penalized_logp"]
 
 
 def import_rdkit(module: str) -> Any:
-    """Imports a module of RDKit.
+    """Import a module of RDKit.
 
     Raises:
         ImportError: RDKit is not installed; the message names the extra.
@@ -28,7 +28,7 @@ def import_rdkit(module: str) -> Any:
 
 
 def rdkit_file(folder: str, name: str, *, use: str) -> Path:
-    """Returns a file that RDKit ships.
+    """Return a file that RDKit ships.
 
     Args:
         folder: attribute of ``rdkit.RDConfig``.
@@ -49,7 +49,7 @@ def rdkit_file(folder: str, name: str, *, use: str) -> Path:
 
 @cache
 def _synthetic_accessibility() -> Any:
-    """Imports the scorer of Ertl and Schuffenhauer from RDKit's folder of contributions, which is not a package.
+    """Import the scorer of Ertl and Schuffenhauer from RDKit's folder of contributions, which is not a package.
 
     It reads its table of fragments from beside itself at the first score.
     """
@@ -64,7 +64,7 @@ def _synthetic_accessibility() -> Any:
 
 
 def penalized_logp(molecule: Any) -> float:
-    """Returns logP - SA - max(0, largest ring - 6), not normalised.
+    """Return logP - SA - max(0, largest ring - 6), not normalised.
 
     logP is Crippen's estimate of the octanol-water partition coefficient, SA the synthetic accessibility of Ertl and
     Schuffenhauer (1 easy, 10 hard), the ring sizes those of RDKit's smallest set of smallest rings. After

@@ -30,7 +30,7 @@ class SyntheticTask:
     described: Described
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Returns ``x``, ``y`` and, for pairs, ``pair_index``; None if the graph has nothing to ask about."""
+        """Return ``x``, ``y`` and, for pairs, ``pair_index``; None if the graph has nothing to ask about."""
         raise NotImplementedError
 
 
@@ -43,7 +43,7 @@ class PairwiseDistanceClassification(SyntheticTask):
     described = Described(level="edge", task_type="edge_prediction", num_features=1, num_classes=1)
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Returns ``y`` (P,) of 0.0 and 1.0."""
+        """Return ``y`` (P,) of 0.0 and 1.0."""
         hops = hop_distances(edge_index, num_nodes)
         pairs = _draw_pairs(torch.ones_like(hops, dtype=torch.bool), self.num_pairs, rng)
         if pairs is None:
@@ -61,7 +61,7 @@ class DistanceRegression(SyntheticTask):
     described = Described(level="edge", task_type="regression", num_features=1, num_classes=1)
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Returns ``y`` (P,) in hops, float32."""
+        """Return ``y`` (P,) in hops, float32."""
         hops = hop_distances(edge_index, num_nodes)
         pairs = _draw_pairs(hops > 0, self.num_pairs, rng)
         if pairs is None:
@@ -85,7 +85,7 @@ class PECapacity(SyntheticTask):
         return Described("edge", "classification", num_features=1, num_classes=self.max_distance)
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Returns ``y`` (P,) of classes, int64, and ``x`` of ones."""
+        """Return ``y`` (P,) of classes, int64, and ``x`` of ones."""
         hops = hop_distances(edge_index, num_nodes)
         pairs = _draw_pairs(hops > 0, self.num_pairs, rng)
         if pairs is None:
@@ -106,7 +106,7 @@ class StructuralRole(SyntheticTask):
         return Described("node", "classification", num_features=1, num_classes=self.num_classes)
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Returns ``y`` (N,) of classes, int64."""
+        """Return ``y`` (N,) of classes, int64."""
         roles = core_numbers(edge_index, num_nodes).clamp(max=self.num_classes - 1)
         return {"x": _log_degrees(edge_index, num_nodes), "y": roles}
 
@@ -130,7 +130,7 @@ class LocalVsGlobal(SyntheticTask):
             )
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Returns ``y`` (1,), 0 or 1, and ``x`` (N, 2): the signal and the mark."""
+        """Return ``y`` (1,), 0 or 1, and ``x`` (N, 2): the signal and the mark."""
         hops = hop_distances(edge_index, num_nodes)
         near = (hops >= 0) & (hops <= self.local_threshold)
         asked = near if self.scope == "local" else hops >= self.global_threshold
@@ -154,7 +154,7 @@ class DiffusionSource(SyntheticTask):
     described = Described(level="node", task_type="classification", num_features=1, num_classes=2)
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Returns ``y`` (N,), 1 at the source, and ``x`` (N, 1), the state, whose sum is 1."""
+        """Return ``y`` (N,), 1 at the source, and ``x`` (N, 1), the state, whose sum is 1."""
         source = int(rng.integers(num_nodes))
         degrees = torch.bincount(edge_index[0], minlength=num_nodes)
         state = torch.zeros(num_nodes, dtype=torch.float64)
@@ -180,7 +180,7 @@ TASKS: dict[str, Callable[..., SyntheticTask]] = {
 
 
 def make_task(name: str, params: Mapping[str, Any]) -> SyntheticTask:
-    """Builds a task and checks its settings.
+    """Build a task and check its settings.
 
     Raises:
         ConfigError: the task or a setting is unknown, or a value is outside its range.
@@ -211,7 +211,7 @@ def _log_degrees(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def _draw_pairs(allowed_NN: Tensor, most: int, rng: np.random.Generator) -> Tensor | None:
-    """Returns up to ``most`` different pairs (2, P), the smaller number first; None if none is allowed."""
+    """Return up to ``most`` different pairs (2, P), the smaller number first; None if none is allowed."""
     pairs = allowed_NN.triu(1).nonzero()
     if len(pairs) == 0:
         return None

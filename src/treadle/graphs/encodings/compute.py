@@ -40,7 +40,7 @@ class GraphEncoding(NamedTuple):
     """(P, relative_dim) float32."""
 
     def attach(self, data: Any) -> Any:
-        """Returns a shallow copy of a graph that has the encodings as attributes of these names."""
+        """Return a shallow copy of a graph that has the encodings as attributes of these names."""
         data = copy.copy(data)
         for name, value in self._asdict().items():
             if value is not None:
@@ -49,7 +49,7 @@ class GraphEncoding(NamedTuple):
 
 
 def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | NodePEConfig) -> Tensor:
-    """Returns the encoding of the nodes of one graph.
+    """Return the encoding of the nodes of one graph.
 
     Args:
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
@@ -75,7 +75,7 @@ def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | N
 def compute_relative_pe(
     edge_index: Tensor, num_nodes: int, config: PEConfigLike | RelativePEConfig
 ) -> tuple[Tensor, Tensor]:
-    """Returns the encoding of the pairs of nodes of one graph.
+    """Return the encoding of the pairs of nodes of one graph.
 
     Args:
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
@@ -103,7 +103,7 @@ def compute_relative_pe(
 
 
 def _section(config: Any, kind: type[Section], parse: Callable[[Any], Section | None], name: str) -> Section | None:
-    """Returns one section of a configuration, given alone or within the whole."""
+    """Return one section of a configuration, given alone or within the whole."""
     if isinstance(config, kind):
         return config
     if isinstance(config, Mapping) and _is_section(config):
@@ -118,7 +118,7 @@ def _is_section(config: Mapping[str, Any]) -> bool:
 
 
 def encode_graph(edge_index: Tensor, num_nodes: int, config: PEConfig) -> GraphEncoding:
-    """Returns all encodings of one graph; what node and pair encodings share is computed once."""
+    """Return all encodings of one graph; what node and pair encodings share is computed once."""
     graphs, device = PlainGraphs([edge_index], num_nodes), edge_index.device
     node_pe = index = values = None
     if config.node is not None:
@@ -153,7 +153,7 @@ class AddPositionalEncodings:
         self.config = parse_pe_config(pe_config)
 
     def __call__(self, data: Any) -> Any:
-        """Returns a shallow copy of the graph with its encodings."""
+        """Return a shallow copy of the graph with its encodings."""
         if getattr(data, "num_graphs", 1) != 1:
             raise ConfigError(
                 f"data is a batch of {data.num_graphs} graphs: encodings belong to single graphs; transform each graph "
@@ -201,7 +201,7 @@ class RandomSignFlip:
         self.columns = columns
 
     def __call__(self, data: Any) -> Any:
-        """Returns a shallow copy of the graph or batch with newly drawn signs."""
+        """Return a shallow copy of the graph or batch with newly drawn signs."""
         if self.columns == 0:
             return data
         node_pe = data.node_pe

@@ -206,7 +206,7 @@ class PEConfig:
         return None if self.relative is None else self.relative.dim
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings as plain values that :func:`parse_pe_config` reads back."""
+        """Return the settings as plain values that :func:`parse_pe_config` reads back."""
         sections = {"node": self.node, "relative": self.relative}
         return {name: {"type": "none"} if part is None else _plain(part) for name, part in sections.items()}
 
@@ -215,7 +215,7 @@ PEConfigLike: TypeAlias = "PEConfig | Mapping[str, Any] | str | None"
 
 
 def parse_pe_config(config: PEConfigLike) -> PEConfig:
-    """Reads the settings of encodings and checks every key and value.
+    """Read the settings of encodings and check every key and value.
 
     A section that is absent, ``enabled: false`` or ``type: none`` is off; a key that is absent inside a section has
     its default.
@@ -248,12 +248,12 @@ def parse_pe_config(config: PEConfigLike) -> PEConfig:
 
 
 def parse_node_config(section: Mapping[str, Any] | None) -> NodePEConfig | None:
-    """Reads the section ``node`` of the settings; None when it is off."""
+    """Read the section ``node`` of the settings; None when it is off."""
     return _parse_section(NodePEConfig, "node", section, [*_NODE_TYPES, *_NODE_ALIASES])
 
 
 def parse_relative_config(section: Mapping[str, Any] | None) -> RelativePEConfig | None:
-    """Reads the section ``relative`` of the settings; None when it is off."""
+    """Read the section ``relative`` of the settings; None when it is off."""
     return _parse_section(RelativePEConfig, "relative", section, _RELATIVE_TYPES)
 
 
@@ -290,7 +290,7 @@ _MSPE_NAMES = {**_NODE_ALIASES, "shortest_path": "spd", "effective_resistance": 
 
 
 def of_mspe(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a section with what the project mspe writes in other words: ``types``, ``scales``, ``sign_invariant``.
+    """Return a section with what the project mspe writes in other words: ``types``, ``scales``, ``sign_invariant``.
 
     Args:
         name: ``"node"`` or ``"relative"``.
@@ -327,12 +327,12 @@ _BLOCKS = ("lap", "rwse", "hks", "role")
 
 
 def _in_order(types: Sequence[str]) -> list[str]:
-    """Returns encodings of nodes in the order of their columns, each once."""
+    """Return encodings of nodes in the order of their columns, each once."""
     return [block for block in _BLOCKS if block in types]
 
 
 def _spread_scales(found: dict[str, Any], types: Sequence[str], where: str) -> None:
-    """Gives each encoding the scales of the section, and eigenvectors as many columns as fit beside the others."""
+    """Give each encoding the scales of the section, and eigenvectors as many columns as fit beside the others."""
     if not found.pop("sign_invariant", True):
         raise ConfigError(
             "signs of eigenvectors are arbitrary; leave it out, or set lap.sign_invariant to 'flip'",
@@ -347,7 +347,7 @@ def _spread_scales(found: dict[str, Any], types: Sequence[str], where: str) -> N
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:
-    """Returns a copy of a section, with tuples for lists: settings are shared between graphs and never change."""
+    """Return a copy of a section, with tuples for lists: settings are shared between graphs and never change."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"must be a mapping of settings, not a {type(value).__name__}", argument=where, value=value)
     return {

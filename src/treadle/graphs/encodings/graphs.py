@@ -25,7 +25,7 @@ from treadle.errors import ConfigError
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs a block on one thread, so that sums are taken in the same order everywhere; small matrices gain nothing."""
+    """Run a block on one thread, so that sums are taken in the same order everywhere; small matrices gain nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -35,7 +35,7 @@ def one_thread() -> Iterator[None]:
 
 
 def apart(compute: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
-    """Applies a function to each graph's part of stacked tensors, and stacks the results.
+    """Apply a function to each graph's part of stacked tensors, and stacks the results.
 
     BLAS and LAPACK choose their path by the number of matrices, by their alignment in memory (within a stack, matrices
     of odd size are not all aligned alike) and by the number of threads. The last bits depend on the path, and where
@@ -180,7 +180,7 @@ def _values_and_vectors(matrix_NN: Tensor) -> Tensor:
 
 
 def _plain_edges(edge_indices: Sequence[Tensor], num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns sources and targets of all edges in the union: symmetric, sorted, without doubles and self-loops."""
+    """Return sources and targets of all edges in the union: symmetric, sorted, without doubles and self-loops."""
     for edge_index in edge_indices:
         check_graph(edge_index, num_nodes)
     local_2E = torch.cat([edge_index.cpu().long() for edge_index in edge_indices], dim=1)
@@ -194,7 +194,7 @@ def _plain_edges(edge_indices: Sequence[Tensor], num_nodes: int) -> tuple[Tensor
 
 
 def check_graph(edge_index: Tensor, num_nodes: int, *, where: str = "") -> None:
-    """Raises ConfigError unless the edges are whole numbers of shape (2, E) that name nodes of the graph.
+    """Raise ConfigError unless the edges are whole numbers of shape (2, E) that name nodes of the graph.
 
     Example:
         >>> check_graph(torch.tensor([[0], [3]]), 3, where="graph 7: ")
@@ -220,7 +220,7 @@ def check_graph(edge_index: Tensor, num_nodes: int, *, where: str = "") -> None:
 
 
 def hop_distances(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Returns the number of edges on a shortest path between all nodes of one graph.
+    """Return the number of edges on a shortest path between all nodes of one graph.
 
     Args:
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
@@ -237,7 +237,7 @@ def hop_distances(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def core_numbers(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """Returns the core number of every node of one graph.
+    """Return the core number of every node of one graph.
 
     Args:
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.

@@ -69,7 +69,7 @@ def encode_graphs(
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodedGraphs:
-    """Computes the encodings of many graphs.
+    """Compute the encodings of many graphs.
 
     The encodings of a graph are the same to the bit alone, among any others, and for any number of workers. No random
     number is drawn from a global generator.
@@ -138,7 +138,7 @@ class _Chunks(Dataset[_Chunk]):
 
 
 def _split(sizes: Tensor) -> list[tuple[int, list[int]]]:
-    """Returns size and numbers of graphs of equal size, a chunk each, the largest first to end evenly."""
+    """Return size and numbers of graphs of equal size, a chunk each, the largest first to end evenly."""
     chunks = []
     for size in sorted(set(sizes.tolist()), reverse=True):
         members = (sizes == size).nonzero().flatten().tolist()

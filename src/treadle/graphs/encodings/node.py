@@ -21,7 +21,7 @@ _EQUAL = 1e-6
 
 
 def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: str = "abs") -> Tensor:
-    """Returns eigenvectors φ of the normalised Laplacian I - D^-½ A D^-½ (row 0 for an isolated node).
+    """Return eigenvectors φ of the normalised Laplacian I - D^-½ A D^-½ (row 0 for an isolated node).
 
     Eigenvalues below 1e-6 are left out; the rest are taken ascending. An eigenvector has no sign of its own, and where
     eigenvalues repeat no direction either, so one of three functions of it is returned.
@@ -51,7 +51,7 @@ def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: s
 
 
 def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = RWSEConfig.scales) -> Tensor:
-    """Returns the probability that a random walk is back at its start after t steps: diag(P^t), P = D⁻¹A.
+    """Return the probability that a random walk is back at its start after t steps: diag(P^t), P = D⁻¹A.
 
     Args:
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
@@ -72,7 +72,7 @@ def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = RWSEC
 
 
 def hks_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1, 0.5, 1.0, 2.0, 5.0)) -> Tensor:
-    """Returns the heat kernel signature diag(exp(-tL)) of the normalised Laplacian, over all eigenvalues.
+    """Return the heat kernel signature diag(exp(-tL)) of the normalised Laplacian, over all eigenvalues.
 
     Sun, Ovsjanikov and Guibas, "A concise and provably informative multi-scale signature based on heat diffusion",
     2009.
@@ -98,7 +98,7 @@ def hks_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1
 def role_pe(
     edge_index: Tensor, num_nodes: int, *, features: Sequence[str] = ("degree", "clustering", "kcore")
 ) -> Tensor:
-    """Returns the structural role of each node: log(1 + degree), clustering coefficient, core number.
+    """Return the structural role of each node: log(1 + degree), clustering coefficient, core number.
 
     Args:
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
@@ -119,7 +119,7 @@ def role_pe(
 
 
 def node_encoding(graphs: PlainGraphs, config: NodePEConfig) -> Tensor:
-    """Returns the encoding that the settings describe, (B, N, dim) float32, zero-padded to ``dim`` columns."""
+    """Return the encoding that the settings describe, (B, N, dim) float32, zero-padded to ``dim`` columns."""
     parts: dict[str, Callable[[], Tensor]] = {
         "lap": lambda: _lap(graphs, config.lap),
         "rwse": lambda: _rwse(graphs, config.rwse),

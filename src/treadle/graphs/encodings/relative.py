@@ -22,7 +22,7 @@ from treadle.graphs.encodings.graphs import PlainGraphs, apart
 def spd_pe(
     edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Returns the one-hot hop distance of all pairs of nodes, a node with itself included.
+    """Return the one-hot hop distance of all pairs of nodes, a node with itself included.
 
     Distance d falls into bucket ⌊min(d, max_distance)·(num_buckets - 1)/max_distance⌋; a pair in different components
     has the zero vector.
@@ -50,7 +50,7 @@ def spd_pe(
 def bfs_pe(
     edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Returns the code of :func:`spd_pe` for the pairs at a distance of 1 to ``max_distance`` only.
+    """Return the code of :func:`spd_pe` for the pairs at a distance of 1 to ``max_distance`` only.
 
     The arguments are those of :func:`spd_pe`; pairs further apart than ``max_distance`` are not listed.
 
@@ -70,7 +70,7 @@ def bfs_pe(
 def diffusion_pe(
     edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1, 1.0, 10.0)
 ) -> tuple[Tensor, Tensor]:
-    """Returns the heat that flows between all pairs of nodes: exp(-tL) of the normalised Laplacian.
+    """Return the heat that flows between all pairs of nodes: exp(-tL) of the normalised Laplacian.
 
     Args:
         edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
@@ -92,7 +92,7 @@ def diffusion_pe(
 
 
 def resistance_pe(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns the effective resistance between all pairs, every edge being a resistor of 1.
+    """Return the effective resistance between all pairs, every edge being a resistor of 1.
 
     It is L⁺ᵢᵢ + L⁺ⱼⱼ - 2L⁺ᵢⱼ with L = D - A. It never exceeds the hop distance, and equals it where there is only one
     path (Klein and Randić 1993).
@@ -124,7 +124,7 @@ def landmark_pe(
     seed: int = 0,
     landmarks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns how differently far two nodes are from landmarks: |d(i, l) - d(j, l)|, reduced over the landmarks l.
+    """Return how differently far two nodes are from landmarks: |d(i, l) - d(j, l)|, reduced over the landmarks l.
 
     Landmarks in another component than the pair do not count; a pair without any, or in different components, has 0.
 
@@ -161,7 +161,7 @@ def landmark_pe(
 
 
 def pair_encoding(graphs: PlainGraphs, config: RelativePEConfig) -> Tensor:
-    """Returns the encoding of all pairs in the form that :func:`listed` reads.
+    """Return the encoding of all pairs in the form that :func:`listed` reads.
 
     Returns:
         ``spd``, ``bfs``: (B, N, N) uint8, or int16 for more than 254 buckets; 1 + the bucket, and 0 for no code.
@@ -178,7 +178,7 @@ def pair_encoding(graphs: PlainGraphs, config: RelativePEConfig) -> Tensor:
 
 
 def listed(block: Tensor, config: RelativePEConfig) -> tuple[Tensor, Tensor]:
-    """Returns the pairs of one graph and their vectors, ordered by the first node and then by the second.
+    """Return the pairs of one graph and their vectors, ordered by the first node and then by the second.
 
     Args:
         block: one graph of :func:`pair_encoding`.

@@ -34,7 +34,7 @@ class Cause:
 
 
 def likely_cause(difference: Difference, device: str = "cpu") -> Cause:
-    """Names the likely cause of a difference.
+    """Name the likely cause of a difference.
 
     Args:
         difference: the first one.
@@ -189,7 +189,7 @@ def _unsaved(difference: Difference) -> Cause:
 
 
 def _named(difference: Difference, *kinds: str) -> str:
-    """Names the values outside checkpoints that differ: most likely one of them is to blame."""
+    """Name the values outside checkpoints that differ: most likely one of them is to blame."""
     names = list(difference.outside)
     first = [name for kind in kinds for name in names if name.split(" ")[0] == kind]
     ordered: Sequence[str] = first or ([] if kinds else names)

@@ -47,7 +47,7 @@ class Arrangement(MovedRuns):
         self.pack = False  # the command of a pack has a run folder as an option
 
     def before_running(self, engine: Engine) -> None:
-        """Moves the files of hooks, sees to checkpoints, and adds the recorder.
+        """Move the files of hooks, sees to checkpoints, and add the recorder.
 
         Raises:
             ConfigError: the target is of a face that writes files which cannot be moved.
@@ -85,7 +85,7 @@ class _WarningFile(logging.Handler):
 
 
 def run_job(job: Job) -> NoReturn:
-    """Runs the target in this process, which was forked for it, and ends the process."""
+    """Run the target in this process, which was forked for it, and end the process."""
     code = 1
     try:
         _redirect(job)

@@ -63,7 +63,7 @@ class PartResult:
     first_step: int | None = None
 
     def count(self, step: int, differs: bool) -> None:
-        """Adds one record."""
+        """Add one record."""
         self.records += 1
         self.differing += differs
         if differs:
@@ -89,7 +89,7 @@ class Comparison:
         self.unseeded: frozenset[str] = frozenset()
 
     def leave_out_unseeded(self, other: Sequence[Mapping[str, Any]]) -> None:
-        """Finds which generators start otherwise in another straight run.
+        """Find which generators start otherwise in another straight run.
 
         A script may seed torch alone. That breaks no promise as long as nothing draws from the others, and if
         something does, what was drawn differs and is named.
@@ -102,7 +102,7 @@ class Comparison:
             self.unseeded = frozenset(name for name in ("python", "numpy") if before.get(name) != now.get(name))
 
     def first_difference(self, lines: Iterable[Mapping[str, Any]], *, straight: bool) -> Difference | None:
-        """Compares every record of a run and returns the difference that came first."""
+        """Compare every record of a run and return the difference that came first."""
         first: Difference | None = None
         resumed_at = 0
         for line in lines:
@@ -154,7 +154,7 @@ def _changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tu
 
 
 def same_seed_each_step(lines: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns a call that seeds a generator alike in the forward pass of every step, or None.
+    """Return a call that seeds a generator alike in the forward pass of every step, or None.
 
     A resume is exact all the same, but the run is hardly what was meant. A call inside a block that puts the state
     back is none: the generator continues there.

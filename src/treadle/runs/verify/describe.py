@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def verdict_reason(result: Verification) -> str:
-    """Returns the sentence after the verdict."""
+    """Return the sentence after the verdict."""
     steps = f"{result.last_step - result.first_step} steps"
     if result.verdict == "EXACT":
         kills = f"{len(result.kills)} kills ({'; '.join(describe_kill(kill) for kill in result.kills)})"
@@ -40,7 +40,7 @@ def _since(difference: Difference) -> str:
 
 
 def describe_difference(difference: Difference) -> str:
-    """Returns one sentence with the first difference of two runs and both values.
+    """Return one sentence with the first difference of two runs and both values.
 
     Example:
         >>> describe_difference(Difference(False, "step", 7, 6, "loss", "0.0", "0.5", "0.25"))
@@ -59,7 +59,7 @@ def describe_difference(difference: Difference) -> str:
 
 
 def describe_kill(kill: Kill) -> str:
-    """Returns where a kill came.
+    """Return where a kill came.
 
     Example:
         >>> describe_kill(Kill(5, "SIGKILL", "before"))
@@ -70,7 +70,7 @@ def describe_kill(kill: Kill) -> str:
 
 
 def as_json(result: Verification) -> dict[str, Any]:
-    """Returns the result as plain values."""
+    """Return the result as plain values."""
     difference = None
     if result.difference is not None:
         difference = dataclasses.asdict(result.difference)

@@ -18,7 +18,7 @@ _DURATIONS = ("time", "seconds", "duration", "memory", "per_second")
 
 
 def leaves_of(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
-    """Returns ``path -> text`` of every leaf of nested values: numbers as they are, tensors as digests.
+    """Return ``path -> text`` of every leaf of nested values: numbers as they are, tensors as digests.
 
     Args:
         value: nesting of mappings, sequences, tensors, arrays, generators and plain values; of other objects the
@@ -54,7 +54,7 @@ def leaves_of(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
 
 
 def leaf_text(value: Any) -> str | None:
-    """Returns the text of a value that has no parts of its own, or None for one that has.
+    """Return the text of a value that has no parts of its own, or None for one that has.
 
     Example:
         >>> leaf_text(0.1), leaf_text({})
@@ -106,7 +106,7 @@ def _hashed(data: bytes) -> str:
 
 
 def without_durations(texts: Mapping[str, str]) -> dict[str, str]:
-    """Drops leaves that measure time or memory: they are of this process and in no promise.
+    """Drop leaves that measure time or memory: they are of this process and in no promise.
 
     Example:
         >>> without_durations({"train.loss": "0.5", "train.step_time": "0.01"})

@@ -29,7 +29,7 @@ _SEEDING = ((torch, "manual_seed"), (torch, "seed"), (np.random, "seed"), (rando
 
 
 def outside_values(engine: Engine, loader: Any) -> dict[str, str]:
-    """Returns the values that user code keeps in its own objects and that no checkpoint holds.
+    """Return the values that user code keeps in its own objects and that no checkpoint holds.
 
     Args:
         engine: the engine that runs.
@@ -82,7 +82,7 @@ def _attributes(owner: Any) -> Mapping[str, Any]:
 
 
 def _unregistered(module: nn.Module) -> dict[str, Any]:
-    """Returns what a module keeps beside its parameters and persistent buffers."""
+    """Return what a module keeps beside its parameters and persistent buffers."""
     kept = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
     if _is_library(module):
         return kept
@@ -120,7 +120,7 @@ class SeedWatch:
         self.calls: list[str] = []
 
     def install(self) -> None:
-        """Replaces the seeding functions of this process, for good: it runs one target and ends."""
+        """Replace the seeding functions of this process, for good: it runs one target and ends."""
         for module, name in _SEEDING:
             setattr(module, name, self._watched(getattr(module, name), f"{module.__name__}.{name}"))
         torch.random.manual_seed = torch.manual_seed
@@ -136,7 +136,7 @@ class SeedWatch:
 
 
 def _caller() -> str:
-    """Returns file and line of the nearest frame outside the library."""
+    """Return file and line of the nearest frame outside the library."""
     frame = sys._getframe(2)
     own = str(Path(__file__).parents[2]) + os.sep
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):

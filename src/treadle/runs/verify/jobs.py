@@ -67,7 +67,7 @@ class Job:
         return Path(self.folder) / "records.jsonl"
 
     def to_line(self) -> str:
-        """Returns the job as one line of JSON."""
+        """Return the job as one line of JSON."""
         return json.dumps(dataclasses.asdict(self)) + "\n"
 
     @classmethod
@@ -92,13 +92,13 @@ class RecordFile:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, kind: str, **values: Any) -> None:
-        """Appends one line."""
+        """Append one line."""
         line = json.dumps({"kind": kind, "process": self.number, **values})
         os.write(self._file, (line + "\n").encode())
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines that were written; none where there is no file."""
+    """Return the lines that were written; none where there is no file."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -78,7 +78,7 @@ class Recorder(BaseHook):
         self.stop_at = 0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Says where the run starts and begins to look at the data."""
+        """Say where the run starts and begin to look at the data."""
         self.stop_at = trainer.step + self.job.steps if self.job.stop_at is None else self.job.stop_at
         trainer.should_stop = trainer.step >= self.stop_at
         self.file.write("start", step=trainer.step, source=trainer.resume_source, device=str(trainer.device))
@@ -105,7 +105,7 @@ class Recorder(BaseHook):
             held[path if path not in held else f"{path} (again)"] = text
 
     def look_before_forward(self, trainer: Engine) -> None:
-        """Takes down what the forward pass starts from."""
+        """Take down what the forward pass starts from."""
         self._add("random state before the forward pass", _random_state())
         self._add("weights before the forward pass", leaves_of(model_state(trainer.model)))
         self.outside = outside_values(trainer, self.loader)
@@ -113,7 +113,7 @@ class Recorder(BaseHook):
         self.watch.calls, self.watch.on = [], True
 
     def look_before_update(self, trainer: Engine) -> None:
-        """Takes down what the update starts from, and kills in the middle of a step."""
+        """Take down what the update starts from, and kill in the middle of a step."""
         self.watch.on = False
         self._add("random state after the forward pass", _random_state())
         gradients = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
@@ -122,7 +122,7 @@ class Recorder(BaseHook):
         self._kill(trainer.step, "inside")
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Ends the run at its last step; the record is written when every hook has seen the step."""
+        """End the run at its last step; the record is written when every hook has seen the step."""
         self.watch.on = False
         trainer.should_stop = trainer.should_stop or trainer.step >= self.stop_at
         trainer.request_write(lambda: self._write_step(trainer))
@@ -147,7 +147,7 @@ class Recorder(BaseHook):
         self.parts, self.logged = {}, {}
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Kills between two steps: the checkpoint of the one before is written."""
+        """Kill between two steps: the checkpoint of the one before is written."""
         self._kill(trainer.step - 1, "after")
 
     def _kill(self, step: int, place: str) -> None:
@@ -158,20 +158,20 @@ class Recorder(BaseHook):
         os.kill(os.getpid(), getattr(signal, kill.signal))
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Keeps what was logged in this step."""
+        """Keep what was logged in this step."""
         if not dry_run:
             self.logged.update(without_durations(leaves_of(records)))
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Writes the state after an evaluation, before an epoch's checkpoint."""
+        """Write the state after an evaluation, before an epoch's checkpoint."""
         trainer.request_write(lambda: self._write("epoch", trainer))
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Writes the state at the end, when every hook has had its say."""
+        """Write the state at the end, when every hook has had its say."""
         trainer.request_write(lambda: self._write("end", trainer))
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Leaves the script when the run is over: what comes after could write into the user's own folders.
+        """Leave the script when the run is over: what comes after could write into the user's own folders.
 
         Raises:
             SystemExit: always, if training ended without an error.
@@ -188,7 +188,7 @@ class Looker(BaseHook):
         self.recorder = recorder
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Forgets what hooks log when they are opened: that happens in every process."""
+        """Forget what hooks log when they are opened: that happens in every process."""
         self.recorder.logged = {}
 
     def on_before_step(self, trainer: Engine) -> None:
@@ -215,7 +215,7 @@ def _random_state() -> dict[str, str]:
 
 
 def _as_text(ids: Any) -> str:
-    """Returns the ids themselves: they name the samples to look at.
+    """Return the ids themselves: they name the samples to look at.
 
     Example:
         >>> import torch
@@ -227,7 +227,7 @@ def _as_text(ids: Any) -> str:
 
 
 def _after(owner: Any, name: str, look: Callable[[Any], None]) -> None:
-    """Shows every result of a method of one object to ``look``."""
+    """Show every result of a method of one object to ``look``."""
     method = getattr(owner, name)
 
     def looked_at(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ def _after(owner: Any, name: str, look: Callable[[Any], None]) -> None:
 
 
 def _before(owner: Any, name: str, look: Callable[[Any], None]) -> None:
-    """Shows the argument of every call of a method of one object to ``look``."""
+    """Show the argument of every call of a method of one object to ``look``."""
     method = getattr(owner, name)
 
     def looked_at(argument: Any) -> Any:

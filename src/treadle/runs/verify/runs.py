@@ -78,7 +78,7 @@ class Server:
         self.log = log
 
     def run(self, job: Job) -> dict[str, Any]:
-        """Runs one job to its end."""
+        """Run one job to its end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -90,7 +90,7 @@ class Server:
         return dict(json.loads(answer))
 
     def close(self) -> None:
-        """Ends it, and the target if it is running."""
+        """End it, and the target if it is running."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -101,7 +101,7 @@ class Server:
 
 @contextlib.contextmanager
 def two_servers(target: str, seed: int, log: Path) -> Iterator[tuple[Server, Server]]:
-    """Starts two servers that hash strings differently, and ends them after the block.
+    """Start two servers that hash strings differently, and end them after the block.
 
     Args:
         target: what they will run first; what it imports may be imported early.
@@ -146,7 +146,7 @@ class Verifier:
         self.result = Verification(target, list(arguments), seed, folder)
 
     def run(self, servers: Sequence[Server]) -> Verification:
-        """Runs everything in children of two servers.
+        """Run everything in children of two servers.
 
         Raises:
             ConfigError: the target makes no trainer, or one that cannot be verified.
@@ -264,7 +264,7 @@ class Verifier:
 
 
 def plan_kills(chance: random.Random, count: int, first_step: int, last_step: int) -> list[Kill]:
-    """Chooses where to kill: at different steps in rising order, SIGKILL and SIGTERM by turns.
+    """Choose where to kill: at different steps in rising order, SIGKILL and SIGTERM by turns.
 
     Args:
         chance: decides.
@@ -300,7 +300,7 @@ def _one(lines: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
 
 
 def _last_line(log: Path) -> str:
-    """Returns the last line of an output; of an error, not the note with the step in which it was raised."""
+    """Return the last line of an output; of an error, not the note with the step in which it was raised."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     printed = (line.strip() for line in reversed(lines))
     return next((line for line in printed if line and not line.startswith(f"{NOTE} ")), "it wrote nothing")

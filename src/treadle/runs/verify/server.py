@@ -30,7 +30,7 @@ _HARMLESS = ("PIL", "numpy", "pandas", "scipy", "sklearn", "torchvision")
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """Runs jobs until stdin is closed.
+    """Run jobs until stdin is closed.
 
     Args:
         arguments: the target, so that what it is known to need can be imported once.
@@ -47,7 +47,7 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def modules_to_warm(target: str) -> list[str]:
-    """Returns what a target imports that may as well be imported once, before the forks.
+    """Return what a target imports that may as well be imported once, before the forks.
 
     Only packages that are known to start nothing on import; all else is imported in each child, as in a new process.
 

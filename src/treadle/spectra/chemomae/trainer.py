@@ -164,17 +164,17 @@ class Trainer(SpectraTrainer):
 
     @property
     def attempted_steps(self) -> int:
-        """Steps, those included that fp16 skipped."""
+        """Step, those included that fp16 skipped."""
         return self.step
 
     @property
     def optimizer_updates(self) -> int:
-        """Steps that changed the weights."""
+        """Step that changed the weights."""
         return self.applied_steps
 
     @property
     def amp_skips(self) -> int:
-        """Steps that fp16 skipped."""
+        """Step that fp16 skipped."""
         return self.step - self.applied_steps
 
     # -- training and files ---------------------------------------------------------------------------------------
