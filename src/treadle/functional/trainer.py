@@ -27,6 +27,7 @@ from treadle.engine.voice import speaking
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
+from treadle.faces.loaders import EvalLoaders
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
@@ -330,10 +331,7 @@ class Trainer(EpochFace):
         check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
-            loaders=eval_dataloader,
-            known=known_keys(
-                self._is_own, losses=eval_losses(eval_dataloader), has_metrics=bool(self._eval_task.metrics)
-            ),
+            loaders=eval_dataloader, known=self._known_keys(eval_dataloader),
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))
@@ -346,6 +344,10 @@ class Trainer(EpochFace):
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
             self._folder.write_end()
         return self.history
+
+    def _known_keys(self, loaders: EvalLoaders | None) -> list[str] | None:
+        has_metrics = bool(self._eval_task.metrics)
+        return known_keys(self._is_own, losses=eval_losses(loaders), has_metrics=has_metrics)
 
     def _train_to(
         self,
