@@ -71,7 +71,7 @@ def test_a_compiled_run_is_near_the_plain_one_and_keeps_the_names(setting):
 def test_compiled_blocks_have_the_same_bits_captured_dropout_included(precision):
     # Else the compiler chooses the blocks of its reductions by timing them, and another choice rounds otherwise.
     with torch._inductor.config.patch(deterministic=True):
-        trained("blocks", dropout=0.2, precision=precision)  # kernels of an empty cache differ from those of a filled one
+        trained("blocks", dropout=0.2, precision=precision)  # a filled cache has other kernels than an empty one
         runs = [trained("blocks", capture=how, dropout=0.2, precision=precision) for how in (False, False, True)]
     assert runs[2].steps._steps
     assert differing(runs[0], runs[1]) == [], "two eager runs differ: the compiler chose other kernels"
