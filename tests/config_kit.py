@@ -7,6 +7,7 @@ from pathlib import Path
 MODULE = """
 from __future__ import annotations
 
+import array
 import random
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from treadle import BaseTrainer
 from treadle.builder import REGISTRY, build_from_cfg
 
-COUNT = 0
+COUNTS = array.array("b")
 
 class Data(Dataset):
     def __init__(self, size):

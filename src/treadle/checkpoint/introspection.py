@@ -118,6 +118,16 @@ def behind(value: Any) -> Iterator[tuple[str, Any]]:
         yield from value.keywords.items()
 
 
+def is_of_a_run(value: Any) -> bool:
+    """Return whether a value is an engine or a trainer, this one or another: its state is a checkpoint of its own.
+
+    Example:
+        >>> is_of_a_run(3)
+        False
+    """
+    return any(hasattr(owner, "eval_cursor") for owner in (value, getattr(value, "_engine", None)))
+
+
 def is_users(owner: Any) -> bool:
     """Return whether an object is of a class, or is a function, that may be the user's: of no well-known library.
 

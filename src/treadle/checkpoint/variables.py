@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from treadle.checkpoint.attributes import CachedFunction
-from treadle.checkpoint.introspection import Named, has_state, is_users_class, names_used_by
+from treadle.checkpoint.introspection import Named, has_state, is_of_a_run, is_users_class, names_used_by
 from treadle.checkpoint.plain_values import GENERATORS, is_plain_object
 
 _INSTALLED = ("site-packages", "dist-packages")  # parts of paths below which nobody's own code is
@@ -54,7 +54,7 @@ class Variables(Named):
             if not name.startswith("__"):
                 self._used[f"{code.__module__}.{name}"] = (code.__globals__, name)
                 value = code.__globals__.get(name)
-                if has_state(value):
+                if has_state(value) and not is_of_a_run(value):
                     self.stateful[f"{code.__module__}.{name}"] = value
         for name, value in _defaults_of(code):
             if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):

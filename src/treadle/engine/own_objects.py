@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
-from treadle.checkpoint.introspection import Named, attributes_of, behind, has_state, is_users, is_users_class
+from treadle.checkpoint.introspection import (
+    Named,
+    attributes_of,
+    behind,
+    has_state,
+    is_of_a_run,
+    is_users,
+    is_users_class,
+)
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object, unequal
 from treadle.checkpoint.schema import to_plain
@@ -156,6 +164,8 @@ class OwnObjects:
             for name, item in behind(owner):
                 self._walk(f"{path}.{name}", item, depth, found)
         elif has_state(owner) and path not in self._whole:
+            if is_of_a_run(owner):
+                return
             if is_new and path not in self.owners and (not is_ours(owner) or isinstance(owner, nn.Module)):
                 owners[path] = owner
                 seen.add(id(owner))

@@ -283,9 +283,9 @@ def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
     """
     if metric is None or metric == "lr" or metric.startswith("train_"):
         return metric
-    if loaders is None:
-        return "train_loss" if metric.removeprefix(PREFIX) == "loss" else metric
-    return selected_by(metric.removeprefix(PREFIX), loaders)
+    if loaders is None and metric.removeprefix(PREFIX) == "loss":
+        return "train_loss"
+    return selected_by(metric.removeprefix(PREFIX), loaders) if isinstance(loaders, Mapping) else metric
 
 
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:

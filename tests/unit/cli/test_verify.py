@@ -93,11 +93,8 @@ def test_what_was_arranged_is_said(verify):
 
 
 UNSEEDED = "np.random.default_rng().normal()"
-# A hook with on_state_dict keeps what it says there, here nothing; of others the attributes are kept.
-IN_HOOK = (
-    "def on_state_dict(self, trainer, state):\n        pass\n\n"
-    "    def on_{event}(self, trainer):\n        self.count += 1\n        {action}"
-)
+# Of a hook with an object that was made late and cannot be written, as a file is, no attribute is kept.
+IN_HOOK = "def on_{event}(self, trainer):\n        self.count += 1\n        self.late = object()\n        {action}"
 # fault -> (places of the script, name of the cause, part that differs first, words of the report)
 FAULTS = {
     "unseeded_numpy_in_getitem": (

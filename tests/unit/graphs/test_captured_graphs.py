@@ -53,6 +53,7 @@ def ended(trainer):
     for record in state["history"]:
         record.pop("time")
     state["config"].pop("capture", None)
+    state.pop("objects", None)  # what Watch noted
     return state
 
 
