@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -15,6 +16,10 @@ from treadle.builder import REGISTRY
 # has run a parallel region waits for ever in its first one. One thread also makes the suite faster on small tensors.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and the tests of signals send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example may take, and how long its making, is a matter of what else the machine does.
 settings.register_profile("treadle", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
