@@ -352,8 +352,7 @@ def _is_users_with_state(sampler: Any) -> bool:
 
 @contextlib.contextmanager
 def _ending_where_it_ends(loader: Any) -> Iterator[None]:
-    """Keep a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` "
-    "would."""
+    """Keep a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` would."""
     restarts = getattr(loader, "restart_on_stop_iteration", None) is True
     if restarts:
         loader.restart_on_stop_iteration = False

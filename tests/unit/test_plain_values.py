@@ -1,0 +1,39 @@
+"""Comparison of plain trees: to the bit, and without a visit to each item of a large container of scalars."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+
+from treadle.checkpoint.plain_values import same, unequal
+
+LARGE = {"a dict": {number: str(number) for number in range(5000)}, "a list": [float(number) for number in range(5000)]}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_items_of_a_large_container_of_scalars_are_not_visited_one_by_one(kind):
+    visits = []
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code is unequal.__code__:
+            visits.append(1)
+
+    one, other = LARGE[kind], type(LARGE[kind])(LARGE[kind])
+    sys.setprofile(watch)
+    try:
+        found = same(one, other)
+    finally:
+        sys.setprofile(None)
+    assert found
+    assert len(visits) == 1
+
+
+@pytest.mark.parametrize("other", [{"a": 1.0}, {"a": True}, {"b": 1}, {"a": 1, "b": 2}])
+def test_dicts_of_other_types_keys_or_values_differ(other):
+    assert not same({"a": 1}, other)
+
+
+def test_the_order_of_a_dict_does_not_count_and_nan_is_nan():
+    assert same({"a": 1, "b": float("nan")}, {"b": math.nan, "a": 1})
