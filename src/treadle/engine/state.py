@@ -240,8 +240,8 @@ class RunState:
             for path, how in part.differences(engine, saved):
                 raise CheckpointError(
                     f"{path}: after loading, it is not what the checkpoint holds ({how}, in the file and in "
-                    "memory). Its object loads something else than it saves, or was built otherwise than in the run that "
-                    "wrote the file; build it as it was, or start a new run from load_weights(...)"
+                    "memory). Its object loads something else than it saves, or was built otherwise than in the run "
+                    "that wrote the file; build it as it was, or start a new run from load_weights(...)"
                 )
 
     def roll_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
