@@ -76,7 +76,7 @@ def _why_not(engine: Engine) -> str | None:
     if is_checkpointed(engine.model):
         return "gradient checkpointing keeps the random state of each block on the host; train without one of the two"
     if type(engine).train_step is not Engine.train_step:
-        return f"{type(engine).__name__} has a train_step of its own"
+        return f"{type(engine).__name__} overrides train_step"
     return None
 
 

@@ -48,7 +48,7 @@ class ConsoleHandler(logging.Handler):
 
     Args:
         console: where they go.
-        start_block: also show the engine's block of decisions; a command of a pack has one of its own.
+        start_block: also show the engine's block of decisions; a command of a pack prints another.
     """
 
     def __init__(self, console: Console, *, start_block: bool = False):

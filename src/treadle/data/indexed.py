@@ -3,7 +3,7 @@
 The loader made here runs the user's own dataset, batch sampler and collate function. It differs in two ways:
 
 * consumed index lists are passed over in the batch sampler, so nothing is read for them;
-* with workers, each index list carries a seed of its own and the worker seeds python, numpy and torch with it before
+* with workers, each index list carries a seed and the worker seeds python, numpy and torch with it before
   reading. So random augmentation depends on neither the number of workers nor prefetching nor ``persistent_workers``.
   With 0 workers items draw from the main RNG, as in a plain loop.
 """

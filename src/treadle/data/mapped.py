@@ -102,7 +102,7 @@ class MappedLoader(RowLoader):
         for name, value in (("chunk_rows", self.chunk_rows), ("window_chunks", window_chunks)):
             if value < 1:
                 raise ConfigError("must be at least 1", argument=name, value=value)
-        self.device = get_device("cpu" if device is None else device)  # with its number: a thread has one of its own
+        self.device = get_device("cpu" if device is None else device)  # numbered: each thread has its own default
         self._reader: WindowReader | None = None
 
     def _order_of(self, size: int, replicas: int) -> GlobalOrder:

@@ -49,7 +49,7 @@ class LastRows(NamedTuple):
 
 
 def noted(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
-    """Return tensors with their versions, which count what is written to them; without those that count nothing.
+    """Return tensors with their versions, which count their writes; without those that have no counter.
 
     Example:
         >>> from torch import zeros

@@ -109,7 +109,7 @@ class _Indexed:
         if self.reader.draws_while_running:
             sentences.append(
                 "the sampler draws from the global RNG between batches, so a resume inside an epoch cannot repeat "
-                "its order; give the sampler a generator of its own"
+                "its order; give the sampler its own generator"
             )
         return sentences
 

@@ -1,4 +1,4 @@
-"""TransferLoader: batches copied to the GPU from pinned memory, on a stream of their own, while the GPU computes."""
+"""TransferLoader: batches copied to the GPU from pinned memory, on a separate stream, while the GPU computes."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class WindowReader:
         self._current: _Window | None = None
         self._ahead: Future[_Window] | None = None
         self._to_device = None if device.type == "cpu" else _ToDevice(device)
-        # One set of memory is read into while batches are taken from the other; a device has windows of its own.
+        # One buffer is read into while batches are taken from the other; a device has separate windows.
         self._sets: list[dict[int, Tensor]] = [{}, {}] if self._to_device is None else [{}]
 
     def take(self, number: int, span: range) -> tuple[list[Tensor], Tensor]:

@@ -244,7 +244,7 @@ class ReplicaExchange(GradientExchange):
             _log.warning(
                 "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
                 "requires_grad_(False); where only some steps use a part, find_unused_parameters=True of the wrapper "
-                "says that it is meant",
+                "states that it is meant",
                 len(unused), ", ".join(unused[:10]),
             )  # fmt: skip
 

@@ -159,7 +159,7 @@ class BestRule:
 
 
 class EarlyStopping:
-    """Says when to stop: a callable over :class:`BestRule`.
+    """Early stopping: a callable over :class:`BestRule` that returns whether to stop.
 
     Args:
         patience: non-improving values until it returns True, >= 1.

@@ -235,7 +235,7 @@ class LogHooks(IntervalHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Keep what is left for the next report: a run may be continued."""
+        """Keep the rest for the next report: a run may be continued."""
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
         """Tell the hooks ``loss``, ``lr`` and ``grad_norm``."""

@@ -114,7 +114,7 @@ class MlflowHook(TrackerHook):
             return str(found.experiment_id)
         artifacts = None
         if own_store and trainer.workspace is not None:
-            # Without a place of their own the artifacts of a local store go to the current directory.
+            # Unless given a location, the artifacts of a local store go to the current directory.
             artifacts = (trainer.workspace / "mlflow_artifacts").absolute().as_uri()
             name = "treadle" if name == "Default" else name
             found = self._client.get_experiment_by_name(name)

@@ -83,7 +83,7 @@ class RemoteShardsHook(BaseHook):
         return RemoteShards(self.store)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Open the furthest checkpoint that is intact; of one that is not, a warning says why.
+        """Open the furthest checkpoint that is intact; warn of each one that is not.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.

@@ -77,7 +77,7 @@ class SessionLogHook(BaseHook):
             self._write(trainer, "step")
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run: what is written is a matter of time."""
+        """Let any number of steps run: the session log is written by time, not by step."""
         return None
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:

@@ -193,7 +193,7 @@ class TrackerHook(BaseHook):
 
     def _may_write(self, trainer: Engine) -> bool:
         if distributed.rank() == 0 and not self._open and not self._failed:
-            self.guard.say_once(trainer, "closed", f"{self.state_key}: what is logged outside of training is not sent")
+            self.guard.say_once(trainer, "closed", f"{self.state_key}: records logged outside of training are not sent")
         return self._open
 
     def _unsent(self, trainer: Engine, values: dict[str, Any]) -> dict[str, Any]:

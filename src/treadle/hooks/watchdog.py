@@ -42,7 +42,7 @@ class StuckRankHook(BaseHook):
 
     Args:
         timeout: seconds without progress (a step, a micro-batch, a batch of an evaluation) on any rank, > 0. A save, or
-            the compilation of the first step, may take long and be no fault; what is logged is true all the same.
+            the compilation of the first step, may take long and be no fault; the logged report is true all the same.
         interval: seconds between two looks; None: a twentieth of the timeout, 10 s at most.
 
     Raises:

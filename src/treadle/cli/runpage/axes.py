@@ -1,4 +1,4 @@
-"""Where a point lies on the three axes of a page: steps, epochs, training time."""
+"""Position of a point on the three axes of a page: steps, epochs, training time."""
 
 from __future__ import annotations
 
