@@ -23,7 +23,7 @@ _PLACES = 64  # steps whose numbers are copied into memory made at once
 
 
 class CudaGraph:
-    """Records what a function launches and launches it again, all at once.
+    """Recording of what a function launches, which is launched again all at once.
 
     Graphs that are made one after another and replayed one at a time may share their memory.
 

@@ -81,7 +81,7 @@ def _why_not(engine: Engine) -> str | None:
 
 
 class CapturedSteps(RunsAhead):
-    """Replays the steps of an engine, one graph for each shape of their data.
+    """Steps of an engine that are replayed, one graph for each shape of their data.
 
     Args:
         engine: whose steps.

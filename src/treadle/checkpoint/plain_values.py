@@ -62,7 +62,7 @@ def encode(
 
 
 class _Encoder:
-    """Encodes one value and what it contains, up to a number of items."""
+    """Encoder of one value and what it contains, up to a number of items."""
 
     def __init__(self, largest: int, known: Collection[int], *, held: bool):
         self._largest = largest

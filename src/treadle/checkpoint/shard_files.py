@@ -82,7 +82,7 @@ def _all_of(tensor: Tensor) -> LocalShard:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans parts as they are, each at its place; what ``save`` is given would be logged key by key."""
+    """Planner of parts as they are, each at its place; what ``save`` is given would be logged key by key."""
 
     def __init__(self, parts: Mapping[str, LocalShard]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

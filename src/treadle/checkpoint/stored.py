@@ -120,7 +120,7 @@ class ShardFolder:
 
 
 class _Into(LoadPlanner):
-    """Reads into one tensor."""
+    """Reader into one tensor."""
 
     def __init__(self, target: Tensor):
         self._target = target
@@ -183,7 +183,7 @@ def in_memory(tree: Any, read: dict[str, Tensor] | None = None) -> Any:
 
 
 class _Restricted(pickle.Unpickler):
-    """Knows the classes of such metadata and no others."""
+    """Unpickler that knows the classes of such metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:

@@ -44,7 +44,7 @@ def _audible(console: Console) -> Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes log records above the bar that is drawn on the same console, and never wraps them.
+    """Handler that writes log records above the bar drawn on the same console, and never wraps them.
 
     Args:
         console: where they go.

@@ -66,7 +66,7 @@ class Group:
 
 
 class Cursor:
-    """Owns the position in the data. It exists before its loader, so a checkpoint can be loaded into it first.
+    """Position in the data. It exists before its loader, so a checkpoint can be loaded into it first.
 
     Args:
         ranks: what it does on several ranks. ``"together"``: their epochs must have equally many micro-batches; where

@@ -65,7 +65,7 @@ class _SeededIndex:
 
 
 class _SeededDataset(Dataset[Any]):
-    """Reads from the user's dataset under the seed that came with the index; used in workers only."""
+    """Reader of the user's dataset under the seed that came with the index; used in workers only."""
 
     def __init__(self, dataset: Any, watch: WatchedState):
         self.dataset = dataset
@@ -107,7 +107,7 @@ def seed_worker(seed: int) -> None:
 
 
 class _WorkerInit:
-    """Runs the user's ``worker_init_fn`` with the user's own dataset in ``get_worker_info()``."""
+    """Call of the user's ``worker_init_fn`` with the user's own dataset in ``get_worker_info()``."""
 
     def __init__(self, user_fn: Callable[[int], None] | None):
         self.user_fn = user_fn
@@ -244,7 +244,7 @@ class _IndexFeed:
 
 
 class IndexedReader:
-    """Opens the epochs of a map-style DataLoader at any position.
+    """Reader that opens the epochs of a map-style DataLoader at any position.
 
     Args:
         loader: the user's loader; it is not changed and not iterated.

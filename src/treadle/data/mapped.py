@@ -22,7 +22,7 @@ _CHUNK_BYTES = 2**20
 
 
 class MappedLoader(RowLoader):
-    """Yields batches of rows of arrays on disk, which a thread reads one window ahead.
+    """Loader of batches of rows of arrays on disk, which a thread reads one window ahead.
 
     The rows are cut into chunks of neighbours, since a disk reads neighbours many times faster than single rows. A
     window is some chunks; two windows are in memory, never more: one that batches are taken from and one that is being

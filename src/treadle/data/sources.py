@@ -29,7 +29,7 @@ from treadle.seed import RngState
 
 
 class Source(Protocol):
-    """Opens the epochs of a loader at any position.
+    """Reader that opens the epochs of a loader at any position.
 
     Attributes:
         kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.

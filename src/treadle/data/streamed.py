@@ -316,7 +316,7 @@ class StreamInit:
 
 
 class StreamReader:
-    """Opens the epochs of a DataLoader over a stream that keeps its place, at any place.
+    """Reader that opens the epochs of a DataLoader over a stream that keeps its place, at any place.
 
     Args:
         loader: the user's loader; it is not changed and not iterated.

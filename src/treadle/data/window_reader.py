@@ -94,7 +94,7 @@ class _Window:
 
 
 class WindowReader:
-    """Gives rows of windows, and reads the window after the one in use meanwhile; never more than these two.
+    """Reader of windows of rows that reads the window after the one in use meanwhile; never more than these two.
 
     What goes wrong in the thread is raised where the rows are asked for.
 
@@ -182,7 +182,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Te
 
 
 class _ToDevice:
-    """Copies windows to an accelerator, on a side stream, in the thread."""
+    """Copies of windows to an accelerator, on a side stream, in the thread."""
 
     def __init__(self, device: torch.device):
         self.device = device

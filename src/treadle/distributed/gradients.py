@@ -108,7 +108,7 @@ _NONE, _PRESENT, _LATE = 0, 1, 2
 
 
 class ReplicaExchange(GradientExchange):
-    """Gives every replica the mean gradients over the ranks, while the last backward pass still runs.
+    """Exchange that gives every replica the mean gradients over the ranks, while the last backward pass still runs.
 
     A bucket is sent as soon as its gradients are there and all earlier ones are sent; the rest is sent at the end. A
     gradient that this rank lacks counts as zeros; a parameter without one on every rank stays without. The reducer of

@@ -94,7 +94,7 @@ def read_only(method: Event) -> Event:
 
 
 class BaseHook:
-    """Does nothing at every event; subclass it and override what you need.
+    """Hook that does nothing at every event; subclass it and override what you need.
 
     Example:
         >>> class CountSteps(BaseHook):

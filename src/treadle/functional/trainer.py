@@ -62,7 +62,7 @@ Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
 class Trainer(EpochFace):
-    """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
+    """Trainer of a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:
         model: any module; moved to the device in place.

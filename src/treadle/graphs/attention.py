@@ -164,7 +164,7 @@ def key_mask(real_GS: Tensor) -> Tensor:
 
 
 class PairBias(nn.Module):
-    """Turns encodings of listed pairs into terms of the attention logits, shared by all layers.
+    """Terms of the attention logits from encodings of listed pairs, shared by all layers.
 
     Pairs that are not listed, and pairs whose encoding is zero, add 0; a pair listed twice adds twice.
 

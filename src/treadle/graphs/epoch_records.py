@@ -183,7 +183,7 @@ def described(record: Mapping[str, Any]) -> str:
 
 
 class GraphHistoryFile(HistoryHook):
-    """Writes ``history.json``: ``{"train": [...], "val": [...]}``, one record a line."""
+    """File ``history.json``: ``{"train": [...], "val": [...]}``, one record a line."""
 
     def _write(self) -> None:
         if distributed.rank() == 0:
@@ -206,7 +206,7 @@ def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LogHooks(IntervalHook):
-    """Calls ``hook(metrics, step, prefix)`` with step means every ``log_every`` steps, and with each epoch's record.
+    """Users' functions ``hook(metrics, step, prefix)``, called with step means every ``log_every`` steps and epoch records.
 
     On several ranks only the first one calls them.
 

@@ -181,7 +181,7 @@ def share_of_padding(used: Mapping[str, Sequence[int]]) -> dict[str, float]:
 
 
 class PaddingHook(BaseHook):
-    """Keeps the count of padding over a resume, and logs it after the first epoch.
+    """Hook that keeps the count of padding over a resume, and logs it after the first epoch.
 
     Args:
         padding: what counts.

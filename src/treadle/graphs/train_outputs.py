@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TrainOutputsHook(BaseHook):
-    """Keeps the latest outputs of an epoch's steps, on the device, for the metrics of its record.
+    """Hook that keeps the latest outputs of an epoch's steps, on the device, for the metrics of its record.
 
     Args:
         task: whose outputs.

@@ -56,7 +56,7 @@ _epoch_log = logging.getLogger("treadle.graphs.epochs")  # separate, for callers
 
 
 class GraphTrainer(EpochFace):
-    """Trains a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
+    """Trainer of a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
 
     Args:
         model: called with each batch; moved to the device in place.

@@ -35,7 +35,7 @@ _FIRST_LINES, _LAST_LINES = 5.0, 60.0  # seconds between two lines, at the start
 
 
 class ProgressBarHook(BaseHook):
-    """Shows epoch, step, loss, learning rate, gradient norm, samples per second and the time left.
+    """Bar of epoch, step, loss, learning rate, gradient norm, samples per second and the time left.
 
     On a terminal and in notebooks it is one line that is redrawn, in a notebook without ipywidgets one without a bar;
     where stderr is a file or a pipe it is a log line of ``trainer.logger`` now and then. Loss and gradient norm are

@@ -22,7 +22,7 @@ _BATCH = 100  # the most parameters MLflow takes at once; it takes more metrics
 
 
 class MlflowHook(TrackerHook):
-    """Sends log points at ``trainer.step`` and images as artifacts ``images/<step>/<key>.png``, on rank 0.
+    """MLflow run of log points at ``trainer.step`` and images ``images/<step>/<key>.png``, on rank 0.
 
     The run's id is kept in ``<workspace>/mlflow_run_id`` and the run is continued from there; ``MLFLOW_RUN_ID`` in
     the environment wins over the file. After a resume, points that the run has already are not sent again. The hook

@@ -166,7 +166,7 @@ def _finished(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepLogHook(BaseHook):
-    """Writes ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries", "reason"}`` per step.
+    """Line ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries", "reason"}`` per step.
 
     ``epoch`` is 1-based, ``position`` counts the micro-batches of the epoch consumed, ``loss`` is the step's loss to
     the last bit (with accumulation the weighted mean, and ``losses`` holds each); NaN and infinities are null. The

@@ -134,7 +134,7 @@ def _stop_inside(trainer: Engine) -> None:
 
 
 class ReplaySetup:
-    """Makes a run that is about to begin a replay: other folders, no hook that writes, the witness at the end."""
+    """Setup that makes a run a replay: other folders, no hook that writes, the witness at the end."""
 
     def __init__(self, witness: ReplayHook, folder: Path):
         self.witness = witness

@@ -21,7 +21,7 @@ HOOK = "hook "
 
 
 class Clock(Protocol):
-    """Marks moments; the time between two is asked for when all is over."""
+    """Clock of marked moments; the time between two is asked for when all is over."""
 
     def mark(self) -> Any:
         """Return a mark of the present moment, None where there is none; wait for nothing."""

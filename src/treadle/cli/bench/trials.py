@@ -55,7 +55,7 @@ class Trial:
 
 
 class Bench:
-    """Tries settings on an engine and the groups of some of its steps.
+    """Trials of settings on an engine and the groups of some of its steps.
 
     Args:
         engine: the run, which is thrown away afterwards: its weights move on in every trial.

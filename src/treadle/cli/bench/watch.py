@@ -56,7 +56,7 @@ class Replaced:
 
 
 class Watch:
-    """Wraps the parts of an engine's steps.
+    """Wrappers of the parts of an engine's steps.
 
     Args:
         engine: prepared, and not in a step.

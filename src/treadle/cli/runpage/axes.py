@@ -15,7 +15,7 @@ Axis = Sequence[float | None]
 
 
 class RunAxes:
-    """Turns steps into epochs and time, and epochs into steps, as far as the records of a run allow.
+    """Conversion of steps into epochs and time, and of epochs into steps, as far as the records of a run allow.
 
     Args:
         rows: of the step log.
