@@ -206,7 +206,7 @@ def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LogHooks(IntervalHook):
-    """Users' functions ``hook(metrics, step, prefix)``, called with step means every ``log_every`` steps and epoch records.
+    """Users' functions ``hook(metrics, step, prefix)``, called every ``log_every`` steps and with epoch records.
 
     On several ranks only the first one calls them.
 
