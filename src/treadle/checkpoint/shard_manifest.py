@@ -1,7 +1,7 @@
 """The marker that makes a folder of shards a checkpoint: ``WHOLE.json`` with the size and CRC-32 of every file.
 
 One rank writes it, by rename, once every rank has written its part and read it back. A folder without it is
-unfinished: some rank may never have written. Whoever deletes a folder deletes the marker first.
+unfinished: some rank may never have written. Code that deletes a folder deletes the marker first.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def marker_text(files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> str:
 
 
 def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
-    """Return the marker of a folder, or None and what is wrong with it."""
+    """Return the marker of a folder, or None and its fault."""
     try:
         return parse_marker((folder / MARKER).read_bytes())
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
 
 
 def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
-    """Return a marker from its bytes, or None and what is wrong with it."""
+    """Return a marker from its bytes, or None and its fault."""
     try:
         found = json.loads(data)
         version, marker = int(found["format"]["version"]), Marker(int(found["ranks"]), dict(found["files"]))
@@ -132,7 +132,7 @@ def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
 
 
 def folder_problems(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return what is wrong with the files of a folder of shards; an empty list means that every byte is there.
+    """Return the faults of the files of a folder of shards; an empty list means that every byte is there.
 
     Args:
         folder: of one checkpoint.
@@ -182,7 +182,7 @@ def remove_folder(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != _BEGUN:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else os.unlink(path)
-    sync_folder(folder)  # after a power loss nothing may be left without the name that says what it is
+    sync_folder(folder)  # after a power loss nothing may be left without the name that identifies it
     (folder / _BEGUN).unlink(missing_ok=True)
     os.rmdir(folder)
 

@@ -50,7 +50,7 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
 
 
 class CheckpointFolder:
-    """Finds and loads the checkpoints of a trainer; what they are called is for a subclass to say.
+    """Checkpoints of a trainer, to find and load; a subclass gives their names.
 
     Args:
         engine: whose state they hold.

@@ -74,7 +74,7 @@ def _link_to(found: Path) -> None:
 
 
 class CheckpointingHook(BaseHook):
-    """Saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
+    """Saves of ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
 
     Of a sharded model it saves a folder ``checkpoint_step_{step}``, to which every rank writes its part. A folder is
     whole or does not count: one that a killed rank left unfinished is removed when the next run starts. Either kind
