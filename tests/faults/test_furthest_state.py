@@ -243,6 +243,33 @@ def test_a_trainer_that_goes_on_in_another_folder_leaves_its_state_there(tmp_pat
         assert load_checkpoint(tmp_path / name / "last.pt")["epoch"] == 2
 
 
+class Interrupts(BaseHook):
+    def __init__(self, event):
+        self.event = event
+
+    def _at(self, trainer, event):
+        if (trainer.step, event) == (2, self.event):
+            self.event = None
+            raise KeyboardInterrupt
+
+    def on_before_optimizer_step(self, trainer):
+        self._at(trainer, "inside")
+
+    def on_after_step(self, trainer):
+        self._at(trainer, "after")
+
+
+@pytest.mark.parametrize("event", ["inside", "after"])
+def test_a_step_that_was_broken_off_is_named_when_its_object_trains_on(event, caplog):
+    engine = scalar_engine(hooks=[Interrupts(event)])
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([1.0] * 4, max_steps=4)
+    assert "broken off" not in caplog.text
+    engine.run([1.0] * 4, max_steps=4)
+    assert ("step 2 was broken off" in caplog.text) == (event == "inside")
+    assert (engine.step, engine.applied_steps) == (4, 3 if event == "inside" else 4)
+
+
 def test_a_rewind_sets_aside_what_lies_beyond_it_and_deletes_nothing(tmp_path):
     def run(steps, **hook):
         engine = scalar_engine(hooks=[CheckpointingHook(**{"interval": 1, "path": tmp_path, **hook})])
