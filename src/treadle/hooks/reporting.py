@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.means import RunningMeans, read_scalars
+from treadle.means import RunningMeans, SentNumbers, SentSums
 from treadle.task import add_output
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
     from treadle.engine.block import StepBlock
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a report is made of, on its way to the host.
+
+    Attributes:
+        sums: of losses, records and norms, and of times.
+        rates: learning rate of each parameter group.
+        known: what the host knows already, by the names of a report.
+    """
+
+    sums: tuple[SentSums, SentSums]
+    rates: SentNumbers
+    known: dict[str, Any]
+
+    @property
+    def there(self) -> bool:
+        return all(part.numbers.there for part in self.sums) and self.rates.there
 
 
 class IntervalHook(BaseHook):
@@ -30,6 +52,7 @@ class IntervalHook(BaseHook):
 
     writes = True
     writes_in_workspace_alone = True
+    may_report_late = False  # some steps later, so that the device does not run dry while the host reads it
 
     def __init__(self, interval: int, *, sync: bool):
         if interval < 1:
@@ -40,12 +63,12 @@ class IntervalHook(BaseHook):
         self._times = RunningMeans()  # of this process; no part of an exact resume
         self._retries = 0
         self._pending = False
+        self._sent: _Sent | None = None  # what is still to be reported
 
     def on_after_step(self, trainer: Engine) -> None:
         """Collect the step and report when it is time; read nothing on the host before that."""
         self._collect(trainer)
-        if trainer.step % self.interval == 0 or trainer.is_last_step:
-            self._report(trainer)
+        self._report_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
         """Let steps run up to the next report."""
@@ -61,12 +84,28 @@ class IntervalHook(BaseHook):
         for _ in range(count):
             self._means.add_total(("num_samples",), info["num_samples"])
         self._pending = True
-        if trainer.step % self.interval == 0 or trainer.is_last_step:
-            self._report(trainer)
+        self._report_if_due(trainer)
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Report what is still to be reported."""
+        self._deliver(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
         """Report the rest."""
+        self._deliver(trainer)
         if self._pending:
+            self._report(trainer)
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Report what is still to be reported, unless an error ends the run."""
+        if error is None:
+            self._deliver(trainer)
+        self._sent = None
+
+    def _report_if_due(self, trainer: Engine) -> None:
+        if self._sent is not None and self._sent.there:
+            self._deliver(trainer)
+        if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
 
     def _collect(self, trainer: Engine) -> None:
@@ -84,18 +123,31 @@ class IntervalHook(BaseHook):
         self._pending = True
 
     def _report(self, trainer: Engine) -> None:
-        if self.sync or trainer.num_ranks == 1:  # else the other ranks would not hear of it
+        self._deliver(trainer)
+        late = self.may_report_late and trainer.num_ranks == 1 and not trainer.is_last_step
+        if not late and (self.sync or trainer.num_ranks == 1):  # else the other ranks would not hear of it
             trainer.raise_if_refused()  # the device is read anyway, and what it refused is an error, not a number
-        reduce = distributed.sum_over_ranks if self.sync else None
-        means = {**self._means.compute(reduce), **self._times.compute(reduce)}
-        means["lr"] = read_scalars(trainer.step_info.get("lr", trainer.last_lr)).tolist()
-        means["retries"] = self._retries
+        known = {"step": trainer.step, "report_time": time.perf_counter(), "retries": self._retries}
         if "max_memory" in trainer.step_info:
-            means["max_memory"] = float(trainer.step_info["max_memory"])
+            known["max_memory"] = float(trainer.step_info["max_memory"])
+        rates = SentNumbers(trainer.step_info.get("lr", trainer.last_lr))
+        self._sent = _Sent((self._means.send(), self._times.send()), rates, known)
         self._means.reset()
         self._times.reset()
         self._retries = 0
         self._pending = False
+        if not late or self._sent.there:
+            self._deliver(trainer)
+
+    def _deliver(self, trainer: Engine) -> None:
+        """Report what was sent."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        reduce = distributed.sum_over_ranks if self.sync else None
+        means = {**sent.sums[0].means(reduce), **sent.sums[1].means(reduce), **sent.known, "lr": sent.rates.read()}
+        if not math.isfinite(means.get("grad_norm", 0.0)):
+            trainer.raise_if_refused()  # the steps of a late report may have been refused since
         self.report(trainer, means)
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
@@ -104,12 +156,14 @@ class IntervalHook(BaseHook):
         Args:
             trainer: the engine.
             means: ``loss``, ``records``, ``step_time``, ``data_time``, ``grad_norm``, ``num_samples`` (a total),
-                ``lr`` (one per parameter group), ``retries``, and ``max_memory`` where it is measured.
+                ``lr`` (one per parameter group), ``retries``, and ``max_memory`` where it is measured; ``step``, and
+                ``report_time``, the seconds of ``time.perf_counter`` then.
         """
         raise NotImplementedError
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Keep the running means of the open interval."""
+        self._deliver(trainer)
         state_dict["hooks"][self.state_key] = {
             "means": self._means.state_dict(),
             "retries": self._retries,

@@ -15,10 +15,11 @@ import contextlib
 import dataclasses
 import logging
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +31,9 @@ from treadle.engine.signals import SignalRelay
 from treadle.engine.voice import VOICE
 from treadle.population.member import Make, Member, Outcome, run_member
 
+T = TypeVar("T")
 MAX_STREAMS = 32  # that torch gives out before it gives one out again
+SWITCH = 1e-4  # seconds that a thread which writes a file keeps python from the others, by default 5e-3
 AT_ONCE = 8  # graphs of a member that are launched before those of the next
 
 
@@ -282,6 +285,22 @@ class Seat:
         self._hand_over()
         self._ready = None
 
+    def beside(self, work: Callable[[], T]) -> T:
+        """Let the others run until a function has returned, in this thread."""
+        if self._ends_with is not None:
+            return work()
+        done = threading.Event()
+        self._ready = done.is_set
+        self._state = ProcessState.capture()
+        self._back.release()
+        try:
+            return work()
+        finally:
+            done.set()
+            self._go.acquire()
+            self._state.restore()
+            self._ready = None
+
     def _hand_over(self) -> None:
         self._state = ProcessState.capture()
         self._back.release()
@@ -308,7 +327,7 @@ def run_in_turns(
         KeyboardInterrupt: none of the members listens to SIGINT, and it arrived.
     """
     streams = _Streams()
-    begun = ProcessState.capture()
+    begun, interval = ProcessState.capture(), sys.getswitchinterval()
     begun.restore()
     seats: list[Seat] = []
 
@@ -318,6 +337,7 @@ def run_in_turns(
 
     relay = SignalRelay(ask)
     try:
+        sys.setswitchinterval(SWITCH)
         with relay.installed():
             waiting: Member | None = None
             while True:
@@ -343,6 +363,7 @@ def run_in_turns(
             seat.end_with(type(error)() if isinstance(error, KeyboardInterrupt) else SystemExit(1))
         raise
     finally:
+        sys.setswitchinterval(interval)
         begun.restore()
 
 

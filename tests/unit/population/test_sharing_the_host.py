@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import random
 import signal
+import threading
+import time
 
 import pytest
 import torch
 
 from treadle.capture.graph import Branch
-from treadle.device.handover import host_is_shared, launch_times, wait_for
+from treadle.device.handover import beside_others, host_is_shared, launch_times, wait_for
 from treadle.population import Population, turns
 from treadle.population.member import Member
 
@@ -98,6 +102,50 @@ def test_others_work_while_a_member_waits(tmp_path):
 
 def test_where_all_wait_one_goes_on(tmp_path):
     assert len(run(tmp_path, lambda seed: wait_for(Event(looks=10**6)), seeds=2).rows) == 2
+
+
+def test_others_work_while_a_member_writes(tmp_path):
+    order = []
+    others_done = threading.Event()
+
+    def train(seed):
+        if seed == 0:
+            order.append("0 writes")
+            done = beside_others(lambda: others_done.wait(30))
+            order.append("0 goes on")
+            return {"done": int(done)}
+        order.append(f"{seed} works")
+        if seed == 2:
+            others_done.set()
+        return {"done": 1}
+
+    rows = run(tmp_path, train).rows
+    assert order == ["0 writes", "1 works", "2 works", "0 goes on"]
+    assert [row.metrics for row in rows] == [{"done": 1.0}] * 3
+
+
+def test_an_error_of_what_a_member_writes_is_its_own(tmp_path):
+    def train(seed):
+        before = random.random()
+        with contextlib.suppress(OSError):
+            beside_others(functools.partial(os.stat, tmp_path / "nothing"))
+        return {"drawn": before + random.random()}
+
+    rows = run(tmp_path, train, seeds=2).rows
+    random.seed(1)
+    assert rows[1].metrics == {"drawn": random.random() + random.random()}
+
+
+def test_where_all_write_a_signal_finds_them(tmp_path):
+    member = Member("seed=0", {"seed": 0}, tmp_path)
+    seat = turns.Seat(
+        lambda seed: lambda: beside_others(lambda: time.sleep(0.2)), member, turns.ProcessState.capture(), steps=1,
+        stream=Stream(),
+    )  # fmt: skip
+    seat.take_turn()
+    assert seat.waits
+    seat.end_with(SystemExit(128 + signal.SIGTERM))
+    assert seat.ended
 
 
 def test_random_numbers_are_those_of_the_run_alone_whatever_a_member_waits_for(tmp_path):
