@@ -17,6 +17,7 @@ import logging
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -34,7 +35,8 @@ from treadle.population.member import Make, Member, Outcome, run_member
 T = TypeVar("T")
 MAX_STREAMS = 32  # that torch gives out before it gives one out again
 SWITCH = 1e-4  # seconds that a thread which writes a file keeps python from the others, by default 5e-3
-AT_ONCE = 8  # graphs of a member that are launched before those of the next
+AT_ONCE = 8  # graphs of a member that are launched before those of the next,
+AT_LONGEST = 5e-5  # and the seconds for it: a few large graphs would fill the queue of the stream
 
 
 class Source(Protocol):
@@ -144,12 +146,15 @@ class Launches:
     error: Exception | None = None
 
     def go_on(self, most: int) -> None:
-        """Launch some."""
-        count, self.left = min(most, self.left), max(self.left - most, 0)
+        """Launch some, at least one."""
+        end = time.perf_counter() + AT_LONGEST
         try:
             with torch.cuda.stream(self.stream):
-                for _ in range(count):
+                for _ in range(min(most, self.left)):
                     self.launch()
+                    self.left -= 1
+                    if time.perf_counter() > end:
+                        break
         except Exception as error:  # noqa: BLE001  (raised again in the thread of the member)
             self.error, self.left = error, 0
 
@@ -222,7 +227,8 @@ class Seat:
     def end_with(self, error: BaseException) -> None:
         """Raise an error in the member and wait for its end."""
         if self._launches is not None and self._launches.left:
-            self._launches.go_on(self._launches.left)  # no step is left half launched
+            while self._launches.left:  # no step is left half launched
+                self._launches.go_on(self._launches.left)
         self._ends_with = error
         while not self.ended:
             self.take_turn()

@@ -57,7 +57,8 @@ def run(tmp_path, train, seeds=3):
     return Population(make, seeds=range(seeds), out=tmp_path, progress=False).run()
 
 
-def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(tmp_path):
+def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "AT_LONGEST", 60.0)
     launched = []
 
     def train(seed):
@@ -69,6 +70,18 @@ def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(
     at_once = [len(list(group)) for _, group in itertools.groupby(launched)]
     assert len(at_once) > 3 * 100 / turns.AT_ONCE / 2
     assert max(at_once[3:-3]) == turns.AT_ONCE
+
+
+def test_launches_that_take_long_alternate_one_by_one(tmp_path):
+    launched = []
+
+    def train(seed):
+        launch_times(lambda: (launched.append(seed), time.sleep(2 * turns.AT_LONGEST)), 20)
+        return {"launched": launched.count(seed)}
+
+    results = run(tmp_path, train)
+    assert [row.metrics["launched"] for row in results.rows] == [20, 20, 20]
+    assert max(len(list(group)) for _, group in itertools.groupby(launched)) <= 2
 
 
 def test_a_launch_that_fails_fails_its_member_alone(tmp_path):
@@ -163,7 +176,8 @@ def test_random_numbers_are_those_of_the_run_alone_whatever_a_member_waits_for(t
     assert [row.metrics for row in rows] == [train(seed, alone=True) for seed in range(3)]
 
 
-def test_a_member_that_is_ended_has_launched_what_it_began(tmp_path):
+def test_a_member_that_is_ended_has_launched_what_it_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "AT_LONGEST", 60.0)
     launched = []
 
     def make(seed):
