@@ -14,7 +14,6 @@ import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 _CHUNK = 1 << 22
