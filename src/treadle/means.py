@@ -275,12 +275,11 @@ class RunningMeans:
         Args:
             reduce: sums a float64 CPU tensor over ranks, on which every rank has the same names; by default nothing.
         """
-        return self.send().means(reduce) if self._sums else {}
+        return means_of(self.names(), SentNumbers(self.parts()).read(), reduce) if self._sums else {}
 
-    def send(self) -> SentSums:
-        """Send the sums to the host; what is added from here on is not in them."""
-        parts = [part for entry in self._sums.values() for part in entry.parts()]
-        return SentSums([(path, entry.is_total) for path, entry in self._sums.items()], SentNumbers(parts))
+    def parts(self) -> list[float | Tensor]:
+        """Return value, device value, weight and device weight of each record; reading them changes nothing."""
+        return [part for entry in self._sums.values() for part in entry.parts()]
 
     def sums(self, *path: str) -> tuple[float, float]:
         """Return the weighted sum and the total weight of one record; read the device, changes nothing.
@@ -428,28 +427,25 @@ class SentNumbers:
         return found
 
 
-@dataclass(frozen=True)
-class SentSums:
-    """Sums of :class:`RunningMeans` on their way to the host.
+def means_of(
+    names: Iterable[tuple[tuple[str, ...], bool]],
+    parts: Sequence[float],
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Any]:
+    """Return what :meth:`RunningMeans.compute` does.
 
-    Attributes:
+    Args:
         names: path of each record, and whether it is a total.
-        numbers: for each of them value, device value, weight and device weight.
+        parts: of :meth:`RunningMeans.parts`, once they are on the host.
+        reduce: as there.
     """
-
-    names: list[tuple[tuple[str, ...], bool]]
-    numbers: SentNumbers
-
-    def means(self, reduce: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-        """Wait for the sums and return what :meth:`RunningMeans.compute` does."""
-        parts = self.numbers.read()
-        sums = [number + on_device for number, on_device in zip(parts[::2], parts[1::2], strict=True)]
-        if reduce is not None:
-            sums = reduce(torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)).flatten().tolist()
-        flat = {}
-        for (path, is_total), value, weight in zip(self.names, sums[::2], sums[1::2], strict=True):
-            flat[path] = value if is_total else (value / weight if weight > 0 else math.nan)
-        return unflatten(flat)
+    sums = [number + on_device for number, on_device in zip(parts[::2], parts[1::2], strict=True)]
+    if reduce is not None:
+        sums = reduce(torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)).flatten().tolist()
+    flat = {}
+    for (path, is_total), value, weight in zip(names, sums[::2], sums[1::2], strict=True):
+        flat[path] = value if is_total else (value / weight if weight > 0 else math.nan)
+    return unflatten(flat)
 
 
 def _joined(scalars: Sequence[Any]) -> Tensor:

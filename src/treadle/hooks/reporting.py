@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.means import RunningMeans, SentNumbers, SentSums
+from treadle.means import RunningMeans, SentNumbers, means_of
 from treadle.task import add_output
 
 if TYPE_CHECKING:
@@ -24,18 +24,14 @@ class _Sent:
     """What a report is made of, on its way to the host.
 
     Attributes:
-        sums: of losses, records and norms, and of times.
-        rates: learning rate of each parameter group.
+        names: of the means and of the times.
+        numbers: theirs, and the learning rate of each parameter group.
         known: what the host knows already, by the names of a report.
     """
 
-    sums: tuple[SentSums, SentSums]
-    rates: SentNumbers
+    names: list[tuple[tuple[str, ...], bool]]
+    numbers: SentNumbers
     known: dict[str, Any]
-
-    @property
-    def there(self) -> bool:
-        return all(part.numbers.there for part in self.sums) and self.rates.there
 
 
 class IntervalHook(BaseHook):
@@ -68,7 +64,8 @@ class IntervalHook(BaseHook):
     def on_after_step(self, trainer: Engine) -> None:
         """Collect the step and report when it is time; read nothing on the host before that."""
         self._collect(trainer)
-        self._report_if_due(trainer)
+        if self._sent is not None or trainer.step % self.interval == 0 or trainer.is_last_step:
+            self._report_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
         """Let steps run up to the next report."""
@@ -103,7 +100,7 @@ class IntervalHook(BaseHook):
         self._sent = None
 
     def _report_if_due(self, trainer: Engine) -> None:
-        if self._sent is not None and self._sent.there:
+        if self._sent is not None and self._sent.numbers.there:
             self._deliver(trainer)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
@@ -130,13 +127,13 @@ class IntervalHook(BaseHook):
         known = {"step": trainer.step, "report_time": time.perf_counter(), "retries": self._retries}
         if "max_memory" in trainer.step_info:
             known["max_memory"] = float(trainer.step_info["max_memory"])
-        rates = SentNumbers(trainer.step_info.get("lr", trainer.last_lr))
-        self._sent = _Sent((self._means.send(), self._times.send()), rates, known)
+        numbers = [*self._means.parts(), *self._times.parts(), *trainer.step_info.get("lr", trainer.last_lr)]
+        self._sent = _Sent([*self._means.names(), *self._times.names()], SentNumbers(numbers), known)
         self._means.reset()
         self._times.reset()
         self._retries = 0
         self._pending = False
-        if not late or self._sent.there:
+        if not late or self._sent.numbers.there:
             self._deliver(trainer)
 
     def _deliver(self, trainer: Engine) -> None:
@@ -144,8 +141,9 @@ class IntervalHook(BaseHook):
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        reduce = distributed.sum_over_ranks if self.sync else None
-        means = {**sent.sums[0].means(reduce), **sent.sums[1].means(reduce), **sent.known, "lr": sent.rates.read()}
+        numbers, count = sent.numbers.read(), 4 * len(sent.names)
+        means = means_of(sent.names, numbers[:count], distributed.sum_over_ranks if self.sync else None)
+        means |= {**sent.known, "lr": numbers[count:]}
         if not math.isfinite(means.get("grad_norm", 0.0)):
             trainer.raise_if_refused()  # the steps of a late report may have been refused since
         self.report(trainer, means)
