@@ -56,7 +56,7 @@ _epoch_log = logging.getLogger("treadle.astro.epochs")
 
 
 class AstroTrainer(EpochFace):
-    """Trains a model ``(tokens, types, attn_mask) -> logits`` on token sequences; the loop is ``treadle.hooks.base``.
+    """Trainer of a model ``(tokens, types, attn_mask) -> logits`` on token sequences; see ``treadle.hooks.base``.
 
     The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
     `CausalTransformerLM` has, :meth:`compute_loss` is not overridden and the model is not sharded: the same loss, in

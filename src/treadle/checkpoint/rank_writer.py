@@ -12,7 +12,7 @@ from treadle.checkpoint.writer import CheckpointWriter, Tree
 
 
 class RankWriter(CheckpointWriter):
-    """Writes one state at a time for all ranks: a file by rank 0, a folder of shards by every rank.
+    """Writer of one state at a time for all ranks: a file by rank 0, a folder of shards by every rank.
 
     All ranks call every method at the same point. An error of a background write is raised by :meth:`wait`, for
     which every rank knows the moment from the notices of a step: see :meth:`ended`.

@@ -82,7 +82,7 @@ def _all_of(tensor: Tensor) -> LocalShard:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans parts as they are, each at its place; what ``save`` is given would be logged key by key."""
+    """Planner of parts as they are, each at its place; what ``save`` is given would be logged key by key."""
 
     def __init__(self, parts: Mapping[str, LocalShard]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -140,7 +140,7 @@ class _Writer(FileSystemWriter):
 
 
 class SummedStreams:
-    """Part of a file system that notes the size and the CRC-32 of what is written.
+    """File system that records the size and the CRC-32 of the data written.
 
     Attributes:
         sums: of each file by its name.
@@ -168,7 +168,7 @@ class _SummedFiles(SummedStreams, FileSystem):
 
 
 class _Summed(io.BufferedIOBase):
-    """A file that sums up what is written to it."""
+    """File that keeps a CRC-32 of the data written to it."""
 
     def __init__(self, raw: Any):
         self._raw = raw
@@ -192,7 +192,7 @@ class _Summed(io.BufferedIOBase):
             self._raw.flush()
 
     def fileno(self) -> int:
-        self.flush()  # a caller that asks for it wants to sync, which would miss what is still in memory
+        self.flush()  # a caller that asks for it wants to sync, which would miss data still in memory
         number: int = self._raw.fileno()
         return number
 

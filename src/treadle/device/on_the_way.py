@@ -11,7 +11,7 @@ from treadle.device.handover import wait_for
 
 
 class OnTheWay:
-    """Numbers of a device that are copied to the host while it goes on.
+    """Numbers of a device that are copied to the host while the device computes.
 
     Args:
         numbers: on any device.

@@ -108,7 +108,7 @@ _NONE, _PRESENT, _LATE = 0, 1, 2
 
 
 class ReplicaExchange(GradientExchange):
-    """Gives every replica the mean gradients over the ranks, while the last backward pass still runs.
+    """Exchange that gives every replica the mean gradients over the ranks, while the last backward pass still runs.
 
     A bucket is sent as soon as its gradients are there and all earlier ones are sent; the rest is sent at the end. A
     gradient that this rank lacks counts as zeros; a parameter without one on every rank stays without. The reducer of
@@ -244,7 +244,7 @@ class ReplicaExchange(GradientExchange):
             _log.warning(
                 "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
                 "requires_grad_(False); where only some steps use a part, find_unused_parameters=True of the wrapper "
-                "says that it is meant",
+                "states that it is meant",
                 len(unused), ", ".join(unused[:10]),
             )  # fmt: skip
 

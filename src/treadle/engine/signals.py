@@ -82,7 +82,7 @@ def _shared_byte() -> mmap.mmap:
 
 
 class SignalListener:
-    """Notes the first signal that arrives while it listens.
+    """Listener that notes the first signal that arrives.
 
     A second signal is noted too but changes nothing, so that a running save can finish; a third is handed to the
     handler that was installed before.

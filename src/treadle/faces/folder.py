@@ -14,7 +14,7 @@ from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
-from treadle.hooks.checkpointing import CheckpointingHook, step_states
+from treadle.hooks.checkpointing import CheckpointingHook, settled_states, step_states
 
 _INNER = "checkpoints"
 
@@ -50,7 +50,7 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
 
 
 class CheckpointFolder:
-    """Finds and loads the checkpoints of a trainer; what they are called is for a subclass to say.
+    """Checkpoints of a trainer, to find and load; a subclass gives their names.
 
     Args:
         engine: whose state they hold.
@@ -108,7 +108,8 @@ class CheckpointFolder:
         """Return the candidates of ``resume_from="auto"``, from every writer of the run."""
         assert self.path is not None
         hooks = [hook for hook in self.engine.hooks if isinstance(hook, CheckpointingHook) and hook.loads_latest]
-        return [*self.states(self.path), *(state for hook in hooks for state in step_states(hook.folder(self.engine)))]
+        by_hooks = [state for hook in hooks for state in settled_states(hook.folder(self.engine))]
+        return [*self.states(self.path), *by_hooks]
 
     # -- writing --------------------------------------------------------------------------------------------------
 

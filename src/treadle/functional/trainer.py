@@ -62,7 +62,7 @@ Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
 class Trainer(EpochFace):
-    """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
+    """Trainer of a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:
         model: any module; moved to the device in place.
@@ -412,7 +412,7 @@ class Trainer(EpochFace):
 
         Returns:
             The outputs of all batches joined along dimension 0 on the CPU: a tensor (N, ...), or tuples and dicts of
-            such, as the model returns them. What is no tensor is left out; 0-d tensors are stacked, one per batch.
+            such, as the model returns them. Other values are left out; 0-d tensors are stacked, one per batch.
 
         Raises:
             ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.

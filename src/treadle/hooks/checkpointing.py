@@ -47,6 +47,23 @@ def step_states(folder: Path) -> list[Path]:
     return [*files, *folders, *links]
 
 
+def settled_states(folder: Path) -> list[Path]:
+    """Remove what a killed run left unfinished in a folder that no other process holds, and return its states.
+
+    Before any event, so that no hook touches the files of another run.
+
+    Raises:
+        CheckpointError: another process trains there.
+    """
+    check_free(folder)
+    left = unfinished(folder, _FOLDER)
+    if left:
+        with run_lock(folder):
+            for path in left:
+                tidy(path)
+    return step_states(folder)
+
+
 def _link_to(found: Path) -> None:
     """Points the link to the state that a run resumes from: a kill may have come before that."""
     link = found.with_name(f"{_LATEST}{found.suffix}")
@@ -57,7 +74,7 @@ def _link_to(found: Path) -> None:
 
 
 class CheckpointingHook(BaseHook):
-    """Saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
+    """Saves of ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
 
     Of a sharded model it saves a folder ``checkpoint_step_{step}``, to which every rank writes its part. A folder is
     whole or does not count: one that a killed rank left unfinished is removed when the next run starts. Either kind
@@ -150,7 +167,7 @@ class CheckpointingHook(BaseHook):
         """
         self._resumed_from = None
         folder = self.folder(trainer)
-        states = on_rank_0(lambda: self._readied(folder))
+        states = on_rank_0(lambda: settled_states(folder))
         if self.load is None:
             return None
         if self.loads_latest and trainer.state.searched:
@@ -176,19 +193,6 @@ class CheckpointingHook(BaseHook):
     def loads_latest(self) -> bool:
         """Whether a run resumes from the furthest state of the folder."""
         return str(self.load) == "latest"
-
-    def _readied(self, folder: Path) -> list[Path]:
-        """Check that the folder is free, remove unfinished files and list the rest.
-
-        Before any event, so that no hook touches the files of another run.
-        """
-        check_free(folder)
-        left = unfinished(folder, _FOLDER)
-        if left:
-            with run_lock(folder):
-                for path in left:
-                    tidy(path)
-        return step_states(folder)
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
         """Hold the folder for this process, and so checks that it can be written before any work is lost."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RemoteWorkspaceHook(BaseHook):
-    """Mirrors the trainer's workspace to an object store: S3, Google Cloud Storage, or whatever fsspec reaches.
+    """Mirror of the trainer's workspace in an object store: S3, Google Cloud Storage, or whatever fsspec reaches.
 
     When a run starts, the workspace is filled with the furthest state of the store, unless it holds one as far itself.
     While it trains, a thread uploads each new state together with the other files of the workspace: objects first, a

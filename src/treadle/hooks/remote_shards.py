@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RemoteShardsHook(BaseHook):
-    """Saves every rank's part of the state to an object store, every ``interval`` steps, at the end and at a signal.
+    """Saves of every rank's part of the state to an object store, every ``interval`` steps, at the end and at a signal.
 
     For runs on several machines whose state is too large for one of them to upload: ``torch.distributed.checkpoint``
     writes each rank's tensors through fsspec, and each rank reads the blocks it needs. No local disk is used. A run
@@ -83,7 +83,7 @@ class RemoteShardsHook(BaseHook):
         return RemoteShards(self.store)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Open the furthest checkpoint that is intact; of one that is not, a warning says why.
+        """Open the furthest checkpoint that is intact; warn of each one that is not.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.

@@ -40,7 +40,7 @@ AT_LONGEST = 5e-5  # and the seconds for it: a few large graphs would fill the q
 
 
 class Source(Protocol):
-    """Decides which member runs next."""
+    """Source of members that decides which runs next."""
 
     def next(self) -> Member | None:
         """Return a member to run, or None where there is none, or none before another ends."""

@@ -49,7 +49,7 @@ _epoch_log = logging.getLogger("treadle.spectra.epochs")
 
 
 class SpectraTrainer(EpochFace):
-    """Trains a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
+    """Trainer of a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
 
     Args:
         model: for example :class:`ChemoMAE`; moved to the device.
