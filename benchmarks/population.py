@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import logging
 import os
 import random
@@ -217,6 +218,7 @@ def measure(name: str, make: Factory, members: int, folder: Path) -> list[dict[s
         alone[seed] = ended(made, place)
     whole_alone = time.perf_counter() - started
     del made
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     together: dict[int, Made] = {}
