@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from treadle.device.handover import beside_others
 from treadle.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -213,16 +212,12 @@ def process_lives(pid: int) -> bool:
 def write_bytes(write: Callable[[BinaryIO], Any], path: str | os.PathLike[str]) -> Path:
     """Write a file atomically with what ``write`` puts into it."""
     target = Path(path)
-
-    def replace() -> None:
+    with reported(target):
         make_folder(target.parent)
         with replacing(target) as temporary, open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-
-    with reported(target):
-        beside_others(replace)
     return target
 
 
