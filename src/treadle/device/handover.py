@@ -93,7 +93,9 @@ def wait_for_work(device: torch.device) -> None:
 
 
 def beside_others(work: Callable[[], T]) -> T:
-    """Do work on files, which other runs go on beside: it launches nothing and leaves alone what a process has once.
+    """Do work on files while other runs go on.
+
+    It launches nothing, leaves alone what a process has once, and holds no lock that another run may want.
 
     Example:
         >>> beside_others(lambda: 3)
