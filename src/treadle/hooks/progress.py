@@ -32,7 +32,7 @@ class ProgressHook(IntervalHook):
         >>> hook = ProgressHook(interval=10, with_records=True)
     """
 
-    may_report_late = True
+    _may_report_late = True
 
     def __init__(self, interval: int = 1, with_records: bool = False, sync: bool = False, eta_warmup: int = 10):
         super().__init__(interval, sync=sync)

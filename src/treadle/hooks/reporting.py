@@ -48,7 +48,7 @@ class IntervalHook(BaseHook):
 
     writes = True
     writes_in_workspace_alone = True
-    may_report_late = False  # some steps later, so that the device does not run dry while the host reads it
+    _may_report_late = False  # some steps later, so that the device does not run dry while the host reads it
 
     def __init__(self, interval: int, *, sync: bool):
         if interval < 1:
@@ -121,7 +121,7 @@ class IntervalHook(BaseHook):
 
     def _report(self, trainer: Engine) -> None:
         self._deliver(trainer)
-        late = self.may_report_late and trainer.num_ranks == 1 and not trainer.is_last_step
+        late = self._may_report_late and trainer.num_ranks == 1 and not trainer.is_last_step
         if not late and (self.sync or trainer.num_ranks == 1):  # else the other ranks would not hear of it
             trainer.raise_if_refused()  # the device is read anyway, and what it refused is an error, not a number
         known = {"step": trainer.step, "report_time": time.perf_counter(), "retries": self._retries}
