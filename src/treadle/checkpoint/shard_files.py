@@ -37,6 +37,8 @@ from treadle.checkpoint.shard_manifest import METADATA
 from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
+_COPY_AHEAD = 10_000_000  # bytes from the device, as torch has it
+
 
 def write_shard(
     tensors: Mapping[str, Tensor | LocalShard],
@@ -60,7 +62,9 @@ def write_shard(
     """
     parts = {key: value if isinstance(value, LocalShard) else _all_of(value) for key, value in tensors.items()}
     summed = files or _SummedFiles()
-    writer = _Writer(folder, summed, sync=files is None)
+    on_host = all(part.local.device.type == "cpu" for part in parts.values())
+    # With 0 torch waits for no stream, on which training goes on.
+    writer = _Writer(folder, summed, sync=files is None, copy_ahead=0 if on_host else _COPY_AHEAD)
     try:
         with warnings.catch_warnings() if group is None else contextlib.nullcontext():
             if group is None:
@@ -119,8 +123,10 @@ def _item(key: str, part: LocalShard) -> WriteItem:
 class _Writer(FileSystemWriter):
     """Names the file in every error and leaves the folder's path out of the metadata: it may be moved."""
 
-    def __init__(self, folder: Path | str, files: Any, *, sync: bool):
-        super().__init__(folder, single_file_per_rank=True, sync_files=sync, thread_count=1)
+    def __init__(self, folder: Path | str, files: Any, *, sync: bool, copy_ahead: int):
+        super().__init__(
+            folder, single_file_per_rank=True, sync_files=sync, thread_count=1, per_thread_copy_ahead=copy_ahead
+        )
         self.fs = files
         self.path = folder
 
