@@ -294,14 +294,12 @@ class AstroTrainer(EpochFace):
         check_loader(self.train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
         make_rule = self._rule_for(best_model_metric, val_loader)
-        with speaking(self._engine), self._folder.held():
+        with speaking(self._engine), self._folder.training():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:
                 self.scheduler.use_total(schedule_length(self.config, self.train_loader, epochs))
-            records = self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
-            self._folder.write_end()
-        return records
+            return self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
 
     def _rule_for(self, metric: str | None, loaders: EvalLoaders | None) -> Callable[[], BestRule] | None:
         """Return a function that makes the best rule of a call, or None where nothing is evaluated."""

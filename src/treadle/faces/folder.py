@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from treadle.checkpoint.order import Reach, is_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
+from treadle.engine.session import BetweenRuns
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.checkpointing import CheckpointingHook, settled_states, step_states
 
@@ -94,6 +95,14 @@ class CheckpointFolder:
                 self.engine.workspace = None
             self.path = None
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Hold the folder inside the block and write the state that it ended with, which signals wait for."""
+        with self.held(), BetweenRuns(self.engine) as between:
+            yield
+            with between.acting():
+                self.write_end()
 
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Return the trainer's own checkpoints in a folder; of equally far ones, the first is resumed from."""

@@ -335,14 +335,13 @@ class Trainer(EpochFace):
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))
-        with speaking(self._engine), self._folder.held():
+        with speaking(self._engine), self._folder.training():
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
-            self._folder.write_end()
         return self.history
 
     def _known_keys(self, loaders: EvalLoaders | None) -> list[str] | None:

@@ -252,11 +252,10 @@ class GraphTrainer(EpochFace):
             metric_for_best, minimize_metric, early_stopping, min_delta,
             loaders=val_loader, metrics=self.metrics,
         )  # fmt: skip
-        with speaking(self._engine), self._folder.held():
+        with speaking(self._engine), self._folder.training():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             self._epochs.fit(train_loader, val_loader, epochs, after_epoch=self._end_epoch)
-            self._folder.write_end()
         return self.history
 
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
