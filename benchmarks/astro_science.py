@@ -50,7 +50,7 @@ Surveys = Mapping[str, Survey]
 MEMBERS, STEPS = 3, 2000
 BATCHES = {"xdf": 64, "spex": 128, "sdss": 512}
 BLIND = 0.5  # rows, as a share of a batch, whose picture or spectrum is asked for from the numbers
-JITTER = 0.0  # deviation of the noise on the numbers of these rows, in deviations of the column
+BACK = {"xdf": 200.0, "spex": 6.0}  # weights of the squared error of pictures and spectra
 NEAREST, COMPONENTS = 10, 64
 DRAWN = {"picture": "xdf", "spectrum": "spex"}  # the survey of each
 METHODS = ("ridge", "boosted trees", "extra trees")
@@ -133,13 +133,12 @@ class Joint(BaseTrainer):
         model: Any = self.model
         inputs = self.unwrapped_model.survey(name)
         target = inputs.standardised(scalars)
-        noise = JITTER * from_numbers[:, None] * torch.randn_like(scalars) * inputs.deviation
-        answer = model(name, scalars + noise, hide=hide, data=shown, hide_data=hide_data, give_back=data is not None)
+        answer = model(name, scalars, hide=hide, data=shown, hide_data=hide_data, give_back=data is not None)
         loss = joint_loss(answer, target, hide & scalars.isfinite())
         if shown is not None and hide_data is not None:
             back, wanted = (answer.picture, shown) if name == "xdf" else (answer.spectrum, inputs.fluxes(shown))
             off = (back - wanted).square().flatten(1).mean(1)
-            loss = loss + (10.0 if name == "xdf" else 0.3) * (off * hide_data).sum() / hide_data.sum().clamp(min=1)
+            loss = loss + BACK[name] * (off * hide_data).sum() / hide_data.sum().clamp(min=1)
         return loss
 
 
@@ -532,7 +531,9 @@ def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array],
     """Returns what makes data of scores in the first principal components, and the scores of tables."""
     mean = train.mean(axis=0)
     vectors = np.linalg.svd(train - mean, full_matrices=False)[2][:COMPONENTS]
-    return lambda scores: np.asarray(mean + scores @ vectors), [(table - mean) @ vectors.T for table in tables]
+    return lambda scores: np.asarray(mean + scores @ vectors, dtype=np.float32), [
+        (table - mean) @ vectors.T for table in tables
+    ]
 
 
 def drawn_by_peers(
@@ -551,11 +552,12 @@ def drawn_by_peers(
     def ridge(penalty: float) -> dict[str, Array]:
         among = design["train"].T @ design["train"] + penalty * np.eye(design["train"].shape[1])
         weights = np.linalg.solve(among, design["train"].T @ y["train"])
-        return {part: design[part] @ weights for part in asked}
+        return {part: np.asarray(design[part] @ weights, dtype=np.float32) for part in asked}
 
     def nearest(count: int) -> dict[str, Array]:
         far = {part: ((x[part][:, None] - x["train"][None]) ** 2).sum(axis=2) for part in asked}
-        return {part: y["train"][np.argsort(far[part], axis=1)[:, :count]].mean(axis=1) for part in asked}
+        found = {part: y["train"][np.argsort(far[part], axis=1)[:, :count]].mean(axis=1) for part in asked}
+        return {part: np.asarray(values, dtype=np.float32) for part, values in found.items()}
 
     def trees(leaf: int) -> dict[str, Array]:
         forest = ExtraTreesRegressor(options.trees, random_state=0, min_samples_leaf=leaf).fit(x["train"], scores)

@@ -55,7 +55,7 @@ def mixing_shares(errors: npt.ArrayLike) -> _Float:
         raise ConfigError(f"has {count} answers, must have 1 to {_MOST_ANSWERS}", argument="errors")
     each = each.reshape(count, -1)
     products = each @ each.T
-    ridge = 1e-10 * (np.trace(products) / count + np.finfo(np.float64).tiny)
+    ridge = 1e-10 * np.trace(products) / count or 1.0
     least, best = np.inf, np.full(count, 1 / count)
     for size in range(1, count + 1):
         for chosen in map(list, itertools.combinations(range(count), size)):
