@@ -685,7 +685,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parsed(parser)
     options.model, options.tokens, options.max_rows, options.trees = {}, vars(AstroRunConfig().tokens), None, 300
-    options.kernels = {}
+    options.kernels = {"most": 1400}  # all dwarfs
     if options.tiny:
         options.seeds, options.members, options.steps = [0, 1], 2, 8
         options.model, options.max_rows, options.trees = {"d_model": 16, "n_layers": 1, "d_ff": 16}, 150, 5

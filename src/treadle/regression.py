@@ -98,13 +98,8 @@ class KernelRegression:
 
     def __init__(self, x: Tensor, y: Tensor, setting: Setting) -> None:
         self.x, self.setting = x, setting
-        among = KERNELS[setting.kernel](setting.width * _half_squared(x, x))
-        self._fit(among, y)
-
-    def _fit(self, among: Tensor, y: Tensor) -> None:
-        self._lower = torch.linalg.cholesky(
-            among + self.setting.noise * torch.eye(len(y), dtype=y.dtype, device=y.device)
-        )
+        among = _near(setting.kernel, setting.width, _half_squared(x, x))
+        self._lower = torch.linalg.cholesky(_noisy(among, setting.noise))
         self._weights = torch.cholesky_solve(y, self._lower)
         self._variance = (y * self._weights).sum(0) / len(y)
 
@@ -116,7 +111,8 @@ class KernelRegression:
         """Return the standard deviations (M, K) of new measurements."""
         gain = torch.linalg.solve_triangular(self._lower, self._across(x).T, upper=False).square().sum(0)
         left = (1 + self.setting.noise - gain).clamp(min=self.setting.noise)
-        return (left[:, None] * self._variance).sqrt()
+        deviation: Tensor = (left[:, None] * self._variance).sqrt()
+        return deviation
 
     def left_out(self) -> tuple[Tensor, Tensor]:
         """Return errors (N, K) of each training row by a fit to the others, and the deviations expected of them."""
@@ -124,7 +120,16 @@ class KernelRegression:
         return -self._weights / precision, (self._variance / precision).sqrt()
 
     def _across(self, x: Tensor) -> Tensor:
-        return KERNELS[self.setting.kernel](self.setting.width * _half_squared(x, self.x))
+        return _near(self.setting.kernel, self.setting.width, _half_squared(x, self.x))
+
+
+def _near(kernel: str, width: float, far: Tensor) -> Tensor:
+    found: Tensor = KERNELS[kernel](width * far)
+    return found
+
+
+def _noisy(among: Tensor, noise: float) -> Tensor:
+    return among + noise * torch.eye(len(among), dtype=among.dtype, device=among.device)
 
 
 def _half_squared(x: Tensor, other: Tensor) -> Tensor:
@@ -181,7 +186,7 @@ class KernelStack:
         kernels: Sequence[str] = tuple(KERNELS),
         widths: Sequence[float] = WIDTHS,
         noises: Sequence[float] = NOISES,
-        most: int = 2000,
+        most: int = 1000,
         device: torch.device | str = "cpu",
     ) -> None:
         if not views:
@@ -192,24 +197,27 @@ class KernelStack:
         self._one = rows.ndim == 1
         self._center, self._scale = rows.mean(axis=0), rows.std() + 1e-12
         target = self._standardised(rows, device)
-        held = None if held_out is None else self._standardised(np.asarray(held_out[1], dtype=np.float64), device)
+        held = None
+        if held_out is not None:
+            held = held_out[0], self._standardised(np.asarray(held_out[1], dtype=np.float64), device)
         grid = [Setting(*each) for each in itertools.product(kernels, widths, noises)]
         self._views = {name: _View(x, device) for name, x in views.items()}
         self._fitted, errors, expected = {}, [], []
         for name, view in self._views.items():
             x = view(views[name])
-            other = None if held_out is None or held is None else (view(held_out[0][name]), held)
+            other = None if held is None else (view(held[0][name]), held[1])
             setting = _chosen(x[:most], target[:most], grid, other)
             fitted = self._fitted[name] = KernelRegression(x, target, setting)
-            off, deviation = fitted.left_out() if other is None else (
-                fitted.mean(other[0]) - other[1], fitted.deviation(other[0])
-            )  # fmt: skip
+            if other is None:
+                off, deviation = fitted.left_out()
+            else:
+                off, deviation = fitted.mean(other[0]) - other[1], fitted.deviation(other[0])
             errors.append(off.cpu().numpy())
             expected.append(deviation.cpu().numpy())
         self.settings = {name: fitted.setting for name, fitted in self._fitted.items()}
         self.shares = dict(zip(views, mixing_shares(np.stack(errors)).tolist(), strict=True))
-        mixed, deviation = self._mixed(errors, expected)
-        self._factor = float(np.sqrt(np.mean((mixed / deviation) ** 2)))
+        off_mixed, deviation_mixed = self._mixed(errors, expected)
+        self._factor = float(np.sqrt(np.mean((off_mixed / deviation_mixed) ** 2)))
 
     def __call__(self, views: Views) -> Predicted:
         """Return means and deviations of other rows, (M,) or (M, K) as ``y``."""
@@ -240,12 +248,10 @@ def _chosen(x: Tensor, y: Tensor, grid: Sequence[Setting], held: tuple[Tensor, T
     across = None if held is None else _half_squared(held[0], x)
     least, best = np.inf, None
     for (kernel, width), settings in itertools.groupby(grid, key=lambda each: each[:2]):
-        near = KERNELS[kernel](width * among)
-        far = None if across is None else KERNELS[kernel](width * across)
+        near = _near(kernel, width, among)
+        far = None if across is None else _near(kernel, width, across)
         for setting in settings:
-            lower, failed = torch.linalg.cholesky_ex(
-                near + setting.noise * torch.eye(len(y), dtype=y.dtype, device=y.device)
-            )
+            lower, failed = torch.linalg.cholesky_ex(_noisy(near, setting.noise))
             if failed:
                 continue
             weights = torch.cholesky_solve(y, lower)
