@@ -46,7 +46,7 @@ def mixing_shares(errors: npt.ArrayLike) -> _Float:
         ConfigError: there are more answers, or none.
 
     Example:
-        >>> mixing_shares([[1.0, -1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [9.0, 9.0, 9.0, 9.0]]).round(2).tolist()
+        >>> mixing_shares([[1.0, -1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [3.0, -3.0, 3.0, -3.0]]).round(2).tolist()
         [0.5, 0.5, 0.0]
     """
     each = np.asarray(errors, dtype=np.float64)
