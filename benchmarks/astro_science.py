@@ -1,6 +1,6 @@
 """One kind of data of an object from another: JointRegressor and KernelStack beside ridge and trees.
 
-    python benchmarks/astro_science.py --device cuda --capture --jobs 6    # about three minutes of an H200
+    python benchmarks/astro_science.py --device cuda --capture --jobs 9    # the members take two minutes of an H200
     python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command resumes
     python benchmarks/astro_science.py --tiny                              # a trial, writes nothing
 
