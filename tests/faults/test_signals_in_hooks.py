@@ -164,6 +164,18 @@ def test_a_signal_while_the_last_state_of_a_run_is_not_on_disk_waits_for_it(tmp_
     assert find_latest(states)[1]["global_step"] == 2
 
 
+def test_a_short_trial_waits_for_no_signal_and_writes_nothing(tmp_path):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    saving = CheckpointingHook(1, path=tmp_path / "steps", exit_signals=[signal.SIGTERM])
+    try:
+        trainer = graph_kit.make(tmp_path, hooks=[Ends("close"), saving], limits={"fast_dev_run": 2})
+        trainer.fit(graph_kit.loader(graph_kit.graphs()), None, 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (received, list(tmp_path.iterdir())) == ([signal.SIGTERM], [])
+
+
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 def test_a_signal_in_a_callback_of_the_functional_face_leaves_with_the_epoch_saved(tmp_path, call):
     def make(number):

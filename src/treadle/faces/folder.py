@@ -102,10 +102,12 @@ class CheckpointFolder:
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
         """Hold the folder inside the block and write the state that it ended with, which signals wait for."""
-        with self.held(), BetweenRuns(self.engine) as between:
-            yield
-            with between.acting():
-                self.write_end()
+        with self.held():
+            self.engine.prepare()  # which leaves out hooks that write, of a short trial
+            with BetweenRuns(self.engine) as between:
+                yield
+                with between.acting():
+                    self.write_end()
 
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Return the trainer's own checkpoints in a folder; of equally far ones, the first is resumed from."""
