@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle import distributed
-from treadle.checkpoint.order import is_aside
+from treadle.checkpoint.order import Reach, is_aside
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
 from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
@@ -131,10 +131,15 @@ class NumberedFolder(CheckpointFolder):
         on_rank_0(self._prune)
 
     def write_changed(self, best: float | None) -> None:
-        """Write the numbered checkpoint of an epoch again, after callbacks that changed what it holds."""
-        if self.path is not None and self._is_due():
+        """Write the state of an epoch again, after callbacks that changed what its file holds.
+
+        The best one stays as it was scored; where the epoch has no other file, the state goes into the last one.
+        """
+        now = Reach(self.engine.step, self.engine.epoch)
+        if self.path is not None and self._on_disk == now:
             self.before_write()
-            self._save(epoch_file(self.path, self.engine.epoch), self.engine.epoch, best)
+            path = epoch_file(self.path, self.engine.epoch) if self._is_due() else self.path / LAST
+            self._save(path, self.engine.epoch, best)
             self.record_written()
 
     def _prune(self) -> None:

@@ -21,7 +21,7 @@ from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
-from treadle.engine.names import replaces
+from treadle.engine.names import replaces, takes
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.faces.build import EngineArguments, build_engine, place
@@ -41,7 +41,6 @@ from treadle.functional.checks import (
     say_if_finished,
     scheduler_for,
     set_length,
-    takes,
     unused_names,
     warn_of_idle_interval,
 )
@@ -328,7 +327,10 @@ class Trainer(EpochFace):
         """
         for warning in unused_names(self, self._face):
             _log.warning("%s", warning)
-        check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
+        check_call(
+            num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader),
+            paths={"save_dir": save_dir, "resume_from": resume_from},
+        )  # fmt: skip
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
             loaders=eval_dataloader, known=self._known_keys(eval_dataloader),

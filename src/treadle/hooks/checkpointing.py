@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.checkpoint.files import name_also, remove_link
 from treadle.checkpoint.lock import check_free, run_lock
 from treadle.checkpoint.rank_writer import RankWriter
@@ -92,6 +93,7 @@ class CheckpointingHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         interval: int,

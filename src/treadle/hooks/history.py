@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.checkpoint.store import write_text
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import next_free
@@ -40,6 +41,7 @@ class HistoryHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         path: str | Path,

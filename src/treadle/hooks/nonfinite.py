@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.checkpoint.files import TEMPORARY, remove_leftover
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
 from treadle.checkpoint.order import furthest_first
@@ -72,6 +73,7 @@ class NonFiniteHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         policy: Policy = "raise",

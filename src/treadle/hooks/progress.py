@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from treadle.arguments import checked
 from treadle.hooks.reporting import IntervalHook
 from treadle.hooks.values import hours
 from treadle.nested import flatten_nested_dict
@@ -31,6 +32,7 @@ class ProgressHook(IntervalHook):
         >>> hook = ProgressHook(interval=10, with_records=True)
     """
 
+    @checked
     def __init__(self, interval: int = 1, with_records: bool = False, sync: bool = False, eta_warmup: int = 10):
         super().__init__(interval, sync=sync)
         self.with_records = with_records

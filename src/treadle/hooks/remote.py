@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.remote import RemoteWorkspace
@@ -51,6 +52,7 @@ class RemoteWorkspaceHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         url: str,

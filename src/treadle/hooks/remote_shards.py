@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.rank_writer import RankWriter
@@ -49,6 +50,7 @@ class RemoteShardsHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         url: str,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.checkpoint.schema import versions
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
@@ -48,6 +49,7 @@ class SessionLogHook(BaseHook):
     writes = True
     _may_fail_to_write = True  # and warns of it: the log of sessions is worth no run
 
+    @checked
     def __init__(self, path: str | Path = "sessions.jsonl"):
         self.path = Path(path)
         self._guard = Guard()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.device.handover import wait_for
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
@@ -187,6 +188,7 @@ class StepLogHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(self, path: str | Path = "steps.jsonl", interval: int = 100):
         if interval < 1:
             raise ConfigError("must be at least 1 step", argument="interval", value=interval)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from treadle.arguments import checked
 from treadle.data.sources import refuse_dataset
 from treadle.distributed import unwrap
 from treadle.engine.evaluation import for_each_batch
@@ -45,6 +46,7 @@ class SwaHook(AveragingHook):
 
     _kind = "swa"
 
+    @checked
     def __init__(
         self,
         start: int,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from treadle import distributed
+from treadle.arguments import checked
 from treadle.checkpoint.files import name_also
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
@@ -73,6 +74,7 @@ class ValidationHook(BaseHook):
     writes = True
     writes_in_workspace_alone = True
 
+    @checked
     def __init__(
         self,
         loader: Iterable[Any] | Mapping[str, Iterable[Any]],

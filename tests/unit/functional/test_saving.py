@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 import treadle
 from functional_kit import constant, evaluations, loader, make, same_weights, scalar
@@ -159,3 +160,19 @@ def test_a_hooks_further_state_wins_over_the_best_epoch(tmp_path):
     trainer.train(loader(40, 4, shuffle=True), 0, save_dir=tmp_path / "p", save_freq=None, resume_from="auto")
     assert trainer.step == 17  # and not 10, where the best epoch is
     assert same_weights(straight, run())
+
+
+@pytest.mark.parametrize("save_freq", [None, 1, 2])
+def test_what_a_callback_changes_after_the_best_epoch_was_written_is_resumed(tmp_path, save_freq):
+    def halve(trainer, epoch, metrics):
+        with torch.no_grad():
+            trainer.model[0].weight.mul_(0.5)
+
+    def run(folder, epochs):
+        trainer = make()
+        trainer.train(loader(), epochs, loader(), folder, save_freq, callbacks=[halve], resume_from="auto")
+        return trainer
+
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "cut", 1)
+    assert same_weights(run(tmp_path / "cut", 4), whole)
