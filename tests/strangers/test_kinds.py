@@ -594,6 +594,22 @@ def test_arguments_of_train_of_another_type_are_refused(arguments, message):
         Trainer(net(), None, nn.MSELoss(), device="cpu").train(**given)
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), "CosineAnnealingLR"),
+        (lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps), "OneCycleLR"),
+    ],
+)
+def test_a_schedule_over_the_steps_that_moves_with_epochs_is_named(make, name, caplog):
+    model, batches = net(), points_loader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = make(optimizer, 3 * len(batches))
+    Trainer(model, optimizer, nn.MSELoss(), device="cpu", scheduler=schedule).train(batches, 3)
+    assert f"scheduler: {name}" in caplog.text
+    assert "is as long as this run has steps, and it moves with each of the 3 epochs" in caplog.text
+
+
 @pytest.mark.parametrize("model", [nn.Linear, "resnet18", None])
 def test_what_is_no_model_is_refused_by_name(model):
     with pytest.raises(ConfigError, match=r"model=.*must be a model"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -127,10 +126,12 @@ class EpochMetrics:
             return None
         if isinstance(metric, ClassMetric):
             return _tried(metric.compute, name, metric)
-        with warnings.catch_warnings(), contextlib.suppress(Exception):  # it may need more rows
-            warnings.simplefilter("ignore")
-            return metric.compute()
-        return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return metric.compute()
+        except Exception:  # noqa: BLE001  (it may need more rows)
+            return None
 
     def compute(self) -> Mapping[str, Any]:
         """Return the values by name: numbers, and lists where a metric gives more than one."""

@@ -135,6 +135,14 @@ def check_length_of_schedule(engine: Engine) -> None:
             f"total_steps={scheduler.last_epoch + moves}",
             argument="scheduler",
         )
+    by_epochs, steps = engine.scheduler_interval == "epoch", engine.target.total_steps(engine)
+    for name, length, _ in [*_lengths(scheduler), *_one_cycle(scheduler)] if by_epochs else []:
+        if steps is not None and length == steps > scheduler.last_epoch + moves:
+            engine.logger.warning(
+                "scheduler: %s is as long as this run has steps, and it moves with each of the %d epochs; build it for "
+                "epochs, or let it move with steps",
+                name, scheduler.last_epoch + moves,
+            )  # fmt: skip
     for name, length, effect in _lengths(scheduler):
         if scheduler.last_epoch + moves > length:
             engine.logger.warning(
@@ -150,6 +158,11 @@ def _moves_left(engine: Engine) -> int | None:
         return None if engine.target.epochs is None else engine.target.epochs - engine.epoch
     total = engine.target.total_steps(engine)
     return None if total is None else total - engine.progress.step
+
+
+def _one_cycle(scheduler: Any) -> Iterator[tuple[str, int, str]]:
+    if isinstance(scheduler, OneCycleLR):
+        yield f"OneCycleLR(total_steps={scheduler.total_steps})", scheduler.total_steps, "raises"
 
 
 def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, str]]:

@@ -48,6 +48,7 @@ class EpochTrainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] | None = None
         self.improved = False
+        self.scoring = False  # whether an evaluation runs, or has failed
         self.deadline: Deadline | None = None  # of a call that runs the engine several times
         engine.state_parts.append(self)
 
@@ -187,7 +188,9 @@ class EpochTrainer:
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
+            self.scoring = True  # and so it stays if the evaluation fails
             self.metrics = self.evaluate_each(val_loader)
+            self.scoring = False
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan

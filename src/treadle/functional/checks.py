@@ -202,6 +202,7 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None =
 
 
 def check_call(
+    trainer: Any,
     num_epochs: Any,
     save_freq: Any,
     *,
@@ -209,7 +210,18 @@ def check_call(
     loaders: tuple[Iterable[Any], EvalLoaders | None],
     paths: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for an argument of ``train`` that is out of range; the loaders are those of both kinds."""
+    """Raise ConfigError for an argument of ``train`` that is out of range; warn of methods that nothing calls.
+
+    Args:
+        trainer: whose call it is.
+        num_epochs: as given.
+        save_freq: as given.
+        callbacks: as given.
+        loaders: those to train on and to evaluate.
+        paths: arguments that are paths, by name.
+    """
+    for warning in unused_names(trainer, trainer._face):
+        _log.warning("%s", warning)
     for name, path in paths.items():
         check_argument(name, path, str | Path | None)
     train_loader, eval_loader = loaders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.engine.start_log import short_path
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
+from treadle.faces.epochs import EpochTrainer
 from treadle.faces.folder import CheckpointFolder
 from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
 
@@ -172,6 +173,17 @@ class NumberedFolder(CheckpointFolder):
             text = "saved %s at step %d, epoch %d; run it again with resume_from='auto' to train on from there"
             path = short_path(self.engine.state.saved)
             self.engine.logger.info(text, path, self.engine.step, self.engine.epoch)
+
+    @contextlib.contextmanager
+    def saving_what_an_evaluation_breaks(self, epochs: EpochTrainer) -> Iterator[None]:
+        """Save the epoch that was trained where its evaluation fails inside the block, as at a signal; one process."""
+        epochs.scoring = False
+        try:
+            yield
+        except Exception:
+            if epochs.scoring and self.path is not None and distributed.world_size() == 1:
+                self.save_and_log()
+            raise
 
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model

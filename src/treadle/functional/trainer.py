@@ -41,7 +41,6 @@ from treadle.functional.checks import (
     say_if_finished,
     scheduler_for,
     set_length,
-    unused_names,
     warn_of_idle_interval,
 )
 from treadle.functional.driver import FaceEpochs
@@ -325,10 +324,8 @@ class Trainer(EpochFace):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        for warning in unused_names(self, self._face):
-            _log.warning("%s", warning)
         check_call(
-            num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader),
+            self, num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader),
             paths={"save_dir": save_dir, "resume_from": resume_from},
         )  # fmt: skip
         make_rule = rule_for(
@@ -337,7 +334,7 @@ class Trainer(EpochFace):
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))
-        with speaking(self._engine), self._folder.held():
+        with speaking(self._engine), self._folder.held(), self._folder.saving_what_an_evaluation_breaks(self._epochs):
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
