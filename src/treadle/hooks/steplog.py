@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from treadle import distributed
 from treadle.arguments import checked
-from treadle.device.handover import wait_for
+from treadle.device.on_the_way import OnTheWay
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
@@ -85,33 +84,6 @@ class StepRows:
         return [_finished(row) for row in rows]
 
 
-class OnTheWay:
-    """Numbers of a device that are copied to the host while it goes on.
-
-    Args:
-        numbers: on any device.
-    """
-
-    def __init__(self, numbers: Tensor):
-        self._event: torch.cuda.Event | None = None
-        self._numbers = numbers.detach()
-        if numbers.device.type == "cuda":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(numbers.device))
-
-    def arrived(self) -> Tensor:
-        """Wait for the numbers and return them on the host."""
-        if self._event is not None:
-            wait_for(self._event)
-        return self._numbers
-
-    def tolist(self) -> Any:
-        """Wait for the numbers and return them as plain ones."""
-        return self.arrived().tolist()
-
-
 class BlockRows:
     """Rows about the steps of a block, whose numbers are copied to the host while it runs.
 
@@ -167,7 +139,7 @@ def _finished(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepLogHook(BaseHook):
-    """Writes ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries", "reason"}`` per step.
+    """Line ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries", "reason"}`` per step.
 
     ``epoch`` is 1-based, ``position`` counts the micro-batches of the epoch consumed, ``loss`` is the step's loss to
     the last bit (with accumulation the weighted mean, and ``losses`` holds each); NaN and infinities are null. The
@@ -250,7 +222,7 @@ class StepLogHook(BaseHook):
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON, looked through for what is not finite only where there is something."""
+    """Return a row as JSON, searched for non-finite numbers only where it has some."""
     try:
         return _encode(row)
     except ValueError:
