@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, Literal
 
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
 
 Mode = Literal["min", "max"]

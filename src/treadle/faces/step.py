@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle.arguments import checked
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, check_compile, compile_model
 from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
+from treadle.engine.arguments import checked
 from treadle.engine.attempt import Attempt
 from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.events import Events

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from treadle.arguments import check_argument
 from treadle.data.amount import batches_in
+from treadle.engine.arguments import check_argument
 from treadle.engine.best import BestRule, EarlyStopping, Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits

@@ -11,10 +11,10 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, get_args
 
-from treadle.arguments import check_argument
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
 from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
+from treadle.engine.arguments import check_argument
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.faces.build import EngineArguments

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.engine.voice import VOICE
 from treadle.errors import ConfigError, MissingExtraError

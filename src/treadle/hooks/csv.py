@@ -7,8 +7,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treadle.arguments import checked
 from treadle.checkpoint.store import write_text
+from treadle.engine.arguments import checked
 from treadle.hooks.files import append_lines, in_workspace, next_free
 from treadle.hooks.tracking import TrackerHook
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from treadle import distributed
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, RanksDifferError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.arguments import checked
 from treadle.checkpoint.store import write_text
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import next_free
 from treadle.hooks.files import to_json as to_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
 from treadle.hooks.reporting import IntervalHook
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import flat_settings, require

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treadle import distributed
-from treadle.arguments import checked
 from treadle.checkpoint.store import replacing
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 from treadle.hooks.files import in_workspace

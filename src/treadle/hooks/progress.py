@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.hooks.reporting import IntervalHook
 from treadle.hooks.values import hours
 from treadle.nested import flatten_nested_dict

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from treadle import distributed
-from treadle.arguments import checked
 from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.remote import RemoteWorkspace
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
 

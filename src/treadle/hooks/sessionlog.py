@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from treadle import distributed
-from treadle.arguments import checked
 from treadle.checkpoint.schema import versions
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 

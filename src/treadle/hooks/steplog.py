@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from treadle import distributed
-from treadle.arguments import checked
 from treadle.device.on_the_way import OnTheWay
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from treadle.arguments import checked
 from treadle.data.sources import refuse_dataset
 from treadle.distributed import unwrap
+from treadle.engine.arguments import checked
 from treadle.engine.evaluation import for_each_batch
 from treadle.hooks.averaging import AveragingHook
 from treadle.optim.ema import check_average

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import flat_settings, require

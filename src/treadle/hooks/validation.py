@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from treadle import distributed
-from treadle.arguments import checked
 from treadle.checkpoint.files import name_also
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
 from treadle.data.sources import refuse_dataset
+from treadle.engine.arguments import checked
 from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import BaseHook

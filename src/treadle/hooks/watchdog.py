@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from treadle import distributed
-from treadle.arguments import checked
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook, read_only
 from treadle.errors import ConfigError
 from treadle.hooks.thread_activity import stack_of, thread_activity
