@@ -16,7 +16,15 @@ from treadle.checkpoint.attributes import beside
 from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.plain_values import unequal
-from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, OPTIONAL_KEYS, to_plain, versions
+from treadle.checkpoint.schema import (
+    FORMAT_VERSION,
+    KEYS,
+    OPTIONAL_KEYS,
+    from_plain,
+    is_encoded,
+    to_plain,
+    versions,
+)
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import placed_like, placed_state
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
@@ -42,6 +50,7 @@ from treadle.seed import RngState, mix_seed
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
+_OF_PARTS = {*KEYS, *OPTIONAL_KEYS}
 _OWN_DATA = ("opening", "generators", "loader", "objects")
 
 
@@ -140,7 +149,7 @@ class SchedulerPart(StatePart):
             refuse_another_schedule(engine.lr_scheduler, saved.get("scheduler"))
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
-        scheduler, state = engine.lr_scheduler, saved.get("scheduler")
+        scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
         if scheduler is not None and state is not None:
             yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state))
             if not any(path.startswith("scheduler.lr_lambdas") for path in saved.part("objects")):
@@ -155,7 +164,7 @@ class SchedulerPart(StatePart):
         state = saved.get("scheduler")
         if engine.lr_scheduler is None or state is None:
             return
-        engine.lr_scheduler.load_state_dict(as_built(engine.lr_scheduler, state))
+        engine.lr_scheduler.load_state_dict(as_built(engine.lr_scheduler, from_plain(state)))
         if saved.part("progress").get("applied_steps"):
             # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -163,7 +172,8 @@ class SchedulerPart(StatePart):
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         state = saved.get("scheduler")
         if engine.lr_scheduler is not None and state is not None and saved.same_torch:
-            yield from unlike(state, to_plain(scheduler_state(engine.lr_scheduler), "scheduler"), "scheduler")
+            now = to_plain(scheduler_state(engine.lr_scheduler), "scheduler", encoding="odd")
+            yield from unlike(state, now, "scheduler")
 
 
 class OptimizerPart(StatePart):
@@ -191,6 +201,7 @@ class OptimizerPart(StatePart):
         if saved.get("optimizer") is not None:
             state = dict(saved.part("optimizer"))
             attributes = state.pop("attributes", {})
+            state = from_plain(state)
             kept = engine.state.optimizer_attributes
             if type(engine.optimizer).state_dict is Optimizer.state_dict:
                 load_optimizer_state(engine.optimizer, engine.model, state)
@@ -355,7 +366,7 @@ class HooksPart(StatePart):
         ]
         without = [hook for hook in stateful if "hooks" in saved.tree and hook.state_key not in kept]
         # A user's hook may keep its state under a key of its own, beside the hooks' or among them.
-        own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)
+        own_keys = set(saved.tree) - _OF_PARTS
         if unknown and any(not is_ours(hook) for hook in without):
             return
         for key in unknown:
@@ -370,11 +381,13 @@ class HooksPart(StatePart):
                 objects.check(_objects_of(saved, key))
 
     def load(self, engine: Engine, saved: Saved) -> None:
+        own = {key: from_plain(value) for key, value in saved.tree.items() if key == "hooks" or key not in _OF_PARTS}
+        tree = {**saved.tree, **own}
         for hook in engine.hooks:
             attributes = engine.state.hook_attributes.get(hook.state_key)
             entry = saved.part("objects").get(_of_hook(hook.state_key)) or {}
             with contextlib.nullcontext() if attributes is None else attributes.completing(entry.get("attributes", {})):
-                hook.on_load_state_dict(engine, saved.tree)
+                hook.on_load_state_dict(engine, tree)
         for key, objects in engine.state.hook_objects.items():
             objects.restore(_objects_of(saved, key))
 
@@ -397,7 +410,7 @@ class RngPart(StatePart):
         if distributed.world_size() == 1:
             tree["rng"] = [own["rng"]]
             return
-        everyone = distributed.gather_objects(to_plain(own, "rank"))
+        everyone = distributed.gather_objects(to_plain(own, "rank", encoding="exact"))
         tree["rng"] = [each["rng"] for each in everyone]
         tree["data"]["ranks"] = [each["data"] for each in everyone]
         tree["progress"]["epoch_means"] = {
@@ -457,6 +470,9 @@ def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Itera
             yield f"{path}.{key}", "nothing there after loading"
             continue
         live = now[key]
+        if is_encoded(value):
+            yield from unequal(value, to_plain(live, path, encoding="exact"), f"{path}.{key}")
+            continue
         if isinstance(value, Mapping) and isinstance(live, Mapping):
             yield from unlike(value, live, f"{path}.{key}")
             for extra in live.keys() - value.keys():
