@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -438,6 +439,30 @@ def _equal_dicts_of_scalars(one: Mapping[Any, Any], other: Mapping[Any, Any]) ->
 
 def _plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
+
+
+def digest(tree: Any) -> str:
+    """Return a fingerprint of a plain tree, to compare it with those of other processes.
+
+    Example:
+        >>> digest({"a": [1, torch.ones(1)]}) == digest({"a": [1, torch.zeros(1)]})
+        False
+    """
+    found = hashlib.blake2b(digest_size=8)
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            value = value.to_dense() if value.is_sparse else value
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            waiting += [part for pair in value.items() for part in pair]
+        elif isinstance(value, list) and not _SCALARS.issuperset(map(type, value)):
+            waiting += value
+        else:
+            found.update(f"{type(value).__name__}{value!r};".encode())
+    return found.hexdigest()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

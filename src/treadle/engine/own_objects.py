@@ -162,7 +162,7 @@ class OwnObjects:
             self.functions.append(owner)
         if isinstance(owner, (list, tuple)):
             for number, item in enumerate(owner[:_MOST]):
-                if not _is_written_whole(item):
+                if path in self._roots or not _is_written_whole(item):
                     self._walk(f"{path}[{number}]", item, depth - 1, found)
         elif isinstance(owner, dict) and len(owner) <= _MOST:
             for key, item in owner.items():

@@ -15,7 +15,7 @@ from treadle import distributed
 from treadle.checkpoint.attributes import beside
 from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.files import FORMAT_NAME
-from treadle.checkpoint.plain_values import unequal
+from treadle.checkpoint.plain_values import digest, unequal
 from treadle.checkpoint.schema import (
     FORMAT_VERSION,
     KEYS,
@@ -406,12 +406,20 @@ class RngPart(StatePart):
             "rng": RngState.capture().to_plain(),
             "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
             "epoch_means": tree["progress"]["epoch_means"],
+            "attributes": {name: digest(value) for name, value in _attributes_in(tree)},
         }
         if distributed.world_size() == 1:
             tree["rng"] = [own["rng"]]
             return
         everyone = distributed.gather_objects(to_plain(own, "rank", encoding="exact"))
         tree["rng"] = [each["rng"] for each in everyone]
+        for name in {name: None for each in everyone for name in each["attributes"]}:
+            if len({each["attributes"].get(name) for each in everyone}) > 1:
+                engine.state.warn_once(
+                    engine,
+                    f"{name} differs between ranks, and all of them load what rank 0 saves: a resume is exact only if "
+                    "nothing depends on it. Keep it equal, or in the data set, whose attributes each rank keeps",
+                )
         tree["data"]["ranks"] = [each["data"] for each in everyone]
         tree["progress"]["epoch_means"] = {
             **tree["progress"]["epoch_means"], "ranks": [each["epoch_means"] for each in everyone],
@@ -444,6 +452,18 @@ MOVED_BY_STEPS = tuple(
     if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
+
+
+def _attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of the user's objects, which rank 0 writes for all ranks, by name."""
+    groups = {f"hook {key}: ": (entry or {}).get("objects", {}) if isinstance(entry, Mapping) else {}
+              for key, entry in tree["hooks"].items()}  # fmt: skip
+    for prefix, objects in {"": tree.get("objects", {}), **groups}.items():
+        for path, entry in objects.items():
+            for name, value in entry.get("attributes", {}).items():
+                yield prefix + f"{path}.{name}".lstrip("."), value
+    for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
+        yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())
 
 
 def _of_hook(key: str) -> str:
