@@ -5,7 +5,8 @@
 Starts moto's server and a proxy in front of it that answers some requests with 500, delays some, and cuts the
 connection of some, before or after the server has acted. A child trains with ``workspace="s3://..."`` and is killed;
 half of the time its local folder is lost too. After every kill the state in the store must be whole, at the end it must
-equal that of a run that nobody disturbed, and nothing may be left over. Needs ``moto[server]`` and ``s3fs``.
+equal that of a run that nobody disturbed, and nothing may be left over. A life is as long as its first upload and three
+more take, by what the lives before have shown, or shorter. Needs ``moto[server]`` and ``s3fs``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,7 +41,7 @@ from treadle.checkpoint.remote import RemoteWorkspace, furthest
 from treadle.checkpoint.store import find_latest
 from treadle.hooks.checkpointing import step_states
 
-STEPS = 40
+STEPS = 400
 
 
 class Fit(BaseTrainer):
@@ -55,7 +58,7 @@ class Fit(BaseTrainer):
         return torch.optim.AdamW(self.model.parameters(), lr=0.01)
 
     def build_hooks(self) -> list[Any]:
-        return [CheckpointingHook(2, background=True)]
+        return [CheckpointingHook(4, background=True)]
 
     def forward(self, input: Any) -> Any:
         time.sleep(0.02)
@@ -75,11 +78,13 @@ class Proxy:
     Attributes:
         port: where it listens.
         faults: how often each kind of fault was made.
+        uploads: when each manifest was put.
     """
 
     def __init__(self, target: int, *, rate: float, seed: int = 0):
         chance, faults = random.Random(seed), {"500": 0, "slow": 0, "cut before": 0, "cut after": 0}
         self.faults, self.requests = faults, 0
+        self.uploads: list[float] = []
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -108,6 +113,8 @@ class Proxy:
                 )
                 answer = upstream.getresponse()
                 data = answer.read()
+                if self.command == "PUT" and "/manifests/" in self.path and answer.status == 200:
+                    proxy.uploads.append(time.monotonic())
                 if fault == "cut after":
                     self.close_connection = True
                     return
@@ -190,6 +197,31 @@ def point_s3fs_to(port: int) -> None:
     )  # fmt: skip
 
 
+class Lives:
+    """Lengths of lives in seconds, from the moments of the uploads in those before.
+
+    Args:
+        chance: draws them.
+        longest: none is longer.
+    """
+
+    def __init__(self, chance: random.Random, longest: float):
+        self.chance, self.longest = chance, longest
+        self.firsts: list[float] = []
+        self.gaps: list[float] = []
+
+    def note(self, began: float, uploads: list[float]) -> None:
+        """Notes the uploads of a life."""
+        mine = [moment for moment in uploads if moment >= began]
+        self.firsts += [mine[0] - began] if mine else []
+        self.gaps += [late - early for early, late in pairwise(mine)]
+
+    def draw(self) -> float:
+        """Returns the length of the next life."""
+        usual = median(self.firsts or [3.0]) + 3 * median(self.gaps or [1.0])
+        return self.chance.uniform(0.3, min(usual, self.longest))
+
+
 def forked(work: Callable[[], Any], log: Path) -> int:
     """Does some work in a child of this process; returns its number."""
     child = os.fork()
@@ -263,29 +295,30 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--rate", type=float, default=0.05, help="share of requests that are answered badly")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--longest", type=float, default=3.0, help="seconds after which a life is over at the latest")
+    parser.add_argument("--longest", type=float, default=30.0, help="seconds after which a life is over at the latest")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="ends after the run in which this is over")
     parser.add_argument("--write", action="store_true", help="write the table of results")
     arguments = parser.parse_args()
     result = soak(arguments.kills, arguments.rate, arguments.seed, arguments.seconds, arguments.longest)
     print(json.dumps(result, indent=1))
     if arguments.write:
-        write(result, arguments.longest)
+        write(result)
 
 
-def write(result: dict[str, Any], longest: float) -> None:
+def write(result: dict[str, Any]) -> None:
     """Writes the table of results."""
     from machine import describe, write_result
 
     row = {key: value for key, value in result.items() if key != "faults"}
-    row |= {"requests answered badly": sum(result["faults"].values()), "longest life in s": longest}
+    row |= {"requests answered badly": sum(result["faults"].values())}
     write_result("remote_kills", "Random kills with the workspace on an S3 server", list(row), [row], describe())
 
 
-def soak(kills: int, rate: float, seed: int, seconds: float = float("inf"), longest: float = 3.0) -> dict[str, Any]:
+def soak(kills: int, rate: float, seed: int, seconds: float = float("inf"), longest: float = 30.0) -> dict[str, Any]:
     """Kills runs until there are enough kills; returns the counts."""
     torch.set_num_threads(1)
-    chance, began = random.Random(seed), time.monotonic()
+    began = time.monotonic()
+    lives = Lives(random.Random(seed), longest)
     result: dict[str, Any] = {
         "kills": 0, "runs": 0, "differing ends": 0, "unreadable states": 0, "left over": 0, "went back": 0,
         "failed": 0, "wiped": 0, "went on": 0,
@@ -293,28 +326,33 @@ def soak(kills: int, rate: float, seed: int, seconds: float = float("inf"), long
     with tempfile.TemporaryDirectory() as temporary, s3_server(Path(temporary)) as server:
         folder = Path(temporary)
         os.environ["TREADLE_STAGING"] = str(folder / "staging")
-        assert wait(forked(lambda: train(str(folder / "straight")), folder / "log")) == 0
+        train(str(folder / "straight"))  # here, so that no life begins with imports
         straight = torch.load(folder / "straight" / "checkpoints" / f"checkpoint_step_{STEPS}.pt", weights_only=True)
         proxy = Proxy(server, rate=rate, seed=seed)
         point_s3fs_to(proxy.port)
         while result["kills"] < kills and time.monotonic() - began < seconds:
-            _one_run(f"s3://runs/{result['runs']}", folder, straight, result, chance, kills, longest)
+            _one_run(f"s3://runs/{result['runs']}", folder, straight, result, lives, proxy, kills)
         result["requests"], result["faults"] = proxy.requests, proxy.faults
         proxy.close()
+    result["s to the first upload"], result["s between uploads"] = (
+        round(median(some), 1) if some else None for some in (lives.firsts, lives.gaps)
+    )
     return {**result, "seconds": round(time.monotonic() - began)}
 
 
 def _one_run(
-    url: str, folder: Path, straight: Any, result: dict[str, Any], chance: random.Random, kills: int, longest: float
+    url: str, folder: Path, straight: Any, result: dict[str, Any], lives: Lives, proxy: Proxy, kills: int
 ) -> None:
     result["runs"] += 1
     reached = 0
     while True:
+        began = time.monotonic()
         child = forked(lambda: train(url), folder / "log")
-        code = wait(child, chance.uniform(0.3, longest) if result["kills"] < kills else None)
+        code = wait(child, lives.draw() if result["kills"] < kills else None)
         if code is None:
             os.kill(child, signal.SIGKILL)
             code = wait(child)
+        lives.note(began, proxy.uploads)
         if code == 0:
             break
         if code != -signal.SIGKILL:
@@ -329,7 +367,7 @@ def _one_run(
         result["went back"] += found["step"] < reached
         result["went on"] += found["step"] > reached
         reached = found["step"]
-        if chance.random() < 0.5:
+        if lives.chance.random() < 0.5:
             shutil.rmtree(folder / "staging", ignore_errors=True)
             result["wiped"] += 1
     found = looked(url, folder)

@@ -77,7 +77,7 @@ def foreground(folder: Path, width: int) -> float:
     remote = RemoteWorkspace(ObjectStore("s3://runs/foreground"), folder / "foreground")
     remote.restore()
     remote.begin()
-    hook._background, hook._saved_step = False, None
+    hook._background, hook._saved = False, None
     start = time.perf_counter()
     hook.save(trainer)
     remote.publish()

@@ -32,7 +32,7 @@ class TreadleError(Exception):
 
 
 class _Missing:
-    """Stands for a value that was not given, since None is one."""
+    """Placeholder for a value that was not given, since None is one."""
 
     def __repr__(self) -> str:
         return "MISSING"

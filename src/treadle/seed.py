@@ -209,7 +209,7 @@ def forked_rng(seed: int | None = None) -> Iterator[None]:
 
 
 class ReproducibilityContext:
-    """Seeds everything inside a ``with`` block and restores every generator and flag on exit.
+    """Context that seeds everything inside a ``with`` block and restores every generator and flag on exit.
 
     Args:
         seed: as in :func:`set_seed`.

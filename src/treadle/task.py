@@ -196,7 +196,7 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
         )
     if output.reduction not in ("mean", "sum"):
         raise ConfigError(
-            "must be 'mean' or 'sum', which says what the loss is", argument="reduction", value=output.reduction
+            "must be 'mean' or 'sum', the reduction of the loss", argument="reduction", value=output.reduction
         )
     loss = output.loss
     if loss is None:

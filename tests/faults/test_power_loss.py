@@ -14,14 +14,18 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from fault_points import Points, record
 from helpers import differences
 from power_loss import Recorder, crashes
 from treadle.checkpoint import find_latest
 from treadle.checkpoint.find_step import states_in
+from treadle.checkpoint.sharded import save_sharded
+from treadle.checkpoint.store import open_checkpoint
 from treadle.engine.state import RunState
 from treadle.errors import CheckpointError
+from treadle.hooks.checkpointing import settled_states
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FACES = [
@@ -55,9 +59,11 @@ def reporting(report):
 
 
 def furthest(folder):
-    """Returns the step of the furthest state in a folder that can be read; 0 where there is none."""
-    places = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
-    found = find_latest(state for place in places for state in states_in(place))
+    """Returns the step of the furthest state that a run which starts in a folder finds; 0 where there is none."""
+    places = [folder, folder / "checkpoints"]
+    for place in places:
+        settled_states(place)
+    found = find_latest((state for place in places for state in states_in(place)), load=open_checkpoint)
     return 0 if found is None else int(found[1].get("global_step", 0))  # exported weights have none
 
 
@@ -88,6 +94,29 @@ def lose_power(soak, tmp_path, face, *, each, most=None, reruns):
 @pytest.mark.parametrize("face", SOME)
 def test_the_last_reported_state_survives_a_loss_of_power(soak, tmp_path, face):
     assert lose_power(soak, tmp_path, face, each=7, most=15, reruns=14) == 15
+
+
+def test_a_reported_folder_survives_a_loss_of_power_while_it_is_written_again(tmp_path):
+    def save(epoch):
+        tree = {"format": {"name": "treadle", "version": 1}, "model": {"w": torch.full((3,), float(epoch))}}
+        return save_sharded({**tree, "global_step": 60, "epoch": epoch}, tmp_path / "run" / "checkpoint_step_60")
+
+    recorder = Recorder(tmp_path / "run")
+    with recorder.watching():
+        for epoch in (11, 12):
+            save(epoch)
+            recorder.report(epoch)
+    found = dict.fromkeys((0, 11, 12), 0)
+    for crash in {crash.key: crash for crash in crashes(recorder)}.values():
+        place = tmp_path / "after"
+        shutil.rmtree(place, ignore_errors=True)
+        crash.lay_out(place)
+        latest = find_latest(settled_states(place))
+        tree = {"epoch": 0, "model": {"w": torch.zeros(1)}} if latest is None else latest[1]
+        assert tree["epoch"] >= crash.reported, (crash.after.text, crash.names)
+        assert tree["model"]["w"].unique().item() == tree["epoch"]
+        found[tree["epoch"]] += 1
+    assert all(found.values())
 
 
 @pytest.mark.slow  # thousands of layouts for each face

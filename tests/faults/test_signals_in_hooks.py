@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import astro_trainer_kit
 import functional_kit
 import golden_kit
+import graph_kit
+import spectra_kit
 from helpers import differences
 from ranks import run_on_ranks
-from treadle import BaseHook, BestRule, CheckpointingHook, Engine, EpochTrainer, Trainer, set_seed
-from treadle.checkpoint import load_checkpoint
+from treadle import BaseHook, BestRule, CheckpointingHook, Engine, EpochTrainer, SignalHook, Trainer, set_seed
+from treadle.checkpoint import find_latest, load_checkpoint
+from treadle.checkpoint.find_step import states_in
 
 FACES = ["engine", "base", "functional", "spectra", "graphs", "astro"]
 EVENTS = ["on_after_step", "on_after_epoch", "on_before_step"]
@@ -112,6 +116,52 @@ def test_a_signal_while_hooks_close_lets_them_finish_and_leaves_with_its_code(tm
     with pytest.raises(SystemExit) as left:
         train(face, tmp_path, [uploads])
     assert (left.value.code, uploads.done) == (143, 1)
+
+
+class Ends(BaseHook):
+    """Stops the run inside an epoch, and sends a signal after the last occasion of the hooks to save."""
+
+    def __init__(self, moment):
+        self.moment = moment
+
+    def on_after_step(self, trainer):
+        if trainer.step == 2:
+            trainer.should_stop = True
+
+    def on_state_dict(self, trainer, state_dict):
+        if self.moment == "save" and trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_close(self, trainer, error=None):
+        if self.moment == "close":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_inside_an_epoch(face, folder, hooks):
+    if face == "functional":
+        data = functional_kit.loader(shuffle=True), functional_kit.loader()
+        return functional_kit.make(hooks=hooks).train(data[0], 3, data[1], folder, None)
+    if face == "spectra":
+        return spectra_kit.make(folder, hooks=hooks).fit(3)
+    if face == "graphs":
+        data = graph_kit.loader(graph_kit.graphs(), shuffle=True)
+        return graph_kit.make(folder, hooks=hooks).fit(data, data, 3)
+    return astro_trainer_kit.make(folder, hooks=hooks).train(3)
+
+
+@pytest.mark.parametrize("moment", ["close", "save"])
+@pytest.mark.parametrize("face", ["functional", "spectra", "graphs", "astro"])
+def test_a_signal_while_the_last_state_of_a_run_is_not_on_disk_waits_for_it(tmp_path, face, moment):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(SystemExit) as left:
+            end_inside_an_epoch(face, tmp_path, [Ends(moment), SignalHook(lambda: None)])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (left.value.code, received) == (143, [])
+    states = [state for place in (tmp_path, tmp_path / "checkpoints") for state in states_in(place)]
+    assert find_latest(states)[1]["global_step"] == 2
 
 
 @pytest.mark.parametrize("call", ["evaluate", "predict"])

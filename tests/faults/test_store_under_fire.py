@@ -140,7 +140,7 @@ def test_the_hooks_save_hurt_anywhere_is_resumed_from_the_newest_intact_step(tmp
 
     def prepare(folder):
         shutil.copytree(tmp_path / "kept", folder, symlinks=True)
-        hook._saved_step = None
+        hook._saved = None
 
     def save(folder):
         hook.path = folder

@@ -26,7 +26,17 @@ PACKS = ("spectra", "graphs", "astro", "text")
 # them where they are asked for.
 EXCEPTIONS = {("engine.loop", "capture.steps")}
 # A hook may build on these, which are no hooks themselves.
-SHARED_BY_HOOKS = {"averaging", "base", "flight", "thread_activity", "reporting", "tracking", "values", "files"}
+SHARED_BY_HOOKS = {
+    "averaging",
+    "base",
+    "flight",
+    "thread_activity",
+    "reporting",
+    "tracking",
+    "values",
+    "files",
+    "saving",
+}
 # The parts of a pack that must be usable without any trainer: torch, numpy and their own pack, of the core the errors,
 # and what a loader noted at a tensor.
 STANDALONE = {

@@ -186,6 +186,22 @@ def test_everything_public_says_what_it_does():
     assert silent == []
 
 
+THIRD_PERSON = re.compile(
+    r"(Adds|Appends|Asks|Begins|Builds|Calls|Collects|Computes|Decides|Does|Emits|Evaluates|Extracts|Finds|Follows|Gathers"
+    r"|Gives|Hands|Holds|Keeps|Knows|Lets|Loads|Makes|Measures|Observes|Opens|Owns|Packs|Puts|Raises|Reads|Replays|Returns"
+    r"|Says|Seeds|Sends|Shows|Shuffles|Stands|Takes|Tells|Trains|Tries|Turns|Wraps|Writes|Yields)\b"
+)
+
+
+def test_docstrings_are_imperative_and_those_of_classes_are_noun_phrases():
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
+                found += [f"{where(path, node)} {text[:20]}"] if THIRD_PERSON.match(text) else []
+    assert found == []
+
+
 @cache
 def tracked():
     done = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True)

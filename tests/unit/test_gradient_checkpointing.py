@@ -130,7 +130,7 @@ def test_a_models_own_method_is_asked_without_reentry():
         (nn.Linear(1, 1), True, "no ModuleList"),
         (Own(nn.BatchNorm1d(1)), True, "would move twice"),
         (Stack(), ["layer.*"], "no module has the name 'layer.\\*'; did you mean"),
-        (Stack(), ["layers.0", "layers.0.inner"], "lies inside 'layers.0'"),
+        (Stack(), ["layers.0", "layers.0.inner"], "is inside 'layers.0'"),
         (Stack(), "layers.*", "use True, False, or a list of names"),
     ],
 )

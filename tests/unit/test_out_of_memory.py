@@ -45,7 +45,7 @@ def test_the_last_finished_step_is_saved_and_a_resumed_run_ends_as_one_that_neve
     assert str(caught.value) == (
         "out of memory at step 4 on cpu with micro-batches of 6 and gradient_accumulation_steps=2. Use a batch size of "
         "3 and gradient_accumulation_steps=4, which makes the same step of smaller parts, or mixed precision. Step 3 "
-        "is saved, and a resumed run continues from there. PyTorch says: CUDA out of memory. "
+        "is saved, and a resumed run continues from there. PyTorch's message: CUDA out of memory. "
         "Tried to allocate 2.00 GiB."
     )
     assert isinstance(caught.value, (TreadleError, torch.OutOfMemoryError))
@@ -107,7 +107,7 @@ def test_a_save_that_fails_hides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointingHook, "save", fails)
     failing = Fit(7, workspace=tmp_path, device="cpu")
     failing.fails_at = 2
-    with pytest.raises(OutOfMemoryError, match=r"continues from the last checkpoint\. PyTorch says"):
+    with pytest.raises(OutOfMemoryError, match=r"continues from the last checkpoint\. PyTorch's message"):
         failing.train()
 
 

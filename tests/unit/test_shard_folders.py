@@ -163,8 +163,8 @@ def no_tensor(metadata):
     [
         (plant, r"system\), which metadata never has"),
         (leave, r"\.\./secret, which the marker does not name"),
-        (reach_out, "is shorter than it says"),
-        (outside, r"a part of model\.0\.weight lies outside of it"),
+        (reach_out, "is shorter than its header states"),
+        (outside, r"a part of model\.0\.weight is outside its bounds"),
         (no_tensor, "is no tensor"),
     ],
 )

@@ -490,3 +490,22 @@ def test_a_rank_that_writes_no_file_copies_nothing(monkeypatch, background):
 
     RankWriter().save_file(collect, lambda tree: pytest.fail("only rank 0 writes"), background=background)
     assert [tensor.device.type for tensor in seen] == ["meta"]
+
+
+def test_folders_in_the_background_cost_no_full_collection_of_what_was_there_before(monkeypatch):
+    def write(writer, background=True):
+        writer.save_folder(lambda buffers: {"a": 1}, lambda tree: None, background=background)
+
+    usual = gc.get_freeze_count()  # Python 3.12 leaves some out from its start
+    with RankWriter() as writer:
+        write(writer, background=False)
+        assert gc.get_freeze_count() == usual
+        write(writer)
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() <= usual
+    with RankWriter() as writer, monkeypatch.context() as patch:
+        patch.setattr(gc, "get_freeze_count", lambda: 10**9)  # the user's program has done it
+        patch.setattr(gc, "freeze", lambda: pytest.fail("it is done"))
+        patch.setattr(gc, "unfreeze", lambda: pytest.fail("it is not ours"))
+        write(writer)
+        writer.close()

@@ -55,7 +55,7 @@ class SequencesConfig:
     max_seq_len: int = 2048
     """The longest sequence, and the positions of the model."""
     max_image_tokens: int = 576
-    """Of an object of `MultiFieldTokenDataset`; what is beyond it is cut off."""
+    """Of an object of `MultiFieldTokenDataset`; longer ones are cut off."""
     max_scalar_tokens: int = 512
     """The same for scalars."""
     max_spec_tokens_per_group: int = 512
@@ -363,7 +363,7 @@ def to_dict(config: Section) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], kind: type[Section] = AstroConfig) -> Section:  # type: ignore[assignment]
-    """Make settings from nested plain values; what is not there keeps its default.
+    """Make settings from nested plain values; missing ones keep their defaults.
 
     Args:
         values: not changed.

@@ -13,7 +13,7 @@ from treadle.task import add_output
 
 
 class AstroEpochs(SelectingEpochs):
-    """Trains and evaluates by epochs; every mean of a record is over its own count.
+    """Training and evaluation by epochs; every mean of a record is over its own count.
 
     Args:
         engine: runs the steps.

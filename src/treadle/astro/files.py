@@ -141,7 +141,7 @@ class AstroFolder(CheckpointFolder):
 
 
 class StepCheckpoints(BaseHook):
-    """Asks for a checkpoint every so many steps; all of them stay.
+    """Hook that requests a checkpoint every so many steps; all of them stay.
 
     Args:
         write: writes it.

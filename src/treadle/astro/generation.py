@@ -125,7 +125,7 @@ def _check(
 def _check_vocab(model: CausalTransformerLM, vocab: VocabSpec | None, *, legal_only: bool) -> None:
     if legal_only and vocab is None:
         raise ConfigError(
-            "=True, but vocab=None: what is legal follows from the vocabulary; give it", argument="legal_only"
+            "=True, but vocab=None: the legal tokens follow from the vocabulary; give it", argument="legal_only"
         )
     if vocab is not None and (vocab.vocab_size != model.vocab_size or vocab.n_types > model.n_types):
         raise ConfigError(

@@ -16,7 +16,7 @@ _DEAD = 0  # the state after an id that was not legal
 
 
 class SequenceGrammar:
-    """Follows sequences in the order of `encode_sequence` and returns the ids that are legal next.
+    """Follower of sequences in the order of `encode_sequence`, which returns the ids that are legal next.
 
     That order is BOS; image ids or MISS, SEP; a bin or MISS for each scalar column, or one MISS for all, SEP; for
     each spectrum group its ids or MISS, SEP; EOS; then PAD forever. The number of image and spectrum ids is

@@ -241,7 +241,7 @@ def _aligned_parts(weight_VE: Tensor) -> list[tuple[int, Tensor]]:
 
 
 class _LossOfHidden(torch.autograd.Function):
-    """Takes the gradients in the forward pass, while the pieces of logits exist."""
+    """Loss whose gradients are taken in the forward pass, while the pieces of logits exist."""
 
     @staticmethod
     def forward(

@@ -304,7 +304,7 @@ def _group_numbers(block: Block) -> Tensor:
 
 
 class _LossOfLogits(torch.autograd.Function):
-    """Reads the logits twice, so that between forward and backward nothing is kept but themselves."""
+    """Loss that reads the logits twice, so that between forward and backward nothing is kept but themselves."""
 
     @staticmethod
     def forward(

@@ -146,7 +146,7 @@ def plot_scalars(results: Sequence[CrossResult], path: Path) -> Path:
 
 
 def question_name(target: str, given: str | Sequence[str]) -> str:
-    """Return the title of a question: what is predicted from what.
+    """Return the title of a question: predicted field and given fields.
 
     Example:
         >>> question_name("sdss.redshift", ("sdss.r", "sdss.u-g"))

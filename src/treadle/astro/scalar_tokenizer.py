@@ -16,7 +16,7 @@ from treadle.astro.tokenizers import Floats, Tokens, as_indices
 from treadle.errors import ConfigError
 
 MISSING = -1
-"""Stands in a table of bins where a scalar is missing."""
+"""Value in a table of bins where a scalar is missing."""
 
 
 @dataclass(frozen=True, eq=False)

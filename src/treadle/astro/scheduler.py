@@ -17,7 +17,7 @@ _log = logging.getLogger("treadle.astro")
 
 
 class WarmupCosine(LRScheduler):
-    """Gives the coming step its rate: after n applied steps, that of step n + 1, so that no step is taken at rate 0.
+    """Warm-up and cosine for the coming step: after n applied steps the rate of step n + 1, so that none has rate 0.
 
     Args:
         optimizer: its groups' rates are the base rates.

@@ -200,7 +200,7 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
     A model that is trained on them can predict a column from any of the others, or from the picture or spectrum alone.
     In half of the sequences any scalars are hidden, in the others the first ones: drawn one by one, all that stand
     before a late column are seldom hidden together while it is shown, and then it is never learned from the rest.
-    What is hidden is drawn from torch's global generator, which a resumed run restores.
+    The hidden tokens are drawn with torch's global generator, which a resumed run restores.
 
     Args:
         sequences: as `SurveyTokenizers.encode` gives them.

@@ -154,7 +154,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
             made with other settings is made again.
         lru_fields: fields that are kept in memory.
         seed: of the order of the objects; None keeps that of the files.
-        max_image_tokens: of one object; what is beyond it is cut off.
+        max_image_tokens: of one object; more are cut off.
         max_scalar_tokens: the same for scalars.
         max_spec_tokens_per_group: the same for each group.
         allow_pickle: unpickle ids in token files. That **runs code** that is in the file.

@@ -56,7 +56,7 @@ _epoch_log = logging.getLogger("treadle.astro.epochs")
 
 
 class AstroTrainer(EpochFace):
-    """Trains a model ``(tokens, types, attn_mask) -> logits`` on token sequences; the loop is ``treadle.hooks.base``.
+    """Trainer of a model ``(tokens, types, attn_mask) -> logits`` on token sequences; see ``treadle.hooks.base``.
 
     The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
     `CausalTransformerLM` has, :meth:`compute_loss` is not overridden and the model is not sharded: the same loss, in
@@ -294,14 +294,12 @@ class AstroTrainer(EpochFace):
         check_loader(self.train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
         make_rule = self._rule_for(best_model_metric, val_loader)
-        with speaking(self._engine), self._folder.held():
+        with speaking(self._engine), self._folder.training():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:
                 self.scheduler.use_total(schedule_length(self.config, self.train_loader, epochs))
-            records = self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
-            self._folder.write_end()
-        return records
+            return self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
 
     def _rule_for(self, metric: str | None, loaders: EvalLoaders | None) -> Callable[[], BestRule] | None:
         """Return a function that makes the best rule of a call, or None where nothing is evaluated."""

@@ -49,7 +49,7 @@ def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Modu
     A model with a method ``gradient_checkpointing_enable``, as those of transformers, is asked to do so itself. Of any
     other the blocks are wrapped by ``torch.utils.checkpoint``. Random numbers of torch's own generators and the
     block's buffers, such as running statistics, are the same in both passes and move once. A block that draws from a
-    generator of its own, or counts in Python, cannot be run twice with one result: leave it out by name.
+    private generator, or counts in Python, cannot be run twice with one result: leave it out by name.
 
     Args:
         model: wrapped or not; call it before the model is compiled or spread over ranks.
@@ -155,7 +155,7 @@ def _enable_own(model: nn.Module, enable: Any) -> None:
     moved = [part for part in model.modules() if getattr(part, "running_mean", None) is not None]
     if moved:
         raise ConfigError(
-            f"{name} has a method of its own for it and layers with running statistics ({type(moved[0]).__name__}), "
+            f"{name} has its own method for it and layers with running statistics ({type(moved[0]).__name__}), "
             "which that would move twice a step; give names of its blocks instead, such as ['layers.*']",
             argument="gradient_checkpointing",
             value=True,
@@ -202,6 +202,6 @@ def _refuse_nested(blocks: dict[str, nn.Module]) -> None:
         outer = next((other for other in blocks if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise ConfigError(
-                f"{name!r} lies inside {outer!r}, so its activations would be computed three times; name one of them",
+                f"{name!r} is inside {outer!r}, so its activations would be computed three times; name one of them",
                 argument="gradient_checkpointing",
             )

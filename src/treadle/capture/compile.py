@@ -63,7 +63,7 @@ def compile_model(
         setting: True compiles the whole model; ``"blocks"`` the items of its ModuleLists, or the whole model where it
             has none; False nothing.
         backend: as ``torch.compile`` takes it.
-        mode: as ``torch.compile`` takes it. ``"reduce-overhead"`` makes CUDA graphs of its own, so do not capture too.
+        mode: as ``torch.compile`` takes it. ``"reduce-overhead"`` makes CUDA graphs itself, so do not capture too.
         dynamic: as ``torch.compile`` takes it; None lets torch find out which sizes change.
 
     Raises:

@@ -23,7 +23,7 @@ _PLACES = 64  # steps whose numbers are copied into memory made at once
 
 
 class CudaGraph:
-    """Records what a function launches and launches it again, all at once.
+    """Recording of what a function launches, which is launched again all at once.
 
     Graphs that are made one after another and replayed one at a time may share their memory.
 
@@ -49,7 +49,7 @@ class CudaGraph:
             RuntimeError: something in the function cannot be recorded.
         """
         usual = torch.cuda.current_stream()
-        # A run on a stream of its own is recorded there: kernels write into workspaces that belong to a stream, so two
+        # A run on a separate stream is recorded there: kernels write into workspaces that belong to a stream, so two
         # graphs that are recorded on one stream cannot be replayed side by side.
         alone = usual != torch.cuda.default_stream()
         beside = usual if alone else _recording_stream(torch.cuda.current_device())
@@ -129,7 +129,7 @@ class Branch:
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Let what is launched inside the block wait for what was launched before a mark, and for no more."""
+        """Make launches inside the block wait for those before a mark, and for no more."""
         if self._stream is None or mark is None:
             yield
             return
@@ -138,7 +138,7 @@ class Branch:
             yield
 
     def join(self) -> None:
-        """Let what is launched from here on, or comes after the step, wait for the branch."""
+        """Make further launches, and those after the step, wait for the branch."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -266,7 +266,7 @@ class FixedBatch:
 class Rows:
     """Numbers of several replays on a device, a row each.
 
-    Its memory is not the graph's: what is allocated while a graph is recorded is made anew by each replay.
+    Its memory is not the graph's: memory allocated while a graph is recorded is written anew by each replay.
 
     Args:
         width: numbers of a replay.

@@ -278,7 +278,7 @@ class _Left:
 
 
 class _RecordingGuard(FiniteGuard):
-    """Leaves the decision to the device and reads nothing.
+    """Guard that leaves the decision to the device and reads nothing.
 
     Args:
         replays: receives the refusals; None reads :attr:`flags` of each step.

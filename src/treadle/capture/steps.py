@@ -76,12 +76,12 @@ def _why_not(engine: Engine) -> str | None:
     if is_checkpointed(engine.model):
         return "gradient checkpointing keeps the random state of each block on the host; train without one of the two"
     if type(engine).train_step is not Engine.train_step:
-        return f"{type(engine).__name__} has a train_step of its own"
+        return f"{type(engine).__name__} overrides train_step"
     return None
 
 
 class CapturedSteps(RunsAhead):
-    """Replays the steps of an engine, one graph for each shape of their data.
+    """Steps of an engine that are replayed, one graph for each shape of their data.
 
     Args:
         engine: whose steps.

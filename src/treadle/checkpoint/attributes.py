@@ -219,7 +219,7 @@ class Mark:
     """Note of a value, by which to tell at little cost whether it was replaced or written to since.
 
     Attributes:
-        tells_all: whether no change escapes it, as of a tensor, which counts what is written to it.
+        tells_all: whether no change escapes it, as of a tensor, which counts its writes.
 
     Example:
         >>> values = [1, 2]

@@ -34,7 +34,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 class FrozenBase:
-    """Knows which weights a checkpoint may leave out: the frozen ones of a model with adapters, or where asked for.
+    """Weights that a checkpoint may leave out: the frozen ones of a model with adapters, or where asked for.
 
     Fingerprints are taken when the object is made, and again of a weight only when it was written to.
 

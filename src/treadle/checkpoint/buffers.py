@@ -12,7 +12,7 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 class HostBuffers:
-    """Copies tensors into memory of the CPU that the copy before last has given back.
+    """Memory of the CPU for copies of tensors, reused once the copy before last has given it back.
 
     Fresh memory costs several times the copy itself, since the system has to find and clear each page. Copies from a
     CUDA device go into page-locked memory and run at the speed of the bus.
@@ -72,7 +72,7 @@ class HostBuffers:
 
 
 class LiveTensors(HostBuffers):
-    """Copies only where needed: for a save that ends before training continues.
+    """Tensors that are copied only where needed: for a save that ends before training continues.
 
     Example:
         >>> weight, part = torch.ones(3), torch.ones(3)[:2]
@@ -89,7 +89,7 @@ class LiveTensors(HostBuffers):
 
 
 class NoBuffers(HostBuffers):
-    """Copies nothing: for a rank that takes part in making a state and writes none of it.
+    """Buffers that copy nothing: for a rank that takes part in making a state and writes none of it.
 
     Example:
         >>> NoBuffers().copy(torch.ones(3)).device.type

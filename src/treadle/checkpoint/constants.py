@@ -57,7 +57,7 @@ def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
 
     Args:
         value: what it returned.
-        held: what is in its place now, whose class is taken where it is of that name.
+        held: the value now in its place, whose class is taken where it has that name.
 
     Example:
         >>> decode_constant({"range": [0, 3, 1]}, None)

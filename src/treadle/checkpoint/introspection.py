@@ -134,7 +134,7 @@ def behind(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_of_a_run(value: Any) -> bool:
-    """Return whether a value is an engine or a trainer, this one or another: its state is a checkpoint of its own.
+    """Return whether a value is an engine or a trainer, this one or another: its state is a separate checkpoint.
 
     Example:
         >>> is_of_a_run(3)

@@ -57,7 +57,7 @@ class _Occupied(Exception):
 
 
 class RunLock:
-    """Holds a run folder for this process; take it when a run starts and release it when the run ends.
+    """Lock of a run folder for this process; take it when a run starts and release it when the run ends.
 
     Example:
         >>> lock = RunLock()

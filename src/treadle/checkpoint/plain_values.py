@@ -73,7 +73,7 @@ def encode(
 
 
 class _Encoder:
-    """Encodes one value and what it contains, up to a number of items."""
+    """Encoder of one value and what it contains, up to a number of items."""
 
     def __init__(self, largest: int, known: Collection[int], *, held: bool, alone: bool):
         self._alone = alone
@@ -220,7 +220,7 @@ def decode(value: Any, held: Any = None) -> Any:
 
     Args:
         value: what it returned.
-        held: what is in its place now: a generator, a container or a tensor of the same form keeps its identity.
+        held: the value now in its place: a generator, a container or a tensor of the same form keeps its identity.
 
     Example:
         >>> decode({"tuple": [1, "a"]})
@@ -427,13 +427,13 @@ def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _equal_scalars(one: Any, other: Any) -> bool:
-    """Return whether two lists of scalars are equal, at the speed of C; False says nothing."""
+    """Return True if two lists of scalars are equal, at the speed of C; False leaves it open."""
     kinds = list(map(type, one))
     return _SCALARS.issuperset(kinds) and kinds == list(map(type, other)) and list(one) == list(other)
 
 
 def _equal_dicts_of_scalars(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """Return whether two dicts have equal scalars in the same order, at the speed of C; False says nothing."""
+    """Return True if two dicts have equal scalars in one order, at the speed of C; False leaves it open."""
     return list(one) == list(other) and _equal_scalars(list(one.values()), list(other.values()))
 
 

@@ -298,6 +298,10 @@ class RemoteWorkspace:
         # Manifests first: one must never name objects that are gone.
         self.store.delete(sorted(stale, key=lambda key: not key.startswith(_MANIFESTS)))
 
+    def tidy(self) -> None:
+        """Delete what an upload that was killed has left; only for the process that holds the claim."""
+        self.store.delete(sorted(self.leftovers(), key=lambda key: not key.startswith(_MANIFESTS)))
+
     def leftovers(self) -> list[str]:
         """Return the objects that the two latest manifests do not name; none once a run has ended."""
         present = self.store.sizes()

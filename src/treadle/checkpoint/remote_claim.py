@@ -19,7 +19,7 @@ _FOLDER = "claims/"
 
 
 class RemoteClaim:
-    """Holds a remote workspace for this process.
+    """Claim of a remote workspace for this process.
 
     Claims are numbered. A further claim can be made once the one before was given back, its process is known to be
     gone, or its heartbeat did not change for a whole lease. A process that was taken for dead sees the higher number

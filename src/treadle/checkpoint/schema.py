@@ -187,7 +187,7 @@ def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None
 def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffers | None) -> Tensor:
     tensor = tensor.detach()
     if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
-        raise _not_plain(path, tensor, "it has no memory of its own that could be saved")
+        raise _not_plain(path, tensor, "it owns no memory that could be saved")
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
     try:

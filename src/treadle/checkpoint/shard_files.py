@@ -37,6 +37,8 @@ from treadle.checkpoint.shard_manifest import METADATA
 from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
+_COPY_AHEAD = 10_000_000  # bytes from the device, as torch has it
+
 
 def write_shard(
     tensors: Mapping[str, Tensor | LocalShard],
@@ -60,7 +62,9 @@ def write_shard(
     """
     parts = {key: value if isinstance(value, LocalShard) else _all_of(value) for key, value in tensors.items()}
     summed = files or _SummedFiles()
-    writer = _Writer(folder, summed, sync=files is None)
+    on_host = all(part.local.device.type == "cpu" for part in parts.values())
+    # With 0 torch waits for no stream, on which training goes on.
+    writer = _Writer(folder, summed, sync=files is None, copy_ahead=0 if on_host else _COPY_AHEAD)
     try:
         with warnings.catch_warnings() if group is None else contextlib.nullcontext():
             if group is None:
@@ -82,7 +86,7 @@ def _all_of(tensor: Tensor) -> LocalShard:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans parts as they are, each at its place; what ``save`` is given would be logged key by key."""
+    """Planner of parts as they are, each at its place; what ``save`` is given would be logged key by key."""
 
     def __init__(self, parts: Mapping[str, LocalShard]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -119,8 +123,10 @@ def _item(key: str, part: LocalShard) -> WriteItem:
 class _Writer(FileSystemWriter):
     """Names the file in every error and leaves the folder's path out of the metadata: it may be moved."""
 
-    def __init__(self, folder: Path | str, files: Any, *, sync: bool):
-        super().__init__(folder, single_file_per_rank=True, sync_files=sync, thread_count=1)
+    def __init__(self, folder: Path | str, files: Any, *, sync: bool, copy_ahead: int):
+        super().__init__(
+            folder, single_file_per_rank=True, sync_files=sync, thread_count=1, per_thread_copy_ahead=copy_ahead
+        )
         self.fs = files
         self.path = folder
 
@@ -140,7 +146,7 @@ class _Writer(FileSystemWriter):
 
 
 class SummedStreams:
-    """Part of a file system that notes the size and the CRC-32 of what is written.
+    """File system that records the size and the CRC-32 of the data written.
 
     Attributes:
         sums: of each file by its name.
@@ -168,7 +174,7 @@ class _SummedFiles(SummedStreams, FileSystem):
 
 
 class _Summed(io.BufferedIOBase):
-    """A file that sums up what is written to it."""
+    """File that keeps a CRC-32 of the data written to it."""
 
     def __init__(self, raw: Any):
         self._raw = raw
@@ -192,7 +198,7 @@ class _Summed(io.BufferedIOBase):
             self._raw.flush()
 
     def fileno(self) -> int:
-        self.flush()  # a caller that asks for it wants to sync, which would miss what is still in memory
+        self.flush()  # a caller that asks for it wants to sync, which would miss data still in memory
         number: int = self._raw.fileno()
         return number
 

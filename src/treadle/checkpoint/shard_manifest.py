@@ -1,7 +1,7 @@
 """The marker that makes a folder of shards a checkpoint: ``WHOLE.json`` with the size and CRC-32 of every file.
 
 One rank writes it, by rename, once every rank has written its part and read it back. A folder without it is
-unfinished: some rank may never have written. Whoever deletes a folder deletes the marker first.
+unfinished: some rank may never have written. Code that deletes a folder deletes the marker first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MARKER = "WHOLE.json"
 STATE = "state.pt"
 METADATA = ".metadata"
 _BEGUN = "UNFINISHED"
-_OLD = ".old"
+_OLD, _NEW = ".old", ".new"
 _NAME, _VERSION = "treadle sharded", 1
 _CHUNK = 1 << 22
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -104,7 +104,7 @@ def marker_text(files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> str:
 
 
 def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
-    """Return the marker of a folder, or None and what is wrong with it."""
+    """Return the marker of a folder, or None and its fault."""
     try:
         return parse_marker((folder / MARKER).read_bytes())
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
 
 
 def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
-    """Return a marker from its bytes, or None and what is wrong with it."""
+    """Return a marker from its bytes, or None and its fault."""
     try:
         found = json.loads(data)
         version, marker = int(found["format"]["version"]), Marker(int(found["ranks"]), dict(found["files"]))
@@ -132,7 +132,7 @@ def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
 
 
 def folder_problems(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return what is wrong with the files of a folder of shards; an empty list means that every byte is there.
+    """Return the faults of the files of a folder of shards; an empty list means that every byte is there.
 
     Args:
         folder: of one checkpoint.
@@ -182,42 +182,45 @@ def remove_folder(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name != _BEGUN:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else os.unlink(path)
-    sync_folder(folder)  # after a power loss nothing may be left without the name that says what it is
+    sync_folder(folder)  # after a power loss nothing may be left without the name that identifies it
     (folder / _BEGUN).unlink(missing_ok=True)
     os.rmdir(folder)
 
 
-def begin(folder: Path) -> None:
-    """Make an empty folder marked as unfinished; a complete one of that name is renamed until the new one is complete.
+def begin(folder: Path) -> Path:
+    """Make an empty folder marked as unfinished and return it; beside a complete one of that name, a hidden one.
 
     Raises:
         CheckpointError: there is a folder or a file of that name that this library did not write.
     """
-    aside = _aside(folder)
-    if is_whole(folder):
-        if aside.exists():
-            remove_folder(aside)
-        os.rename(folder, aside)
-    elif is_unfinished(folder):
-        remove_folder(folder)
-    elif os.path.lexists(folder):
-        raise CheckpointError(f"{str(folder)!r} is in the way of a checkpoint and is none; move it elsewhere")
-    os.mkdir(folder)
-    (folder / _BEGUN).touch()
-    sync_folder(folder)
+    settle(folder)
+    place = _beside(folder, _NEW) if is_whole(folder) else folder
+    if os.path.lexists(place):
+        raise CheckpointError(f"{str(place)!r} is in the way of a checkpoint and is none; move it elsewhere")
+    os.mkdir(place)
+    (place / _BEGUN).touch()
+    sync_folder(place)
+    sync_folder(place.parent)
+    return place
+
+
+def take_place(folder: Path) -> None:
+    """Put the hidden folder, once it is published, in the place of the one that was there before."""
+    os.rename(folder, _beside(folder, _OLD))
+    os.rename(_beside(folder, _NEW), folder)
     sync_folder(folder.parent)
 
 
-def end(folder: Path) -> None:
-    """Let the folder that stepped aside go if the new one is published; else puts it back."""
-    aside = _aside(folder)
+def settle(folder: Path) -> None:
+    """Remove what was left unfinished; of a folder that was written again, keep one that is complete."""
     if is_unfinished(folder):
         remove_folder(folder)
-    if aside.exists() and is_whole(folder):
-        remove_folder(aside)
-    elif aside.exists():
-        os.rename(aside, folder)
-        sync_folder(folder.parent)
+    for other in (_beside(folder, _NEW), _beside(folder, _OLD)):
+        if is_whole(other) and not os.path.lexists(folder):
+            os.rename(other, folder)
+            sync_folder(folder.parent)
+        elif os.path.lexists(other):
+            remove_folder(other)
 
 
 def unfinished(parent: Path, pattern: str) -> list[Path]:
@@ -231,17 +234,18 @@ def unfinished(parent: Path, pattern: str) -> list[Path]:
         names = [entry.name for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
-    left = {name[1 : -len(_OLD)] for name in names if re.fullmatch(rf"\.({pattern}){re.escape(_OLD)}", name)}
+    hidden = (re.fullmatch(rf"\.({pattern})({re.escape(_OLD)}|{re.escape(_NEW)})", name) for name in names)
+    left = {found[1] for found in hidden if found is not None}
     left |= {name for name in names if re.fullmatch(pattern, name) and is_unfinished(parent / name)}
     return sorted(parent / name for name in left)
 
 
 def tidy(folder: Path) -> None:
-    """Remove an unfinished folder and log it; restore the folder that was renamed for it."""
+    """As :func:`settle`, and log that a folder is removed."""
     if is_unfinished(folder):
         _log.warning("%s is unfinished, as some rank never wrote its part: it is removed", folder)
-    end(folder)
+    settle(folder)
 
 
-def _aside(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}{_OLD}")
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f".{folder.name}{suffix}")

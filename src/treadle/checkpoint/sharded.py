@@ -60,14 +60,14 @@ def save_sharded(
     if bad:
         target = put_aside(target, bad)
     try:
-        together(group, lambda: _begin(target) if rank == 0 else None)
-        written = write_shard(tensors, target, group)
-        files = together(group, lambda: _read_back(target, written, rest if rank == 0 else None))
-        together(group, lambda: _publish(target, files) if rank == 0 else None)
+        place = together(group, lambda: _begin(target) if rank == 0 else target)[0]
+        written = write_shard(tensors, place, group)
+        files = together(group, lambda: _read_back(place, written, rest if rank == 0 else None))
+        together(group, lambda: _publish(target, place, files) if rank == 0 else None)
     except CheckpointError as error:
         if rank == 0 and not isinstance(error, WriterLostError):  # else someone may still be writing there
             with contextlib.suppress(OSError):  # the start of the next run tries again
-                shard_manifest.end(target)
+                shard_manifest.settle(target)
         raise
     together(group, lambda: _finish(target, None if bad else finish) if rank == 0 else None)
     return target
@@ -101,38 +101,38 @@ def _non_finite(tensors: Mapping[str, Tensor | LocalShard], rest: Mapping[str, A
     return bad + non_finite_names(rest)
 
 
-def _begin(target: Path) -> None:
+def _begin(target: Path) -> Path:
     with reported(target):
         make_folder(target.parent)
-        shard_manifest.begin(target)
+        return shard_manifest.begin(target)
 
 
 def _read_back(
-    target: Path, written: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None
+    place: Path, written: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None
 ) -> dict[str, Mapping[str, Any]]:
     """Return size and CRC-32 of the files of this rank, once the disk has given every byte back."""
     files = dict(written)
     if rest is not None:
-        save_checkpoint(rest, target / STATE)
-        files[STATE] = checksum(target / STATE)
+        save_checkpoint(rest, place / STATE)
+        files[STATE] = checksum(place / STATE)
     for name, expected in written.items():
-        with reported(target / name):
-            if checksum(target / name) != expected:
-                raise CheckpointError(f"{target / name} does not read back as it was written; the disk may fail")
-    sync_folder(target)
+        with reported(place / name):
+            if checksum(place / name) != expected:
+                raise CheckpointError(f"{place / name} does not read back as it was written; the disk may fail")
+    sync_folder(place)
     return files
 
 
-def _publish(target: Path, files: list[dict[str, Mapping[str, Any]]]) -> None:
+def _publish(target: Path, place: Path, files: list[dict[str, Mapping[str, Any]]]) -> None:
     with reported(target):
-        shard_manifest.publish(
-            target, {name: entry for part in files for name, entry in part.items()}, ranks=len(files)
-        )
+        shard_manifest.publish(place, {name: entry for part in files for name, entry in part.items()}, ranks=len(files))
+        if place != target:
+            shard_manifest.take_place(target)
         date_last(target / MARKER, target.parent)
 
 
 def _finish(target: Path, finish: Callable[[Path], object] | None) -> None:
     with contextlib.suppress(OSError):  # what stepped aside goes at the start of the next run at the latest
-        shard_manifest.end(target)
+        shard_manifest.settle(target)
     if finish is not None:
         finish(target)

@@ -120,7 +120,7 @@ class ShardFolder:
 
 
 class _Into(LoadPlanner):
-    """Reads into one tensor."""
+    """Reader into one tensor."""
 
     def __init__(self, target: Tensor):
         self._target = target
@@ -183,7 +183,7 @@ def in_memory(tree: Any, read: dict[str, Tensor] | None = None) -> Any:
 
 
 class _Restricted(pickle.Unpickler):
-    """Knows the classes of such metadata and no others."""
+    """Unpickler that knows the classes of such metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
@@ -225,7 +225,7 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
         for chunk in described.chunks:
             bounds = zip(chunk.offsets, chunk.sizes, described.size, strict=True)
             if any(offset < 0 or size < 0 or offset + size > most for offset, size, most in bounds):
-                raise CheckpointError(f"a part of {shortened(key)} lies outside of it")
+                raise CheckpointError(f"a part of {shortened(key)} is outside its bounds")
     for index, where in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(where) is not _StorageInfo:
             raise CheckpointError("it places something that is no part of a tensor")
@@ -234,4 +234,4 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
         if where.relative_path not in sizes:
             raise CheckpointError(f"it refers to {shortened(str(where.relative_path))}, which the marker does not name")
         if where.offset < 0 or where.length < 0 or where.offset + where.length > sizes[where.relative_path]:
-            raise CheckpointError(f"{shortened(where.relative_path)} is shorter than it says")
+            raise CheckpointError(f"{shortened(where.relative_path)} is shorter than its header states")

@@ -30,7 +30,7 @@ Tree = dict[str, Any]
 
 
 class CheckpointWriter:
-    """Writes one state at a time in the background; a further request waits for the one before.
+    """Writer of one state at a time in the background; a further request waits for the one before.
 
     There is one copy of the state at most, besides the live one, and the next save uses its memory again.
 

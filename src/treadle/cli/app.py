@@ -50,7 +50,7 @@ app.command(short_help="Write an HTML page about one run or several.")(report)
 app.command(short_help="Run one step again and compare it with its record.")(replay)
 app.command(short_help="Check that a stop changes nothing.")(verify)
 app.command(short_help="Say where the time of a step goes.")(bench)
-app.command(short_help="Show what is in a checkpoint; nothing in it is executed.")(inspect)
+app.command(short_help="Show the contents of a checkpoint; nothing in it is executed.")(inspect)
 app.command(short_help="Write weights for other programs.")(export)
 app.command(short_help="Write a small commented script to start from.")(new)
 

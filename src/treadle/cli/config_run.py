@@ -181,7 +181,7 @@ def show_config(file: Path, settings: Sequence[str], seeds: str | None, console:
 
 
 class _Keeper:
-    """Observes the trainer: refuses a folder that cannot be written, adds the record, warns of what cannot resume."""
+    """Observer of the trainer: refuses an unwritable folder, adds the record, warns of what cannot resume."""
 
     def __init__(self, record: RunRecordHook):
         self.record = record

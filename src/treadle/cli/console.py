@@ -44,11 +44,11 @@ def _audible(console: Console) -> Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes log records above the bar that is drawn on the same console, and never wraps them.
+    """Handler that writes log records above the bar drawn on the same console, and never wraps them.
 
     Args:
         console: where they go.
-        start_block: also show the engine's block of decisions; a command of a pack has one of its own.
+        start_block: also show the engine's block of decisions; a command of a pack prints another.
     """
 
     def __init__(self, console: Console, *, start_block: bool = False):

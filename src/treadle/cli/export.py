@@ -47,7 +47,7 @@ def export(
         Optional[Path],  # noqa: UP045
         typer.Option(help="For hf: a folder with config.json.  [default: the run's 'pretrained']", show_default=False),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a run or of any checkpoint for other programs.

@@ -24,7 +24,7 @@ def inspect(
     as_json: AsJson = False,
     everything: Annotated[bool, typer.Option("--all", help="Every tensor and value, not the first ones only.")] = False,
 ) -> None:
-    """Show what is in a checkpoint without executing anything in it.
+    """Show the contents of a checkpoint without executing anything in it.
 
     Reads checkpoints of treadle and Lightning, plain torch files, safetensors and, by the names they would import,
     pickles. The exit code is 1 if the file is damaged or must not be loaded.

@@ -29,7 +29,7 @@ def new(
         Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Argument(metavar="FOLDER", help="Where to write.  [default: a folder named like the face]"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Write a small commented script to start from, train.py, and where the face has one its configuration, run.yaml.
 

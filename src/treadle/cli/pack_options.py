@@ -13,7 +13,7 @@ Device = Annotated[
     typer.Option(help="cpu, cuda, cuda:1, mps. By default CUDA, then MPS, then the CPU.", show_default=False),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Go on from the folder's checkpoint, or start afresh.")
+    bool, typer.Option("--resume/--no-resume", help="Resume from the folder's checkpoint, or start afresh.")
 ]
 Trackers = Annotated[
     Optional[str],  # noqa: UP045
@@ -33,7 +33,7 @@ Halving = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option(
         metavar="METRIC:EPOCHS", show_default=False,
-        help="Of several runs: val_loss:1,3,9 lets the best third go on at each of these epochs; max:accuracy:1,3,9 "
+        help="Of several runs: val_loss:1,3,9 continues the best third at each of these epochs; max:accuracy:1,3,9 "
         "where more is better, val_loss:1,3,9:2 for a half.",
     ),
 ]  # fmt: skip

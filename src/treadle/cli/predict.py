@@ -97,7 +97,7 @@ def predict(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write what the best weights of a run say about a split, beside what is true where that is known.
+    """Write the predictions of a run's best weights on a split, beside the true values where they are known.
 
     Graphs: predictions and targets. Spectra: the latent of each spectrum and the row of the data set. Astro: each
     question of one modality from others. A run of a configuration file: what the trainer's predict_step(input) returns
@@ -240,7 +240,7 @@ def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> 
     Args:
         arrays: for a .csv equally long; what has several columns becomes ``name_0``, ``name_1``, ...
         path: its suffix selects the format.
-        nan: stands for NaN in a .csv.
+        nan: text of NaN in a .csv.
 
     Raises:
         ConfigError: the arrays are of several lengths and the file is a .csv.

@@ -84,7 +84,7 @@ def _print_comparison(values: Mapping[str, Any], console: Console) -> None:
         count = "loss, norm, learning rate and outcome are equal to the bit"
         _line(console, "record", count)
         if values["first_difference"] is not None:
-            _line(console, "", f"but step {values['first_difference']} before it is not what its record says")
+            _line(console, "", f"but step {values['first_difference']} before it differs from its record")
     else:
         _line(console, "record", "DIFFERS", style="bold red")
         for name, (then, now) in values["differences"].items():

@@ -29,7 +29,7 @@ DELETE = _Delete()
 
 @dataclass(frozen=True)
 class REPLACE:
-    """As a value in a configuration that is merged over another: takes the place of a dict instead of merging into it.
+    """Marker in a configuration merged over another: its dict replaces the other's instead of merging into it.
 
     Example:
         >>> merge_configs({"model": {"type": "A", "depth": 3}}, {"model": REPLACE({"type": "B"})})

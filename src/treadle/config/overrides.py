@@ -92,7 +92,7 @@ def _begins_list(node: Any, override: Assignment, depth: int) -> bool:
 
 
 def _make_room(node: Any, override: Assignment, depth: int) -> None:
-    """Make the place of a key or index that may be new, with a dict or list where the path goes on."""
+    """Make the place of a key or index that may be new, with a dict or list where the path continues."""
     key, last = override.keys[depth], depth + 1 == len(override.keys)
     made: Any = None if last else [] if isinstance(override.keys[depth + 1], int) else {}
     if isinstance(node, dict):

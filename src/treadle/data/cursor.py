@@ -67,7 +67,7 @@ class Group:
 
 
 class Cursor:
-    """Owns the position in the data. It exists before its loader, so a checkpoint can be loaded into it first.
+    """Position in the data. It exists before its loader, so a checkpoint can be loaded into it first.
 
     Args:
         ranks: what it does on several ranks. ``"together"``: their epochs must have equally many micro-batches; where
@@ -80,7 +80,7 @@ class Cursor:
     Attributes:
         epoch: epochs completed.
         position: micro-batches consumed in the running epoch. In an epoch that another number of ranks began, as many
-            as leave what is left of it now.
+            as leave the same rest of it as now.
         ended: whether the running epoch has no more micro-batches.
         lengths: reported by the ranks when the epoch was opened; None on one rank or apart.
 
@@ -130,7 +130,7 @@ class Cursor:
                 self._loaded = {
                     **self.state_dict(),
                     "loader": None,
-                }  # what is left is found in any loader
+                }  # the rest is found in any loader
             self._source = open_source(loader)
             self.limit_to(self._limit)
             self._objects = LoaderState(loader)
@@ -469,7 +469,7 @@ class Cursor:
         """Restore the position; the loader is opened there when it comes.
 
         Args:
-            state_dict: what :meth:`state_dict` returned, with what is each rank's own under ``"ranks"`` where several
+            state_dict: what :meth:`state_dict` returned, with each rank's part under ``"ranks"`` where several
                 wrote it.
             rng: the checkpoint's RNG, restored last, after the epoch is reopened.
         """

@@ -78,7 +78,7 @@ def _place_in_another_order(position: int, loader: str) -> ResumePoint:
 
 
 def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoint:
-    """The samples that are left are cut afresh; counted so that position and length tell what is left."""
+    """Order of the remaining samples, cut afresh, in which position and length count those that remain."""
     start = int(before["consumed"])
     left = order.num_batches(start)
     warnings = [

@@ -3,7 +3,7 @@
 The loader made here runs the user's own dataset, batch sampler and collate function. It differs in two ways:
 
 * consumed index lists are passed over in the batch sampler, so nothing is read for them;
-* with workers, each index list carries a seed of its own and the worker seeds python, numpy and torch with it before
+* with workers, each index list carries a seed and the worker seeds python, numpy and torch with it before
   reading. So random augmentation depends on neither the number of workers nor prefetching nor ``persistent_workers``.
   With 0 workers items draw from the main RNG, as in a plain loop.
 """
@@ -65,7 +65,7 @@ class _SeededIndex:
 
 
 class _SeededDataset(Dataset[Any]):
-    """Reads from the user's dataset under the seed that came with the index; used in workers only."""
+    """Reader of the user's dataset under the seed that came with the index; used in workers only."""
 
     def __init__(self, dataset: Any, watch: WatchedState):
         self.dataset = dataset
@@ -107,7 +107,7 @@ def seed_worker(seed: int) -> None:
 
 
 class _WorkerInit:
-    """Runs the user's ``worker_init_fn`` with the user's own dataset in ``get_worker_info()``."""
+    """Call of the user's ``worker_init_fn`` with the user's own dataset in ``get_worker_info()``."""
 
     def __init__(self, user_fn: Callable[[int], None] | None):
         self.user_fn = user_fn
@@ -244,7 +244,7 @@ class _IndexFeed:
 
 
 class IndexedReader:
-    """Opens the epochs of a map-style DataLoader at any position.
+    """Reader that opens the epochs of a map-style DataLoader at any position.
 
     Args:
         loader: the user's loader; it is not changed and not iterated.

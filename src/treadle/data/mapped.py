@@ -22,7 +22,7 @@ _CHUNK_BYTES = 2**20
 
 
 class MappedLoader(RowLoader):
-    """Yields batches of rows of arrays on disk, which a thread reads one window ahead.
+    """Loader of batches of rows of arrays on disk, which a thread reads one window ahead.
 
     The rows are cut into chunks of neighbours, since a disk reads neighbours many times faster than single rows. A
     window is some chunks; two windows are in memory, never more: one that batches are taken from and one that is being
@@ -102,7 +102,7 @@ class MappedLoader(RowLoader):
         for name, value in (("chunk_rows", self.chunk_rows), ("window_chunks", window_chunks)):
             if value < 1:
                 raise ConfigError("must be at least 1", argument=name, value=value)
-        self.device = get_device("cpu" if device is None else device)  # with its number: a thread has one of its own
+        self.device = get_device("cpu" if device is None else device)  # numbered: each thread has its own default
         self._reader: WindowReader | None = None
 
     def _order_of(self, size: int, replicas: int) -> GlobalOrder:

@@ -17,7 +17,7 @@ _CUTS = ("global_batch_size", "num_replicas", "drop_last")  # how an order is cu
 
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Says which samples each rank reads in each batch of an epoch.
+    """Samples that each rank reads in each batch of an epoch.
 
     The order of the samples depends on the seed and the epoch alone, so it is the same on any number of ranks. Batch
     t of all ranks is the next slice of it, and each rank takes a contiguous part of the slice; parts differ by one

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class RankBatchSampler(Sampler[list[int]]):
-    """Gives every rank its part of each batch: every sample once in an epoch, on one rank, equally many batches.
+    """Sampler of each rank's part of each batch: every sample once in an epoch, on one rank, equally many batches.
 
     Pass it as ``batch_sampler`` to a ``DataLoader`` of torch or torch_geometric, for training and evaluation alike.
     :class:`GlobalOrder` has the rule for a short last batch. No sample is repeated, so means and metrics over ranks are

@@ -49,7 +49,7 @@ class LastRows(NamedTuple):
 
 
 def noted(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
-    """Return tensors with their versions, which count what is written to them; without those that count nothing.
+    """Return tensors with their versions, which count their writes; without those that have no counter.
 
     Example:
         >>> from torch import zeros
@@ -60,7 +60,7 @@ def noted(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
 
 
 class RowLoader:
-    """Yields batches of rows in a global order; where the rows are is the subclass's affair.
+    """Loader of batches of rows in a global order; a subclass holds the rows.
 
     Args:
         num_rows: N.

@@ -1,7 +1,7 @@
 """Samples from many ``.tar`` or Parquet files, entered at any sample: the order comes from seed and epoch alone.
 
 A shuffle buffer over a stream of tar files has contents that no small state can hold. Here a window of files is mixed
-instead: their tables of contents are read, and each sample where it stands. So nothing that was given is read again.
+instead: their tables of contents are read, and each sample in its place. So nothing that was given is read again.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from treadle.seed import mix_seed
 
 
 class ShuffleBuffer(EnteredStream):
-    """Mixes the samples of a stream that keeps its place, and keeps its own place.
+    """Shuffled samples of a stream that keeps its place; the buffer keeps its own place too.
 
     It reads ``size`` samples, gives them in another order, and reads the next ones. The state holds no samples: a
     resume reads those of the present buffer again, at most ``size``. Give it a stream that is not shuffled itself by a

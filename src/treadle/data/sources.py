@@ -29,7 +29,7 @@ from treadle.seed import RngState
 
 
 class Source(Protocol):
-    """Opens the epochs of a loader at any position.
+    """Reader that opens the epochs of a loader at any position.
 
     Attributes:
         kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.
@@ -109,7 +109,7 @@ class _Indexed:
         if self.reader.draws_while_running:
             sentences.append(
                 "the sampler draws from the global RNG between batches, so a resume inside an epoch cannot repeat "
-                "its order; give the sampler a generator of its own"
+                "its order; give the sampler its own generator"
             )
         return sentences
 

@@ -19,7 +19,7 @@ from treadle.seed import mix_seed
 
 
 class SeededReads(Dataset[Any]):
-    """Reads from a map-style data set, under a seed of its own for each batch of this worker.
+    """Reader of a map-style data set, with a separate seed for each batch of this worker.
 
     Args:
         dataset: the user's data set.

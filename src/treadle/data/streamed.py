@@ -53,7 +53,7 @@ class EnteredStream(IterableDataset[Any]):
 
 
 class SeededStream(IterableDataset[Any]):
-    """A stream whose random generators are seeded before each batch, with a state that says where it is.
+    """A stream whose random generators are seeded before each batch, with a state that holds its position.
 
     It is iterated in a worker, or with 0 workers in the main process, where it seeds nothing.
 
@@ -88,7 +88,7 @@ class SeededStream(IterableDataset[Any]):
         return 0 if info is None else (info.id + self.first) % info.num_workers
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the epoch, or continue where the state of this worker says."""
+        """Begin the epoch, or continue at the position in this worker's state."""
         worker = self.worker
         state = self.start[worker] if self.start else None
         self._reads, self._ended = (0, False) if state is None else (int(state["reads"]), bool(state["ended"]))
@@ -123,7 +123,7 @@ class SeededStream(IterableDataset[Any]):
             yield sample
 
     def enter(self, state: Mapping[str, Any]) -> None:
-        """Let a pass that has just begun continue where a state says, by the iterator's own state."""
+        """Move a pass that has just begun to the position of a state, by the iterator's own state."""
         if "reads" not in state:
             state = {"reads": 0, "ended": False, "iterator": state}
         self._reads, self._ended = int(state["reads"]), bool(state["ended"])
@@ -316,7 +316,7 @@ class StreamInit:
 
 
 class StreamReader:
-    """Opens the epochs of a DataLoader over a stream that keeps its place, at any place.
+    """Reader that opens the epochs of a DataLoader over a stream that keeps its place, at any place.
 
     Args:
         loader: the user's loader; it is not changed and not iterated.
@@ -358,7 +358,7 @@ class StreamReader:
         )
 
     def open(self, *, seed: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Open an epoch at its start, or where ``state`` says.
+        """Open an epoch at its start, or at the position of ``state``.
 
         Raises:
             CheckpointError: the state is of another number of workers.

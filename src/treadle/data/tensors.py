@@ -16,7 +16,7 @@ from treadle.errors import ConfigError
 
 
 class TensorLoader(RowLoader):
-    """Yields batches of rows of one or several tensors.
+    """Loader of batches of rows of one or several tensors.
 
     The order of an epoch depends on the seed and the epoch alone, and it is the same on every device. Nothing is drawn
     from the global random generators. The state is an epoch and a position.
@@ -157,7 +157,7 @@ class TensorLoader(RowLoader):
 
 
 class RowGather:
-    """Gathers batches of one size into fixed memory, in the loader, or later in the step that trains on them.
+    """Gathering of batches of one size into fixed memory, in the loader, or later in the step that trains on them.
 
     Who does so in a CUDA graph needs nothing from the host between two batches that follow each other: the order of the
     epoch and the places in it of the next batch are on the device, and :meth:`advance` moves them on.

@@ -1,4 +1,4 @@
-"""TransferLoader: batches copied to the GPU from pinned memory, on a stream of their own, while the GPU computes."""
+"""TransferLoader: batches copied to the GPU from pinned memory, on a separate stream, while the GPU computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("treadle.data")
 
 
 class TransferLoader:
-    """Wraps a loader so that its batches arrive on the GPU, copied while the GPU still computes the step before.
+    """Loader whose batches arrive on the GPU, copied while the GPU still computes the step before.
 
     Every CPU tensor of a batch is put into pinned memory, if the loader has not done so, and copied on a stream of its
     own; neither the host nor the GPU's present work waits. Containers and dataclasses are looked into, and objects
@@ -98,7 +98,7 @@ class TransferLoader:
 
 
 class Copies(Protocol):
-    """Begins the copy of a batch, and hands it out later."""
+    """Copies of batches that are begun early and handed out later."""
 
     def send(self, batch: Any) -> Any:
         """Begin the copy; return what :meth:`receive` takes."""
@@ -110,7 +110,7 @@ class Copies(Protocol):
 
 
 class InOrder:
-    """Iterates over a pass, ``ahead`` copies begun before they are wanted; batches and errors come in their order.
+    """Iterator over a pass, ``ahead`` copies begun before they are wanted; batches and errors come in their order.
 
     Args:
         batches: a pass of a loader.

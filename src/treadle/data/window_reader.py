@@ -94,7 +94,7 @@ class _Window:
 
 
 class WindowReader:
-    """Gives rows of windows, and reads the window after the one in use meanwhile; never more than these two.
+    """Reader of windows of rows that reads the window after the one in use meanwhile; never more than these two.
 
     What goes wrong in the thread is raised where the rows are asked for.
 
@@ -122,7 +122,7 @@ class WindowReader:
         self._current: _Window | None = None
         self._ahead: Future[_Window] | None = None
         self._to_device = None if device.type == "cpu" else _ToDevice(device)
-        # One set of memory is read into while batches are taken from the other; a device has windows of its own.
+        # One buffer is read into while batches are taken from the other; a device has separate windows.
         self._sets: list[dict[int, Tensor]] = [{}, {}] if self._to_device is None else [{}]
 
     def take(self, number: int, span: range) -> tuple[list[Tensor], Tensor]:
@@ -182,7 +182,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Te
 
 
 class _ToDevice:
-    """Copies windows to an accelerator, on a side stream, in the thread."""
+    """Copies of windows to an accelerator, on a side stream, in the thread."""
 
     def __init__(self, device: torch.device):
         self.device = device

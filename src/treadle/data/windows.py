@@ -15,7 +15,7 @@ from treadle.seed import mix_seed
 
 
 class Windows:
-    """Says which rows each window of an epoch holds, and in which order they are given.
+    """Rows that each window of an epoch holds, and the order in which they are given.
 
     The rows are cut into chunks of neighbours. A window is the next few chunks; with ``shuffle`` the chunks come in an
     order of seed and epoch alone, and so do the rows within each window. Finding a place costs no more than an order

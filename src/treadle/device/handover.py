@@ -1,4 +1,4 @@
-"""Handover of the host between runs that share a process: where one launches much or waits, the others go on.
+"""Handover of the host between runs that share a process: where one launches much or waits, the others run.
 
 A run by itself launches and waits as if this module were not there. Runs that take turns have a thread each, and in
 each of these threads one object that receives what it would keep the host with.

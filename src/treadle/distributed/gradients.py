@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from treadle import distributed
 from treadle.distributed.ranks import is_dtensor
@@ -94,21 +95,32 @@ class _Bucket:
 
     Attributes:
         numbers: of the parameters, in the order of the message.
-        arrived: those whose gradient is there.
+        parameters: themselves.
+        arrived: numbers of those whose gradient is there.
         flat: the message, from the moment it is on its way.
     """
 
     numbers: list[int] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
     flat: Tensor | None = None
     work: Any = None
+
+    def means(self) -> list[Tensor]:
+        """Wait for the message and return its parts, one for each parameter."""
+        assert self.flat is not None
+        self.work.wait()
+        flat = self.flat.to(self.parameters[0].device)
+        means: tuple[Tensor, ...] = _unflatten_dense_tensors(flat, self.parameters)  # type: ignore[no-untyped-call]
+        self.flat = self.work = None
+        return list(means)
 
 
 _NONE, _PRESENT, _LATE = 0, 1, 2
 
 
 class ReplicaExchange(GradientExchange):
-    """Gives every replica the mean gradients over the ranks, while the last backward pass still runs.
+    """Exchange that gives every replica the mean gradients over the ranks, while the last backward pass still runs.
 
     A bucket is sent as soon as its gradients are there and all earlier ones are sent; the rest is sent at the end. A
     gradient that this rank lacks counts as zeros; a parameter without one on every rank stays without. The reducer of
@@ -127,6 +139,7 @@ class ReplicaExchange(GradientExchange):
         ignored = set(getattr(replicas, "parameters_to_ignore", ()))
         named = {name: value for name, value in replicas.module.named_parameters() if name not in ignored}
         self._names, self._all = list(named), list(named.values())
+        self._modules = list(replicas.modules())
         self._looks_for_unused = not getattr(replicas, "find_unused_parameters", False)
         self._trained: list[bool] = []
         self._parameters: list[nn.Parameter] = []
@@ -195,16 +208,15 @@ class ReplicaExchange(GradientExchange):
 
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:
-        parts = []
-        for number in bucket.numbers:
-            parameter = self._parameters[number]
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ConfigError(
-                    "a sparse gradient cannot be exchanged between replicas; build the embedding with sparse=False",
-                    argument="gradients",
-                )
-            parts.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-        flat = torch.cat([part.reshape(-1) for part in parts])
+        grads = [torch.zeros_like(p) if (grad := p.grad) is None else grad for p in bucket.parameters]
+        if any(grad.is_sparse for grad in grads):
+            raise ConfigError(
+                "a sparse gradient cannot be exchanged between replicas; build the embedding with sparse=False",
+                argument="gradients",
+            )
+        # Never the gradient itself, as of one tensor: it may be added to while the message is on its way.
+        several = len(grads) > 1
+        flat: Tensor = _flatten_dense_tensors(grads) if several else grads[0].reshape(-1).clone()  # type: ignore[no-untyped-call]
         bucket.flat = flat.to(distributed.collective_device(flat.device))
         mean = dist.get_backend(self._group) == "nccl"  # it divides on the way; gloo does not
         if not mean:
@@ -217,46 +229,50 @@ class ReplicaExchange(GradientExchange):
         """Send the rest, wait, and hand out the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        states = self._gather_states()
+        largest_states = distributed.start_max_over_ranks(self._own_states())
+        means = [bucket.means() for bucket in self._buckets]
+        states = bytes(largest_states().numpy())
         if self._looks_for_unused and any(states):
             self._looks_for_unused = False
             self._name_unused(states)
-        for bucket in self._buckets:
-            bucket.work.wait()
-            if any(states[number] == _LATE for number in bucket.numbers):
-                self._send(bucket)
-                bucket.work.wait()
-            self._hand_out(bucket, states)
-            bucket.flat = bucket.work = None
+        if _LATE in states:
+            means = [self._sent_again(*pair, states) for pair in zip(self._buckets, means, strict=True)]
+        for bucket, some in zip(self._buckets, means, strict=True):
+            _hand_out(bucket, some, states)
         if self.replicas.broadcast_buffers:
-            _share_buffers(list(self.replicas.buffers()), self._group)
+            own = [buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None]
+            _share_buffers(own, self._group)
 
-    def _gather_states(self) -> Sequence[int]:
-        """Return the state of each gradient, the largest over ranks."""
-        own = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.uint8)
-        own[list(self._late)] = _LATE
-        return distributed.max_over_ranks(own).tolist()
+    def _own_states(self) -> Tensor:
+        """Return the state of each gradient on this rank."""
+        own = bytearray(parameter.grad is not None for parameter in self._parameters)
+        for number in self._late:
+            own[number] = _LATE
+        return torch.frombuffer(own, dtype=torch.uint8)
 
-    def _name_unused(self, states: Sequence[int]) -> None:
+    def _sent_again(self, bucket: _Bucket, means: list[Tensor], states: bytes) -> list[Tensor]:
+        """Return the means of a bucket, from another message if a gradient of it was late."""
+        if all(states[number] != _LATE for number in bucket.numbers):
+            return means
+        self._send(bucket)
+        return bucket.means()
+
+    def _name_unused(self, states: bytes) -> None:
         trained = [clean_name(name) for name, value in zip(self._names, self._all, strict=True) if value.requires_grad]
         unused = [name for name, state in zip(trained, states, strict=True) if state == _NONE]
         if unused and distributed.rank() == 0:
             _log.warning(
                 "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
                 "requires_grad_(False); where only some steps use a part, find_unused_parameters=True of the wrapper "
-                "says that it is meant",
+                "states that it is meant",
                 len(unused), ", ".join(unused[:10]),
             )  # fmt: skip
 
-    def _hand_out(self, bucket: _Bucket, states: Sequence[int]) -> None:
-        """Make the gradients parts of the message, so that they need not be copied out of it."""
-        assert bucket.flat is not None
-        parameters = [self._parameters[number] for number in bucket.numbers]
-        parts = torch.split(bucket.flat, [parameter.numel() for parameter in parameters])
-        for number, parameter, part in zip(bucket.numbers, parameters, parts, strict=True):
-            if states[number] == _NONE:
-                continue
-            mean = part.view_as(parameter).to(parameter.device)
+
+def _hand_out(bucket: _Bucket, means: Sequence[Tensor], states: bytes) -> None:
+    """Make the gradients parts of the message, so that they need not be copied out of it."""
+    for number, parameter, mean in zip(bucket.numbers, bucket.parameters, means, strict=True):
+        if states[number] != _NONE:
             # Another layout, such as channels_last, stays: fused optimizers want weights and gradients alike.
             parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
 
@@ -277,6 +293,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
             buckets.append(open_ones[key][0])
         bucket, filled = open_ones[key]
         bucket.numbers.append(number)
+        bucket.parameters.append(parameter)
         filled += parameter.numel() * parameter.element_size()
         open_ones[key] = (bucket, filled)
         if filled >= (_FIRST_BUCKET if bucket is buckets[0] else usual):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -117,6 +117,27 @@ def sum_over_ranks(tensor: Tensor) -> Tensor:
 def max_over_ranks(tensor: Tensor) -> Tensor:
     """Return the maximum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank."""
     return _reduced(tensor, dist.ReduceOp.MAX)
+
+
+def start_max_over_ranks(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to find the maximum of a tensor on the CPU over all ranks; return what waits for it.
+
+    No other exchange between the hosts may come between the two.
+
+    Example:
+        >>> start_max_over_ranks(torch.tensor(2))()
+        tensor(2)
+    """
+    if not 1 < world_size() <= _FEW:
+        return lambda: max_over_ranks(tensor)
+    largest = tensor.clone()
+    work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control_group(), async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return largest
+
+    return wait
 
 
 def _reduced(tensor: Tensor, op: Any) -> Tensor:

@@ -49,7 +49,7 @@ def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:
 
 
 class BestRule:
-    """Keeps the best value of one metric and counts epochs without improvement.
+    """Rule of the best value of one metric, with a count of the epochs without improvement.
 
     Improved (min) means value < best - min_delta, (max) value > best + min_delta. NaN and infinities never improve.
 
@@ -159,7 +159,7 @@ class BestRule:
 
 
 class EarlyStopping:
-    """Says when to stop: a callable over :class:`BestRule`.
+    """Early stopping: a callable over :class:`BestRule` that returns whether to stop.
 
     Args:
         patience: non-improving values until it returns True, >= 1.

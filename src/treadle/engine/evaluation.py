@@ -106,7 +106,7 @@ def for_each_batch(
 ) -> None:
     """Call ``fn`` with every batch under the rules of an evaluation.
 
-    Eval mode, no gradients, autocast, and an RNG of its own. The mode of every module, the generators of the loader
+    Eval mode, no gradients, autocast, and a separate RNG. The mode of every module, the generators of the loader
     and the training RNG are put back, also after an exception. Ranks may have unequal numbers of batches, unless the
     model is sharded: then they need each other in every forward pass.
 
@@ -171,7 +171,7 @@ def copies_in(loader: Any) -> list[str]:
 
 @contextlib.contextmanager
 def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> Iterator[None]:
-    """Eval mode, no gradients, and random numbers of its own inside the block; training does not notice."""
+    """Enter eval mode without gradients and with a separate RNG; training continues as if it had not been."""
     rank = distributed.rank()
     seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same
     with forked_rng(seed), kept_generators(loader), evaluation_mode(model):

@@ -50,7 +50,7 @@ def _try_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
     if optimizer.state and not state.get("state"):
         raise CheckpointError(
             f"optimizer: the state_dict of this {type(optimizer).__name__} is empty although it holds state; give "
-            "the class state_dict() and load_state_dict() of its own"
+            "the class its own state_dict() and load_state_dict()"
         )
     for lost in rehearse(optimizer, from_plain(state)):
         raise CheckpointError(f"optimizer: {type(optimizer).__name__} does not load what it saves: {lost}")

@@ -20,7 +20,7 @@ The loop, with every event at its place::
                     unscale; normalise once by the total weight; measure the norm
                     on_before_optimizer_step        # gradients are final but for clipping
                     finite on every rank -> clip; optimizer.step; scheduler; EMA; leave
-                    otherwise -> lower the fp16 scale (leave) | a hook's refusal_plan goes on without it (leave)
+                    otherwise -> lower the fp16 scale (leave) | a hook's refusal_plan continues without it (leave)
                                  | zero gradients; fresh group | NonFiniteError
                 on_after_step
                 write the requested checkpoints; leave at max_steps or after a signal
@@ -94,7 +94,7 @@ def read_only(method: Event) -> Event:
 
 
 class BaseHook:
-    """Does nothing at every event; subclass it and override what you need.
+    """Hook that does nothing at every event; subclass it and override what you need.
 
     Example:
         >>> class CountSteps(BaseHook):

@@ -129,7 +129,7 @@ class Limits:
 
     @classmethod
     def among(cls, values: Mapping[str, Any]) -> Limits:
-        """Return the limits that are among settings of other kinds; None stands for the default.
+        """Return the limits that are among settings of other kinds; None means the default.
 
         Example:
             >>> Limits.among({"lr": 0.1, "fast_dev_run": 2, "max_time": None}) == Limits(fast_dev_run=2)

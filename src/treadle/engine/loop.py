@@ -49,7 +49,7 @@ from treadle.task import Task, as_step_output
 
 
 class Engine(EngineBase):
-    """Runs a model, an optimizer and a task over a loader, one optimizer step at a time.
+    """Loop over a model, an optimizer, a task and a loader, one optimizer step at a time.
 
     Args:
         model: on the device already.

@@ -215,7 +215,7 @@ class ClassMetric:
     Targets are classes where they are whole numbers of shape (N, ...) and outputs have the shape (N, C, ...): the
     metric is updated batch by batch. Where both have one shape, or outputs (N, 1), targets are 0 or 1 and all rows are
     scored at once, since whether outputs are logits shows only over all of them: they are where ``loss_fn`` takes
-    logits, or any lies outside [0, 1].
+    logits, or any is outside [0, 1].
 
     Args:
         name: of a classification metric.

@@ -71,7 +71,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
-    return f"PyTorch says: {text.splitlines()[0]}"
+    return f"PyTorch's message: {text.splitlines()[0]}"
 
 
 def _where(engine: Engine) -> str:

@@ -176,8 +176,17 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
         close_hooks(engine, opened, failure)
 
 
+@contextlib.contextmanager
+def held_by_hooks(engine: Engine) -> Iterator[None]:
+    """Hold inside the block what the hooks of an engine hold for a run."""
+    with contextlib.ExitStack() as held:
+        for hook in engine.hooks:
+            held.enter_context(hook.claim(engine))
+        yield
+
+
 class BetweenRuns:
-    """Signals noted around several runs of one front end, which holds its folders as in a run.
+    """Signals noted around the runs of a front end, and in what it does before, between and after them.
 
     Args:
         engine: that runs.
@@ -189,19 +198,14 @@ class BetweenRuns:
     def __init__(self, engine: Engine):
         self._engine = engine
         self._plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
-        self._held = contextlib.ExitStack()
+        self._listening = engine.signals.listening([number for plan in self._plans for number in plan.signals])
 
     def __enter__(self) -> BetweenRuns:
-        with contextlib.ExitStack() as held:
-            for hook in self._engine.hooks:
-                held.enter_context(hook.claim(self._engine))
-            numbers = [number for plan in self._plans for number in plan.signals]
-            held.enter_context(self._engine.signals.listening(numbers))
-            self._held = held.pop_all()
+        self._listening.__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        self._held.close()
+        self._listening.__exit__(*failure)
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:

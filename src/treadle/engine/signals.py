@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
@@ -82,7 +83,7 @@ def _shared_byte() -> mmap.mmap:
 
 
 class SignalListener:
-    """Notes the first signal that arrives while it listens.
+    """Listener that notes the first signal that arrives.
 
     A second signal is noted too but changes nothing, so that a running save can finish; a third is handed to the
     handler that was installed before.
@@ -98,6 +99,7 @@ class SignalListener:
     def __init__(self) -> None:
         self.received: int | None = None
         self.plans: list[ExitPlan] = []
+        self._inside = False
         self._count = 0
         self._previous: dict[int, Any] = {}
         self._owner = 0
@@ -117,27 +119,37 @@ class SignalListener:
         Yields:
             Whether it is inside no other such block.
         """
-        if self._previous:
+        if self._inside:
             yield False
             return
         self.received, self._count = None, 0
         if not signals:
             yield True
             return
-        if threading.current_thread() is not threading.main_thread():
-            if SignalRelay.active is None:
-                raise ConfigError(
-                    "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
-                )
-            with SignalRelay.active.serving(self, signals):
+        self._inside = True
+        try:
+            with self._handlers(signals):
                 yield True
-            return
+        finally:
+            self._inside = False
+
+    def _handlers(self, signals: Sequence[int]) -> AbstractContextManager[None]:
+        if threading.current_thread() is threading.main_thread():
+            return self._handled(signals)
+        if SignalRelay.active is None:
+            raise ConfigError(
+                "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
+            )
+        return SignalRelay.active.serving(self, signals)
+
+    @contextlib.contextmanager
+    def _handled(self, signals: Sequence[int]) -> Iterator[None]:
         self._owner = os.getpid()
         self._phase = _shared_byte()  # workers of an earlier run keep theirs, which is set to over
         try:
             for number in dict.fromkeys(signals):
                 self._previous[number] = signal.signal(number, self._note)
-            yield True
+            yield
         finally:
             self._phase[0] = _OVER
             _restore(self._previous)

@@ -57,7 +57,7 @@ class RunState:
         options: parts left out of a state, or allowed to be missing from a loaded one.
 
     Attributes:
-        drivers: objects around the engine that add keys of their own.
+        drivers: objects around the engine that add keys to the state.
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.

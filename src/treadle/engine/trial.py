@@ -140,7 +140,7 @@ def _kept_workers(loader: Any) -> Iterator[None]:
 
 
 def _copied(optimizer: Any) -> Any:
-    """Return an optimizer over the same parameters with state and groups of its own."""
+    """Return an optimizer over the same parameters with separate state and groups."""
     double = object.__new__(type(optimizer))
     memo = {id(p): p for group in optimizer.param_groups for p in group["params"]} | {id(optimizer): double}
     own = dict(vars(optimizer))

@@ -21,7 +21,7 @@ from treadle.task import Task
 
 
 class EpochTrainer:
-    """Trains to an absolute number of epochs and keeps one record per epoch.
+    """Trainer to an absolute number of epochs that keeps one record per epoch.
 
     Args:
         engine: runs the steps.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from treadle.checkpoint.order import Reach, is_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
+from treadle.engine.session import BetweenRuns
 from treadle.errors import CheckpointError, ConfigError
-from treadle.hooks.checkpointing import CheckpointingHook, step_states
+from treadle.hooks.checkpointing import CheckpointingHook, settled_states, step_states
 
 _INNER = "checkpoints"
 
@@ -50,7 +51,7 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
 
 
 class CheckpointFolder:
-    """Finds and loads the checkpoints of a trainer; what they are called is for a subclass to say.
+    """Checkpoints of a trainer, to find and load; a subclass gives their names.
 
     Args:
         engine: whose state they hold.
@@ -95,6 +96,14 @@ class CheckpointFolder:
             self.path = None
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
 
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Hold the folder inside the block and write the state that it ended with, which signals wait for."""
+        with self.held(), BetweenRuns(self.engine) as between:
+            yield
+            with between.acting():
+                self.write_end()
+
     def candidates(self, folder: Path) -> Iterable[Path]:
         """Return the trainer's own checkpoints in a folder; of equally far ones, the first is resumed from."""
         raise NotImplementedError
@@ -108,7 +117,8 @@ class CheckpointFolder:
         """Return the candidates of ``resume_from="auto"``, from every writer of the run."""
         assert self.path is not None
         hooks = [hook for hook in self.engine.hooks if isinstance(hook, CheckpointingHook) and hook.loads_latest]
-        return [*self.states(self.path), *(state for hook in hooks for state in step_states(hook.folder(self.engine)))]
+        by_hooks = [state for hook in hooks for state in settled_states(hook.folder(self.engine))]
+        return [*self.states(self.path), *by_hooks]
 
     # -- writing --------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RunFilesHook(BaseHook):
-    """Writes ``steps.jsonl``, ``sessions.jsonl`` and ``settings.json`` into the workspace; every face adds it.
+    """Hook that writes ``steps.jsonl``, ``sessions.jsonl`` and ``settings.json``; every face adds it.
 
     They are what ``treadle report`` and ``treadle runs`` show. Where a StepLogHook or a SessionLogHook is given, that
     one writes its file. A trainer without a workspace writes nothing. The hook has no part in a checkpoint.

@@ -62,7 +62,7 @@ _OVERRIDABLE = (
 
 
 class BaseTrainer(Engine):
-    """Trains to ``max_steps`` optimizer steps; the loop is written down in ``treadle.hooks.base``.
+    """Trainer to ``max_steps`` optimizer steps; the loop is written down in ``treadle.hooks.base``.
 
     Implement ``build_data_loader``, ``build_model``, ``build_optimizer`` and ``forward``. The constructor builds
     nothing and touches no file; everything is built once, on the first of ``train()``, ``state_dict()`` and
@@ -411,7 +411,7 @@ class BaseTrainer(Engine):
 
 
 class _ForwardTask:
-    """Lets evaluations use the trainer's own ``forward``; training calls it directly."""
+    """Task by which evaluations use the trainer's own ``forward``; training calls it directly."""
 
     def __init__(self, trainer: BaseTrainer):
         self.trainer = trainer

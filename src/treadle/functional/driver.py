@@ -14,7 +14,7 @@ from treadle.engine.base import temporarily
 from treadle.engine.best import BestRule
 from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
 from treadle.engine.own_loop import run_own_epochs
-from treadle.engine.session import BetweenRuns, ranks_stop, resume_from_hooks
+from treadle.engine.session import BetweenRuns, held_by_hooks, ranks_stop, resume_from_hooks
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs
@@ -109,7 +109,7 @@ class FaceEpochs(SelectingEpochs):
         self.deadline = engine.settings.limits.deadline()
         last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
-            with BetweenRuns(engine) as between:
+            with held_by_hooks(engine), BetweenRuns(engine) as between:
                 while engine.epoch < last and not (self.finished or ranks_stop(engine)):
                     record = self._one_through(train_epoch)
                     with between.acting():

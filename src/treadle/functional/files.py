@@ -66,7 +66,7 @@ def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
 
 
 class HistoryFile(HistoryHook):
-    """Writes ``history.json``, the history as a dict of lists, where the trainer has a folder.
+    """File ``history.json``, the history as a dict of lists, where the trainer has a folder.
 
     Args:
         history: returns the records.

@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SaveAtSignals(BaseHook):
-    """Saves and leaves at Ctrl-C and SIGTERM, by default, where a run has a folder.
+    """Hook that saves and leaves at Ctrl-C and SIGTERM, by default, where a run has a folder.
 
     It does nothing if a hook or handler of the user's waits for signals, nor outside of the main
     thread, where Python handles none.

@@ -18,7 +18,7 @@ _STEP_KEYS = ("loss", "lr", "grad_norm")
 
 
 class OwnStepEngine(Engine):
-    """Calls ``own_step(batch)`` for each step, which comes back through :meth:`inner_step` exactly once.
+    """Engine that calls ``own_step(batch)`` for each step, which calls :meth:`inner_step` exactly once.
 
     The loop, the counters, the hooks and what happens to a step that is refused stay the engine's. Numbers that the
     override adds become records of the step. An override that replaces the step does not come back.

@@ -16,7 +16,7 @@ from treadle.functional.losses import model_loss
 
 
 class RowCounts:
-    """Counts the labels of every row of a loader once, and then adds up those of each batch on the host.
+    """Counts of the labels of every row of a loader, made once; those of each batch are added up on the host.
 
     Labels on a device would have to be counted, and waited for, in every step.
 

@@ -160,7 +160,7 @@ class EvalTask(TrainerTask):
 
 
 class OverriddenEvalTask(EvalTask):
-    """Evaluates through the ``eval_step`` that a subclass wrote; its numbers are averaged with the loss's weight."""
+    """Evaluation through the ``eval_step`` of a subclass; its numbers are averaged with the loss's weight."""
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Return the numbers of ``eval_step`` as records."""

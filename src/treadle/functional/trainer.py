@@ -62,7 +62,7 @@ Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
 class Trainer(EpochFace):
-    """Trains a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
+    """Trainer of a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
 
     Args:
         model: any module; moved to the device in place.
@@ -335,14 +335,13 @@ class Trainer(EpochFace):
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))
-        with speaking(self._engine), self._folder.held():
+        with speaking(self._engine), self._folder.training():
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             say_if_finished(self._epochs, num_epochs)
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
-            self._folder.write_end()
         return self.history
 
     def _known_keys(self, loaders: EvalLoaders | None) -> list[str] | None:
@@ -412,7 +411,7 @@ class Trainer(EpochFace):
 
         Returns:
             The outputs of all batches joined along dimension 0 on the CPU: a tensor (N, ...), or tuples and dicts of
-            such, as the model returns them. What is no tensor is left out; 0-d tensors are stacked, one per batch.
+            such, as the model returns them. Other values are left out; 0-d tensors are stacked, one per batch.
 
         Raises:
             ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.

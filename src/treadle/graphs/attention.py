@@ -51,7 +51,7 @@ def group_sizes(sizes: Sequence[int]) -> list[int]:
     """Return the slots that each graph is given: the nodes of the largest graph of its group.
 
     Padding at most doubles the pairs, Σ slots² ≤ 2·Σ sizes². Within this bound there are few groups, since each costs
-    launches of its own; graphs of about the same size form one.
+    separate launches; graphs of about the same size form one.
 
     Example:
         >>> group_sizes([3, 4, 4]), group_sizes([3, 4, 90, 80])
@@ -141,7 +141,7 @@ def padded_layout(graph_RS: Tensor) -> AttentionLayout:
     """Lay out nodes that already lie in rows; no value is read on the host, and every shape is known.
 
     Args:
-        graph_RS: (R, S) integer, the graph of the node in each slot. A graph of real nodes lies in one row; the padding
+        graph_RS: (R, S) integer, the graph of the node in each slot. The nodes of a graph are in one row; the padding
             of all rows is one more graph, and attends to itself.
 
     Example:
@@ -164,7 +164,7 @@ def key_mask(real_GS: Tensor) -> Tensor:
 
 
 class PairBias(nn.Module):
-    """Turns encodings of listed pairs into terms of the attention logits, shared by all layers.
+    """Terms of the attention logits from encodings of listed pairs, shared by all layers.
 
     Pairs that are not listed, and pairs whose encoding is zero, add 0; a pair listed twice adds twice.
 

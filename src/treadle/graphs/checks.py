@@ -62,7 +62,7 @@ def loss_and_metrics(
 
 
 def on_device(part: Any, device: torch.device) -> Any:
-    """Return a loss or metrics on a device, where they hold tensors of their own.
+    """Return a loss or metrics on a device, where they hold tensors.
 
     Example:
         >>> on_device(None, torch.device("cpu")) is None
@@ -131,7 +131,7 @@ def best_rule(
         minimize: its direction; None for that of its name.
         patience: epochs without improvement, or None.
         min_delta: smallest change that counts.
-        loaders: what is evaluated after each epoch, or None.
+        loaders: those evaluated after each epoch, or None.
         metrics: tell their names where they know them.
 
     Raises:

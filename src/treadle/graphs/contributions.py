@@ -46,7 +46,7 @@ def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) ->
         (N, T) float64 on the CPU, in the unit of the outputs: of a regression that of the target, of labels log-odds.
 
     Raises:
-        ConfigError: ``x`` holds types and no columns, so that nothing stands for an unknown atom.
+        ConfigError: ``x`` holds types and no columns, so that no value means an unknown atom.
 
     Example:
         >>> from treadle.graphs import get_model

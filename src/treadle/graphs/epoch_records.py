@@ -183,7 +183,7 @@ def described(record: Mapping[str, Any]) -> str:
 
 
 class GraphHistoryFile(HistoryHook):
-    """Writes ``history.json``: ``{"train": [...], "val": [...]}``, one record a line."""
+    """File ``history.json``: ``{"train": [...], "val": [...]}``, one record a line."""
 
     def _write(self) -> None:
         if distributed.rank() == 0:
@@ -206,7 +206,7 @@ def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LogHooks(IntervalHook):
-    """Calls ``hook(metrics, step, prefix)`` with step means every ``log_every`` steps, and with each epoch's record.
+    """Users' functions ``hook(metrics, step, prefix)``, called every ``log_every`` steps and with epoch records.
 
     On several ranks only the first one calls them.
 
@@ -235,7 +235,7 @@ class LogHooks(IntervalHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Keep what is left for the next report: a run may be continued."""
+        """Keep the rest for the next report: a run may be continued."""
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
         """Tell the hooks ``loss``, ``lr`` and ``grad_norm``."""

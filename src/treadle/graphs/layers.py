@@ -168,7 +168,7 @@ class GatedGCNLayer(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Leaves a whole branch out for random graphs while training, and scales the others by 1 / (1 − rate).
+    """Stochastic depth: a branch left out for random graphs while training, and scaled by 1 / (1 − rate) for others.
 
     Example:
         >>> DropPath(0.5).eval()(torch.ones(2, 1), torch.tensor([0, 1]), 2).tolist()

@@ -72,7 +72,7 @@ def stratify_by_distance(
         predictions: (A, ...).
         targets: (A, ...).
         distances: (A,) integer, of pairs in hops with -1 for no path, or sizes of graphs.
-        buckets: what is in none of them is left out.
+        buckets: values outside all of them are left out.
         mask: (A,) bool, True = counted.
 
     Returns:

@@ -76,7 +76,7 @@ class PaddedGraphBatch:
         return self._with({name: value.pin_memory() for name, value in self.tensors().items()})
 
     def clone(self) -> PaddedGraphBatch:
-        """Return a copy with tensors of its own."""
+        """Return a copy with cloned tensors."""
         return self._with({name: value.clone() for name, value in self.tensors().items()})
 
     def _with(self, tensors: dict[str, Any]) -> PaddedGraphBatch:

@@ -35,7 +35,7 @@ def buckets_for(loader: Any, num_buckets: int) -> list[PadBucket]:
     """Choose buckets for the batches of a loader from the graphs of its data set; see `plan_buckets`.
 
     Args:
-        loader: with a ``dataset`` of graphs, and a ``batch_size`` of its own or of its ``batch_sampler``.
+        loader: with a ``dataset`` of graphs, and a ``batch_size``, which its ``batch_sampler`` may have instead.
         num_buckets: how many at most, >= 1.
 
     Raises:
@@ -64,7 +64,7 @@ def buckets_for(loader: Any, num_buckets: int) -> list[PadBucket]:
 
 
 class Padding:
-    """Pads the batches of a training and counts what is padding.
+    """Padding of the batches of a training, with a count of the padded slots.
 
     Args:
         pad_to: buckets, or how many to choose from the data; None leaves batches as the loader makes them.
@@ -131,7 +131,7 @@ class Padding:
         return {kind: [int(n) for n in pair] for kind, pair in zip(_KINDS, summed, strict=True) if pair[1]}
 
     def take_up(self, used: Mapping[str, Sequence[int]]) -> None:
-        """Go on from what :meth:`used` returned; all ranks call it."""
+        """Restore what :meth:`used` returned; all ranks call it."""
         self.forget()
         if distributed.rank() == 0:
             self._used.update({kind: list(pair) for kind, pair in used.items()})
@@ -181,7 +181,7 @@ def share_of_padding(used: Mapping[str, Sequence[int]]) -> dict[str, float]:
 
 
 class PaddingHook(BaseHook):
-    """Keeps the count of padding over a resume, and logs it after the first epoch.
+    """Hook that keeps the count of padding over a resume, and logs it after the first epoch.
 
     Args:
         padding: what counts.

@@ -1,6 +1,6 @@
 """Probing tasks: graphs whose answers lie a known distance away, and a linear reading of hidden states.
 
-Every generator draws from a seed of its own; the generators of the process are not touched.
+Every generator has a separate seed; the generators of the process are not touched.
 """
 
 from __future__ import annotations

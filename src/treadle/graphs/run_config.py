@@ -140,7 +140,7 @@ class GraphsConfig:
         at_least(0, dataset__num_workers=self.dataset.get("num_workers"))
         check_seeds(seed=self.seed)
         options = self.model_options
-        if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # what is unknown, get_model names
+        if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # get_model names unknown ones
             with as_settings("model", self.model):
                 ModelOptions(num_features=1, **options)
 

@@ -268,7 +268,7 @@ def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
         by_hand = {text.partition("=")[0].strip().lstrip("+") for text in run.given}
         started = run.config.as_started(record.config, set_by_hand=by_hand)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return run.config  # what is wrong with the record is named where the folder is opened
+        return run.config  # faults of the record are named where the folder is opened
     before, now = flat(started.to_dict()), flat(run.config.to_dict())
     kept = [f"{key}={before.get(key)}" for key in now if before.get(key) != now[key]]
     if kept:

@@ -143,7 +143,7 @@ def _follow(curve: _Curve, scheduler_type: str, optimizer: Optimizer) -> LambdaL
     bases = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     if scheduler_type != "warmup" and curve.end > min(bases):
         raise ConfigError(
-            f"lies above the learning rate {min(bases)!r}; lower it, or raise lr", argument="min_lr", value=curve.end
+            f"is above the learning rate {min(bases)!r}; lower it, or raise lr", argument="min_lr", value=curve.end
         )
     if scheduler_type == "cosine_warmup":
         check_warmup(curve.warmup, total_steps=curve.total, min_scale=0.0)  # warns

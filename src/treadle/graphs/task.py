@@ -66,7 +66,7 @@ def target_of(batch: Any) -> Tensor:
 
 
 class FedMetrics:
-    """Gives metrics what a task's outputs hold.
+    """Metrics that are fed the outputs of a task.
 
     Args:
         metrics: whom to feed.

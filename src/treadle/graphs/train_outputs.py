@@ -1,6 +1,6 @@
 """The outputs of the training steps of an epoch, for the metrics of its record; exact over a resume.
 
-What is kept has a bound, however long an epoch is: older outputs of a regression are kept as sums, those of other tasks
+The memory is bounded, however long an epoch is: older outputs of a regression are kept as sums, those of other tasks
 and metrics are left out, so that such metrics are over the latest values of the epoch.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TrainOutputsHook(BaseHook):
-    """Keeps the latest outputs of an epoch's steps, on the device, for the metrics of its record.
+    """Hook that keeps the latest outputs of an epoch's steps, on the device, for the metrics of its record.
 
     Args:
         task: whose outputs.

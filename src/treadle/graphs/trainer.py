@@ -52,16 +52,16 @@ from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.trackers import TrackerChoice
 
 _log = logging.getLogger("treadle.graphs")
-_epoch_log = logging.getLogger("treadle.graphs.epochs")  # of its own, for those who show epochs in another way
+_epoch_log = logging.getLogger("treadle.graphs.epochs")  # separate, for callers that show epochs in another way
 
 
 class GraphTrainer(EpochFace):
-    """Trains a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
+    """Trainer of a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
 
     Args:
         model: called with each batch; moved to the device in place.
         optimizer: over its parameters.
-        scheduler: stepped as ``scheduler_interval`` says.
+        scheduler: stepped at each ``scheduler_interval``.
         loss_fn: a loss of `get_loss_fn`, or any function (prediction, target) -> mean; None: that of the task.
         metrics: an object with ``reset``, ``update`` and ``compute``; None: those of the task.
         device: None takes CUDA, then MPS, then the CPU.
@@ -252,11 +252,10 @@ class GraphTrainer(EpochFace):
             metric_for_best, minimize_metric, early_stopping, min_delta,
             loaders=val_loader, metrics=self.metrics,
         )  # fmt: skip
-        with speaking(self._engine), self._folder.held():
+        with speaking(self._engine), self._folder.training():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             self._epochs.fit(train_loader, val_loader, epochs, after_epoch=self._end_epoch)
-            self._folder.write_end()
         return self.history
 
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
@@ -305,7 +304,7 @@ class GraphTrainer(EpochFace):
 
         Returns:
             The outputs of all batches joined along dimension 0: float32 tensors (N, ...) on the CPU, nested as the
-            model returns them. What is padding in a padded batch is left out.
+            model returns them. Padding of a padded batch is left out.
 
         Raises:
             ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
@@ -326,7 +325,7 @@ class GraphTrainer(EpochFace):
         """Write everything that a run needs to resume exactly; all ranks take part.
 
         Args:
-            filename: a relative one lies in ``checkpoint_dir``.
+            filename: relative to ``checkpoint_dir``.
             metrics: stored under ``metrics``; None stores those of the last evaluation.
 
         Returns:

@@ -12,7 +12,7 @@ _log = logging.getLogger("treadle.graphs")
 
 
 class GradientAccumulator:
-    """Counts micro-batches for a loop written by hand; `GraphTrainer` has ``accumulation_steps`` instead.
+    """Counter of micro-batches for a loop written by hand; `GraphTrainer` has ``accumulation_steps`` instead.
 
     Args:
         accumulation_steps: micro-batches per optimizer step, >= 1.

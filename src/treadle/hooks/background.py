@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundErrorHook(BaseHook):
-    """Looks after each step whether a write has ended, and raises its error once every hook has seen the step.
+    """Hook that raises the error of a background write once every hook has seen the step in which it ended.
 
     Args:
         writer: writes the checkpoints.

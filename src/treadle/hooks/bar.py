@@ -35,7 +35,7 @@ _FIRST_LINES, _LAST_LINES = 5.0, 60.0  # seconds between two lines, at the start
 
 
 class ProgressBarHook(BaseHook):
-    """Shows epoch, step, loss, learning rate, gradient norm, samples per second and the time left.
+    """Bar of epoch, step, loss, learning rate, gradient norm, samples per second and the time left.
 
     On a terminal and in notebooks it is one line that is redrawn, in a notebook without ipywidgets one without a bar;
     where stderr is a file or a pipe it is a log line of ``trainer.logger`` now and then. Loss and gradient norm are
@@ -137,7 +137,7 @@ class ProgressBarHook(BaseHook):
         self._show_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run: what is shown is a matter of time."""
+        """Let any number of steps run: the bar is drawn by time, not by step."""
         return None
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
@@ -429,11 +429,11 @@ def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, 
 
     Args:
         name: of the work.
-        unit: what is counted.
+        unit: name of the counted items.
         console: where the bar is drawn; nothing is where it is no terminal.
 
     Returns:
-        A context that gives a function of what is done and of the whole.
+        A context that gives a function of two counts, done and total.
 
     Raises:
         ImportError: rich is not installed.

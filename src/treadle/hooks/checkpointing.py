@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.checkpoint.files import name_also, remove_link
 from treadle.checkpoint.lock import check_free, run_lock
-from treadle.checkpoint.rank_writer import RankWriter
+from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
-from treadle.distributed.state_names import clean_name
-from treadle.engine.hook import BaseHook
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
 from treadle.hooks.files import in_workspace
+from treadle.hooks.saving import SavingHook, equal_names
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -47,6 +46,23 @@ def step_states(folder: Path) -> list[Path]:
     return [*files, *folders, *links]
 
 
+def settled_states(folder: Path) -> list[Path]:
+    """Remove what a killed run left unfinished in a folder that no other process holds, and return its states.
+
+    Before any event, so that no hook touches the files of another run.
+
+    Raises:
+        CheckpointError: another process trains there.
+    """
+    check_free(folder)
+    left = unfinished(folder, _FOLDER)
+    if left:
+        with run_lock(folder):
+            for path in left:
+                tidy(path)
+    return step_states(folder)
+
+
 def _link_to(found: Path) -> None:
     """Points the link to the state that a run resumes from: a kill may have come before that."""
     link = found.with_name(f"{_LATEST}{found.suffix}")
@@ -56,8 +72,8 @@ def _link_to(found: Path) -> None:
             point_to(found, link.name)
 
 
-class CheckpointingHook(BaseHook):
-    """Saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
+class CheckpointingHook(SavingHook):
+    """Saves of ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
 
     Of a sharded model it saves a folder ``checkpoint_step_{step}``, to which every rank writes its part. A folder is
     whole or does not count: one that a killed rank left unfinished is removed when the next run starts. Either kind
@@ -90,8 +106,6 @@ class CheckpointingHook(BaseHook):
         >>> hook = CheckpointingHook(interval=1000, keep_previous=2)
     """
 
-    writes = True
-
     def __init__(
         self,
         interval: int,
@@ -119,6 +133,7 @@ class CheckpointingHook(BaseHook):
             )
         if any(isinstance(step, bool) or not isinstance(step, int) or step < 1 for step in keep_steps):
             raise ConfigError("must be step numbers, >= 1", argument="keep_steps", value=keep_steps)
+        super().__init__(background=background)
         self.interval = interval
         self.keep_interval = keep_interval or None
         self.keep_steps = frozenset(keep_steps)
@@ -127,12 +142,8 @@ class CheckpointingHook(BaseHook):
         self.load = load
         self._exit = (exit_signals, exit_code, exit_wait)
         exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # refuse bad values now
-        self._saved_step: int | None = None
-        self._saved_epoch = 0
         self._resumed_from: Path | None = None
-        self._background = background
         self._sharded = sharded
-        self._writer = RankWriter()
 
     def folder(self, trainer: Engine) -> Path:
         """Return the folder of the checkpoints.
@@ -150,7 +161,7 @@ class CheckpointingHook(BaseHook):
         """
         self._resumed_from = None
         folder = self.folder(trainer)
-        states = on_rank_0(lambda: self._readied(folder))
+        states = on_rank_0(lambda: settled_states(folder))
         if self.load is None:
             return None
         if self.loads_latest and trainer.state.searched:
@@ -177,19 +188,6 @@ class CheckpointingHook(BaseHook):
         """Whether a run resumes from the furthest state of the folder."""
         return str(self.load) == "latest"
 
-    def _readied(self, folder: Path) -> list[Path]:
-        """Check that the folder is free, remove unfinished files and list the rest.
-
-        Before any event, so that no hook touches the files of another run.
-        """
-        check_free(folder)
-        left = unfinished(folder, _FOLDER)
-        if left:
-            with run_lock(folder):
-                for path in left:
-                    tidy(path)
-        return step_states(folder)
-
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
         """Hold the folder for this process, and so checks that it can be written before any work is lost."""
         return held_by_rank_0(self.folder(trainer))
@@ -199,17 +197,13 @@ class CheckpointingHook(BaseHook):
         if self._writes_folders(trainer):
             writers_group()  # made here, where all ranks are at the same point
         trainer.state.origin.watch(self.folder(trainer), step_states)
-        self._saved_step = trainer.step if self._resumed_from is not None else None
-        self._saved_epoch = trainer.epoch
+        self._saved = None if self._resumed_from is None else Reach(trainer.step, trainer.epoch)
 
-    def on_after_step(self, trainer: Engine) -> None:
-        """Ask for a checkpoint when one is due; it is written once every hook has seen the step."""
-        if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
-            trainer.request_write(self.wait_for_writes)
+    def _is_due(self, trainer: Engine) -> bool:
+        """Return whether the present step is one of the interval or of those to keep, or the last one."""
         step = trainer.step
         due = step % self.interval == 0 or step in self.keep_steps or trainer.is_last_step
-        if due or (self.keep_interval and step % self.keep_interval == 0):
-            trainer.request_write(lambda: self.save(trainer))
+        return due or bool(self.keep_interval and step % self.keep_interval == 0)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
         """Let steps run up to the next checkpoint; while one is being written, each is looked at."""
@@ -219,22 +213,9 @@ class CheckpointingHook(BaseHook):
         kept = [self.keep_interval - trainer.step % self.keep_interval] if self.keep_interval else []
         return min([due, *kept, *(step - trainer.step for step in self.keep_steps if step > trainer.step)])
 
-    def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tell the other ranks whether this one still writes, so that all hear of an error at the same step."""
-        return self._writer.notice
-
-    def on_after_train(self, trainer: Engine) -> None:
-        """Save the state that the run ended with, its last epoch included, and wait for the background write."""
-        trainer.request_write(lambda: self._save_end(trainer))
-
-    def _save_end(self, trainer: Engine) -> None:
-        if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
-            self.save(trainer)
-        self.wait_for_writes()
-
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Wait for the background write; after a gradient that was not finite, name the checkpoints to go back to."""
-        self._writer.close(error)
+        super().on_close(trainer, error)
         if isinstance(error, NonFiniteError) and distributed.rank() == 0:
             folder = self.folder(trainer)
             links = [folder / name for name in (f"{_LATEST}.pt", _LATEST) if (folder / name).exists()]
@@ -246,39 +227,8 @@ class CheckpointingHook(BaseHook):
         signals, code, wait = self._exit
         return exit_plan(signals, lambda: self._save_and_leave(trainer), code=code, wait=wait)
 
-    def save(self, trainer: Engine) -> None:
-        """Write the checkpoint of the present step, point the link to it and prune; once per state.
-
-        With ``background=True`` it returns once the state is copied.
-
-        Raises:
-            CheckpointError: it could not be written, or the one before could not.
-        """
-        self._save(trainer, background=self._background)
-
-    def _save_and_leave(self, trainer: Engine) -> None:
-        late = self._writer.settle()
-        if late is not None:  # a state of the present step makes up for the one that failed
-            trainer.logger.error("%s", late)
-            self._saved_step = None
-        self._save(trainer, background=False)
-
-    def wait_for_writes(self) -> None:
-        """Wait for the background write.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        try:
-            self._writer.wait()
-        except CheckpointError:
-            self._saved_step = None  # a later occasion at the same step tries again
-            raise
-
-    def _save(self, trainer: Engine, *, background: bool) -> None:
-        self.wait_for_writes()
-        if (self._saved_step, self._saved_epoch) == (trainer.step, trainer.epoch):
-            return
+    def _begin_save(self, trainer: Engine, *, background: bool) -> None:
+        """Write the checkpoint of the present step, point the link to it and prune."""
         trainer.state.origin.clear()
         if self._writes_folders(trainer):
             self._writer.save_folder(
@@ -289,7 +239,6 @@ class CheckpointingHook(BaseHook):
             self._writer.save_file(
                 lambda buffers: trainer.state_dict(buffers=buffers), self._write_file(trainer), background=background
             )
-        self._saved_step, self._saved_epoch = trainer.step, trainer.epoch
 
     def _writes_folders(self, trainer: Engine) -> bool:
         if self._sharded is None:
@@ -310,9 +259,7 @@ class CheckpointingHook(BaseHook):
     def _write_folder(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
         """Return what writes this rank's part of a copy of the present state, and on rank 0 publishes the folder."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}"
-        named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
-        equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
-        finish = self._finisher(trainer)
+        equal, finish = equal_names(trainer), self._finisher(trainer)
 
         from treadle.checkpoint.sharded import save_sharded
 

@@ -23,7 +23,7 @@ class CsvHook(TrackerHook):
     file it finds to ``<stem>.1.csv`` (next free number).
 
     Args:
-        path: the file; a relative one lies in the trainer's workspace.
+        path: the file; relative to the trainer's workspace.
 
     Example:
         >>> hook = CsvHook("metrics.csv")

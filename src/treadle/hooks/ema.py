@@ -10,7 +10,7 @@ from treadle.optim.ema import Ema, check_average
 
 
 class EmaHook(AveragingHook):
-    """Keeps an averaged copy of the model, updated inside the step after every ``update_interval`` applied steps.
+    """Averaged copy of the model, updated inside the step after every ``update_interval`` applied steps.
 
     Args:
         decay: d of s = d·s + (1 - d)·w, in [0, 1].

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class EqualRanksHook(BaseHook):
-    """Raises on all ranks when the weights of replicas are no longer equal.
+    """Check on all ranks that the weights of replicas are equal.
 
     Gradients are exchanged before hooks see them and never compared again, so a hook that changes them on one rank only
     trains as many models as there are ranks, and rank 0's is saved. This hook compares one sum over the weights every

@@ -24,7 +24,7 @@ def dump_records(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class HistoryHook(BaseHook):
-    """Writes the history after every epoch, atomically, from the history the checkpoint holds.
+    """File of the history, written atomically after every epoch from the history the checkpoint holds.
 
     So after a resume no epoch appears twice. A fresh run renames the file it finds to ``<stem>.1.json`` (next free
     number).

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class JsonlHook(TrackerHook):
-    """Appends one line per log point: ``{"step": 10, "train/loss": 0.5, ...}``; NaN and infinities are null.
+    """File with one line per log point: ``{"step": 10, "train/loss": 0.5, ...}``; NaN and infinities are null.
 
     A resumed run first cuts the lines after its step, so the curve has no gaps and no doubles. A run that starts from
     nothing renames the file it finds to ``<stem>.1.jsonl`` (next free number).

@@ -14,7 +14,7 @@ _OWN_KEYS = ("loss", "data_time", "step_time", "lr", "grad_norm", "max_memory", 
 
 
 class LoggingHook(IntervalHook):
-    """Emits ``{"train": {**records, loss, data_time, step_time, lr, grad_norm, ...}}`` every ``interval`` steps.
+    """Log points ``{"train": {**records, loss, data_time, step_time, lr, grad_norm, ...}}`` every ``interval`` steps.
 
     ``loss`` is left out where no step since the last emission had one, ``grad_norm`` where none had a gradient.
 

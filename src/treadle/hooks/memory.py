@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class CudaMaxMemoryHook(BaseHook):
-    """Sets ``trainer.step_info["max_memory"]``: the peak of the memory allocated in the step, in GiB.
+    """Peak of the memory allocated in each step, in GiB, as ``trainer.step_info["max_memory"]``.
 
     ``LoggingHook`` and ``ProgressHook`` show it, before or after this hook in the list. Without CUDA it does nothing
     but warn.

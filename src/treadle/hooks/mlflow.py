@@ -22,7 +22,7 @@ _BATCH = 100  # the most parameters MLflow takes at once; it takes more metrics
 
 
 class MlflowHook(TrackerHook):
-    """Sends log points at ``trainer.step`` and images as artifacts ``images/<step>/<key>.png``, on rank 0.
+    """MLflow run of log points at ``trainer.step`` and images ``images/<step>/<key>.png``, on rank 0.
 
     The run's id is kept in ``<workspace>/mlflow_run_id`` and the run is continued from there; ``MLFLOW_RUN_ID`` in
     the environment wins over the file. After a resume, points that the run has already are not sent again. The hook
@@ -114,7 +114,7 @@ class MlflowHook(TrackerHook):
             return str(found.experiment_id)
         artifacts = None
         if own_store and trainer.workspace is not None:
-            # Without a place of their own the artifacts of a local store go to the current directory.
+            # Unless given a location, the artifacts of a local store go to the current directory.
             artifacts = (trainer.workspace / "mlflow_artifacts").absolute().as_uri()
             name = "treadle" if name == "Default" else name
             found = self._client.get_experiment_by_name(name)

@@ -40,7 +40,7 @@ _POLICIES = ("raise", "skip", "retry", "rollback")
 
 
 class NonFiniteHook(BaseHook):
-    """Records every refused step and decides how the run continues.
+    """Record of every refused step, which decides how the run continues.
 
     A folder per event, ``step_00000012_try_1``, holds ``event.json`` (sample ids, the first module whose output and
     the first parameter whose gradient was not finite, position, learning rates, losses, norm, the nearest checkpoint),

@@ -62,7 +62,7 @@ class OptunaPruningHook(BaseHook):
         """Report the metric of the epoch's record, and end a run that is pruned.
 
         Raises:
-            TrialPruned: Optuna's, where the trial says so.
+            TrialPruned: Optuna's, where the trial is to be pruned.
             ConfigError: no record so far has the metric.
         """
         record = next(iter(epoch_records(trainer)[-1:]), None)

@@ -56,7 +56,7 @@ class Tracker(Protocol):
 
 
 class OwnTrackerHook(TrackerHook):
-    """Hands log points to an object with the methods of :class:`Tracker`.
+    """Log points for an object with the methods of :class:`Tracker`.
 
     Args:
         tracker: the object.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ProfilerHook(BaseHook):
-    """Runs ``torch.profiler`` over a few steps of rank 0 and writes ``<path>/trace_step_<last step>.json``.
+    """Trace of a few steps of rank 0 by ``torch.profiler``, as ``<path>/trace_step_<last step>.json``.
 
     Open the file in a trace viewer, for example chrome://tracing. Steps are counted from the start of this process,
     so a resumed run is profiled again.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ProgressHook(IntervalHook):
-    """Logs step, times, ETA, memory, loss, gradient norm and learning rates in one INFO line.
+    """INFO line of step, times, ETA, memory, loss, gradient norm and learning rates.
 
     ``Step   100/10000: step 0.2500s data 0.0100s eta 6:00:00 loss 0.5234 grad_norm 2.346 lr_0 1.00e-03``
 

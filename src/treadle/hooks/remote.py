@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RemoteWorkspaceHook(BaseHook):
-    """Mirrors the trainer's workspace to an object store: S3, Google Cloud Storage, or whatever fsspec reaches.
+    """Mirror of the trainer's workspace in an object store: S3, Google Cloud Storage, or whatever fsspec reaches.
 
     When a run starts, the workspace is filled with the furthest state of the store, unless it holds one as far itself.
     While it trains, a thread uploads each new state together with the other files of the workspace: objects first, a
@@ -97,6 +97,14 @@ class RemoteWorkspaceHook(BaseHook):
         elif remote.ahead():  # of a run that was killed before it was uploaded, and may be finished now
             with self._claimed():
                 remote.publish()
+        self._tidy(remote)
+
+    def _tidy(self, remote: RemoteWorkspace) -> None:
+        """Delete what a kill during an upload has left: a run that has nothing more to do uploads nothing."""
+        with contextlib.suppress(CheckpointError):  # somebody else holds the URL, or reads it as damaged later
+            if remote.leftovers():
+                with self._claimed():
+                    remote.tidy()
 
     @contextlib.contextmanager
     def _claimed(self) -> Iterator[None]:

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.order import Reach
-from treadle.checkpoint.rank_writer import RankWriter
 from treadle.checkpoint.ranks import on_rank_0, together, writers_group
 from treadle.checkpoint.remote_claim import RemoteClaim
-from treadle.distributed.state_names import clean_name
-from treadle.engine.hook import BaseHook
 from treadle.engine.signals import ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError
+from treadle.hooks.saving import SavingHook, equal_names
 
 if TYPE_CHECKING:
     from treadle.checkpoint.remote_shards import RemoteShards
     from treadle.engine import Engine
 
 
-class RemoteShardsHook(BaseHook):
-    """Saves every rank's part of the state to an object store, every ``interval`` steps, at the end and at a signal.
+class RemoteShardsHook(SavingHook):
+    """Saves of every rank's part of the state to an object store, every ``interval`` steps, at the end and at a signal.
 
     For runs on several machines whose state is too large for one of them to upload: ``torch.distributed.checkpoint``
     writes each rank's tensors through fsspec, and each rank reads the blocks it needs. No local disk is used. A run
@@ -47,8 +45,6 @@ class RemoteShardsHook(BaseHook):
         >>> hook = RemoteShardsHook("memory://runs/7/shards", interval=1000)
     """
 
-    writes = True
-
     def __init__(
         self,
         url: str,
@@ -67,14 +63,12 @@ class RemoteShardsHook(BaseHook):
         if not lease > 0:
             raise ConfigError("must be above 0", argument="lease", value=lease)
         exit_plan(exit_signals, lambda: None)  # refuse bad values now
+        super().__init__(background=background)
         self.store = ObjectStore(url, options=dict(options or {}))
         self.interval = interval
         self.keep_previous = keep_previous
         self._signals = exit_signals
-        self._background = background
         self._claim = RemoteClaim(ObjectStore(f"{self.store.url}/claim", options=dict(options or {})), lease=lease)
-        self._writer = RankWriter()
-        self._saved: Reach | None = None
 
     @property
     def _shards(self) -> RemoteShards:
@@ -83,7 +77,7 @@ class RemoteShardsHook(BaseHook):
         return RemoteShards(self.store)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Open the furthest checkpoint that is intact; of one that is not, a warning says why.
+        """Open the furthest checkpoint that is intact; warn of each one that is not.
 
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
@@ -131,66 +125,28 @@ class RemoteShardsHook(BaseHook):
                 "the next resume would take it; choose another URL"
             )
 
-    def on_after_step(self, trainer: Engine) -> None:
-        """Ask for a checkpoint when one is due."""
-        if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
-            trainer.request_write(self._writer.wait)
-        if trainer.step % self.interval == 0 or trainer.is_last_step:
-            trainer.request_write(lambda: self.save(trainer))
+    def _is_due(self, trainer: Engine) -> bool:
+        """Return whether the present step is one of the interval, or the last one."""
+        return trainer.step % self.interval == 0 or trainer.is_last_step
 
     def steps_ahead(self, trainer: Engine) -> int | None:
         """Let steps run up to the next checkpoint; while one is being written, each is looked at."""
         return 1 if self._writer.in_flight else self.interval - trainer.step % self.interval
 
-    def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tell the other ranks whether this one still writes."""
-        return self._writer.notice
-
-    def on_after_train(self, trainer: Engine) -> None:
-        """Save the state that the run ended with and wait for it."""
-        trainer.request_write(lambda: self._save_end(trainer))
-
-    def _save_end(self, trainer: Engine) -> None:
-        if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
-            self.save(trainer)
-        self._writer.wait()
-
-    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Wait for the background write."""
-        self._writer.close(error)
-
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
         """Save at a signal, if signals were named."""
         return exit_plan(self._signals, lambda: self._save_and_leave(trainer))
 
-    def _save_and_leave(self, trainer: Engine) -> None:
-        late = self._writer.settle()
-        if late is not None:  # a state of the present step makes up for the one that failed
-            trainer.logger.error("%s", late)
-            self._saved = None
-        self._save(trainer, background=False)
-
-    def save(self, trainer: Engine) -> None:
-        """Write the present state, once; with ``background=True`` it returns when the state is copied.
-
-        Raises:
-            CheckpointError: it could not be written, or the one before could not.
-        """
-        self._save(trainer, background=self._background)
-
-    def _save(self, trainer: Engine, *, background: bool) -> None:
-        self._writer.wait()
-        reach = Reach(trainer.step, trainer.epoch)
-        if self._saved == reach:
-            return
+    def _begin_save(self, trainer: Engine, *, background: bool) -> None:
+        """Write this rank's part of the present state and, once all are there, delete older checkpoints."""
         collect = lambda buffers: trainer.state_dict(buffers=buffers, parts=True)  # noqa: E731
-        self._writer.save_folder(collect, self._write(trainer, reach), background=background)
-        self._saved = reach
+        self._writer.save_folder(
+            collect, self._write(trainer, Reach(trainer.step, trainer.epoch)), background=background
+        )
 
     def _write(self, trainer: Engine, reach: Reach) -> Callable[[Mapping[str, Any]], None]:
         """Return what writes this rank's part of a copy of the present state; it reads nothing of the trainer."""
-        named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
-        equal = {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
+        reach, equal = Reach(trainer.step, trainer.epoch), equal_names(trainer)
         shards, keep, state = self._shards, self.keep_previous, trainer.state
 
         def write(tree: Mapping[str, Any]) -> None:

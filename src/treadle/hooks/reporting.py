@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class IntervalHook(BaseHook):
-    """Collects every step and calls :meth:`report` at ``step % interval == 0`` and at the last step.
+    """Collector of every step that calls :meth:`report` at ``step % interval == 0`` and at the last step.
 
     Loss and records are weighted means over the steps since the last report, times are plain means, the learning
     rates are those of the last step. What was collected is part of the checkpoint, so a resumed run reports the same

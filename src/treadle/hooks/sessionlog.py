@@ -25,7 +25,7 @@ _SHORTEST, _LONGEST = 1.0, 60.0  # seconds between two lines
 
 
 class SessionLogHook(BaseHook):
-    """Writes ``sessions.jsonl``: a line when a process starts, one now and then with the step, one when it ends.
+    """File ``sessions.jsonl``: a line when a process starts, one now and then with the step, one when it ends.
 
     Each line has ``event``, ``step``, ``epoch``, ``time`` (seconds since 1970) and ``total_steps`` (null if unknown).
     ``start`` has also ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters``, ``versions``
@@ -77,7 +77,7 @@ class SessionLogHook(BaseHook):
             self._write(trainer, "step")
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run: what is written is a matter of time."""
+        """Let any number of steps run: the session log is written by time, not by step."""
         return None
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SignalHook(BaseHook):
-    """Saves at the next step boundary after a signal and exits with 128 + its number.
+    """Save at the next step boundary after a signal, and exit with 128 + its number.
 
     Args:
         write: saves the state.

@@ -85,7 +85,7 @@ class StepRows:
 
 
 class OnTheWay:
-    """Numbers of a device that are copied to the host while it goes on.
+    """Numbers of a device that are copied to the host while the device computes.
 
     Args:
         numbers: on any device.
@@ -166,7 +166,7 @@ def _finished(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepLogHook(BaseHook):
-    """Writes ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries", "reason"}`` per step.
+    """Line ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries", "reason"}`` per step.
 
     ``epoch`` is 1-based, ``position`` counts the micro-batches of the epoch consumed, ``loss`` is the step's loss to
     the last bit (with accumulation the weighted mean, and ``losses`` holds each); NaN and infinities are null. The
@@ -248,7 +248,7 @@ class StepLogHook(BaseHook):
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON, looked through for what is not finite only where there is something."""
+    """Return a row as JSON, searched for non-finite numbers only where it has some."""
     try:
         return _encode(row)
     except ValueError:

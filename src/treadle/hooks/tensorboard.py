@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardHook(TrackerHook):
-    """Writes scalars and images as event files, on rank 0: ``tensorboard --logdir <workspace>/tensorboard``.
+    """Event files of scalars and images, on rank 0: ``tensorboard --logdir <workspace>/tensorboard``.
 
     A resumed run makes TensorBoard drop the points after its step, so no curve goes back or doubles. A run that
     starts from nothing in a used folder hides the older curves. Settings and final metrics are in the tab HPARAMS.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ThroughputHook(BaseHook):
-    """Emits ``{"throughput": {"steps_per_second", "samples_per_second"}}`` every ``interval`` steps.
+    """Log points ``{"throughput": {"steps_per_second", "samples_per_second"}}`` every ``interval`` steps.
 
     The rates are those of this process since its last report. They count the time of steps and of waiting for their
     data, not that of evaluations and checkpoints. Samples are those the forward step reported with

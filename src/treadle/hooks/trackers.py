@@ -86,7 +86,7 @@ def _hook(tracker: TrackerChoice) -> BaseHook:
 
 
 class EpochRecordsHook(BaseHook):
-    """Logs the record of each epoch under ``epoch/...``, for trackers; nothing in a run that counts in steps.
+    """Log points ``epoch/...`` of each epoch's record, for trackers; none in a run that counts in steps.
 
     Example:
         >>> hook = EpochRecordsHook()

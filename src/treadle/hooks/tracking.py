@@ -48,7 +48,7 @@ def _is_metric(key: str, value: Any) -> bool:
 
 
 class Guard:
-    """Keeps an error of a tracker from ending a training: the first one is a warning, further ones are debug lines."""
+    """Guard that keeps a tracker's error from ending the run: the first is a warning, further ones are debug lines."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -81,7 +81,7 @@ def random_numbers_untouched() -> Iterator[None]:
 
 
 class TrackerHook(BaseHook):
-    """Sends log points and images somewhere, at ``trainer.step``.
+    """Tracker that is sent log points and images, at ``trainer.step``.
 
     A tracker implements :meth:`open`, :meth:`write`, :meth:`close`, and where it can :meth:`write_images` and
     :meth:`write_final`. It keeps in :attr:`sent_through` the last step that an earlier process may have sent, and
@@ -193,7 +193,7 @@ class TrackerHook(BaseHook):
 
     def _may_write(self, trainer: Engine) -> bool:
         if distributed.rank() == 0 and not self._open and not self._failed:
-            self.guard.say_once(trainer, "closed", f"{self.state_key}: what is logged outside of training is not sent")
+            self.guard.say_once(trainer, "closed", f"{self.state_key}: records logged outside of training are not sent")
         return self._open
 
     def _unsent(self, trainer: Engine, values: dict[str, Any]) -> dict[str, Any]:

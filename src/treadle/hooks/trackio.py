@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrackioHook(TrackerHook):
-    """Sends log points and images at ``step=trainer.step``, on rank 0: ``trackio show --project <project>``.
+    """Trackio run of log points and images, on rank 0: ``trackio show --project <project>``.
 
     Without a Space or a server, trackio keeps runs in its own folder on this machine (``TRACKIO_DIR``). The run's name
     is kept in ``<workspace>/trackio_run_id`` and the run is continued from there. A trackio run cannot go back: after a

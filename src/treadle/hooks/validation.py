@@ -36,7 +36,7 @@ _LINES = "validation.jsonl"
 
 
 class ValidationHook(BaseHook):
-    """Evaluates every ``interval`` steps, or after each epoch, by the rules of an evaluation; training does not notice.
+    """Evaluation every ``interval`` steps, or after each epoch; training does not notice.
 
     The averaged weights are scored where the run keeps an average. Results are called ``val_loss`` and
     ``val_<record>``; they go to the log, to trackers under ``val/...``, to ``history`` and to ``validation.jsonl`` in

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class WandbHook(TrackerHook):
-    """Sends log points and images at ``step=trainer.step``, on rank 0.
+    """Weights & Biases run of log points and images at ``step=trainer.step``, on rank 0.
 
     The run's id is kept in ``<workspace>/wandb_run_id`` and the run is continued from there; ``WANDB_RUN_ID`` in the
     environment wins over the file. A wandb run cannot go back: after a resume, steps that it has already are not sent

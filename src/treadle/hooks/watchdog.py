@@ -32,7 +32,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class StuckRankHook(BaseHook):
-    """Logs once, by name, which rank keeps the run from going on when none went on for a while.
+    """Watchdog that logs once, by name, which rank keeps the run from continuing when none has for a while.
 
     A thread on every rank notes what the rank is doing: its step, the event it has seen last, and where its Python
     stack is. The thread of rank 0 compares: stuck is who waits in no collective and is behind. That rank then logs its
@@ -42,7 +42,7 @@ class StuckRankHook(BaseHook):
 
     Args:
         timeout: seconds without progress (a step, a micro-batch, a batch of an evaluation) on any rank, > 0. A save, or
-            the compilation of the first step, may take long and be no fault; what is logged is true all the same.
+            the compilation of the first step, may take long and be no fault; the logged report is true all the same.
         interval: seconds between two looks; None: a twentieth of the timeout, 10 s at most.
 
     Raises:

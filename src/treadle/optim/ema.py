@@ -127,7 +127,7 @@ class Ema(AveragedModel):
         return all(shadow.device == live.device for shadow, live, _ in self._pairs(unwrap(model)))
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Give shadow, live weight, and whether it is a buffer: of what is spread over ranks, this rank's parts."""
+        """Give shadow, live weight, and whether it is a buffer: of sharded tensors, this rank's parts."""
         if self._sharded:
             reshard(source)
         own, theirs = _tensors(self.module), _tensors(source)

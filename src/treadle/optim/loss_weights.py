@@ -16,7 +16,7 @@ from treadle.task import StepOutput
 
 
 class GroupWeights:
-    """Scales the losses of one group and computes the remaining divisor of its gradients.
+    """Weights of the losses of one group, with the remaining divisor of its gradients.
 
     Each loss is divided by ``size · reference / weight`` before its backward pass and the gradients once more by
     ``Σ weight / (size · reference)`` at the end. The reference is the first weight, so a scaled loss does not grow
@@ -171,7 +171,7 @@ class GroupWeights:
 
 
 class GivenWeights:
-    """Scales the losses of a recorded step as :class:`GroupWeights` does, by numbers that the host gives later.
+    """Weights of a recorded step, as of :class:`GroupWeights`, by numbers that the host gives later.
 
     Args:
         size: micro-batches in the group.
@@ -240,7 +240,7 @@ class GivenWeights:
 
 
 class KnownWeights(GroupWeights):
-    """Weighs a group as ever, by numbers that the host knew before; on its device the step finds tensors instead.
+    """Weights of a group by numbers that the host knew before; on its device the step finds tensors instead.
 
     Args:
         weights: of the micro-batches.

@@ -142,7 +142,7 @@ def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
 
 
 class FiniteGuard:
-    """Decides whether a step may change the weights.
+    """Decision whether a step may change the weights.
 
     Args:
         deferred: whether the answer comes some steps late; only where the optimizer skips on the device, and not with

@@ -229,7 +229,7 @@ def _refuse_another_form(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise for the group of another optimizer: it has settings of its own and lacks some of this one's.
+    """Raise for the group of another optimizer: it has other settings and lacks some of this one's.
 
     Switches do not count: torch adds some from version to version and fills them in.
     """

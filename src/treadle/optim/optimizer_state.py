@@ -184,7 +184,7 @@ def _is_many(value: Any) -> bool:
 
 
 def rehearse(optimizer: Any, state: Mapping[str, Any]) -> Iterator[str]:
-    """Load a state of torch's form into a copy without parameters of its own; yield what the copy lost.
+    """Load a state of torch's form into a copy without parameters; yield what the copy lost.
 
     Raises:
         Exception: what the optimizer raises when it loads its own state.

@@ -57,7 +57,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:
     """Step a plateau scheduler, its relative threshold measured in the size of the best value.
 
-    torch's own is best * (1 - threshold), which lies on the wrong side of a negative best: there a value that stays the
+    torch's own is best * (1 - threshold), which is on the wrong side of a negative best: there a value that stays the
     same counts as better for ever. For values >= 0 both are the same.
 
     Example:

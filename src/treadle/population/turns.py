@@ -35,7 +35,7 @@ AT_ONCE = 8  # graphs of a member that are launched before those of the next
 
 
 class Source(Protocol):
-    """Decides which member runs next."""
+    """Source of members that decides which runs next."""
 
     def next(self) -> Member | None:
         """Return a member to run, or None where there is none, or none before another ends."""

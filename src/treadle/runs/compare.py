@@ -100,7 +100,7 @@ def _pack_of(run: Path) -> Pack[Any, Any, Any]:
     face = None if newest is None else newest[1]["format"].get("face")
     if pack is None and face not in pack_names():
         raise ConfigError(
-            "neither run.json nor config.json says what run it is of; give the folder of a run of 'treadle train', "
+            "neither run.json nor config.json identifies its run; give the folder of a run of 'treadle train', "
             "or your own script with --script",
             argument="RUN",
             value=str(run),
@@ -176,7 +176,7 @@ def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, o
     else:
         causes.append(
             f"steps {replayed.start_step + 1} to {first - 1} are equal, so code and settings are the same: a data set "
-            "or hook that keeps state or draws from an unseeded generator of its own, or an edited record"
+            "or hook that keeps state or draws from its own unseeded generator, or an edited record"
         )
     return causes
 

@@ -43,7 +43,7 @@ def verify(
     """Train a target straight, twice, and again with kills, and compare every step to the bit.
 
     Of each step the samples, random states, loss, gradients, weights, optimizer, averages, schedule, metrics and log
-    are compared. The runs are processes of their own; workspaces are moved into a temporary folder, and a trainer
+    are compared. The runs are separate processes; workspaces are moved into a temporary folder, and a trainer
     without a saving hook is given one. ``treadle verify`` is the same as a command.
 
     Args:
@@ -55,7 +55,7 @@ def verify(
         seed: decides at which steps and how it is killed.
 
     Returns:
-        The result; ``result.verdict`` is ``"EXACT"``, ``"NOT EXACT"`` or ``"NOT CHECKED"``, ``str(result)`` says why.
+        The result; ``result.verdict`` is ``"EXACT"``, ``"NOT EXACT"`` or ``"NOT CHECKED"``, ``str(result)`` the reason.
 
     Raises:
         ConfigError: a value is out of range, or there is no such target.

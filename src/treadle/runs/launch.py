@@ -87,7 +87,7 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
     limit = timedelta(seconds=timeout)
     store, rank, size = _meeting_point(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
-    control_group(limit)  # where NCCL carries the gradients, decisions have a group of their own
+    control_group(limit)  # where NCCL carries the gradients, decisions have a separate group
     try:
         yield
     except BaseException as error:  # no collective any more: the process ends, and so does its part of the group

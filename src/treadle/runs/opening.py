@@ -141,7 +141,7 @@ def _loaded(trainer: Any, tree: Mapping[str, Any], path: Path, *, folder: Path, 
     except CheckpointError:
         if not read_only:
             raise
-        # The state is checked before anything is loaded; what is only used needs no optimizer that fits.
+        # The state is checked before anything is loaded; a model that is only used needs no optimizer that fits.
         _load(trainer, engine, {**tree, "optimizer": None, "scheduler": None}, path, folder=None)
     if read_only:
         engine.refuse_training(f"the run in {folder} was opened to be used: open it with read_only=False to train on")

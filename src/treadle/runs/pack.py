@@ -310,7 +310,7 @@ class Pack(Generic[Config, Data, Trainer]):
             resume: resume from the folder's newest checkpoint; else the files of an earlier run are set aside.
             messages: the console of progress.
             show: prints the results.
-            paused: returns, after the training, whether it goes on another time; the run is not evaluated then.
+            paused: returns, after the training, whether it will be continued later; the run is not evaluated then.
 
         Returns:
             The content of ``metrics.json``; None on other ranks than the first, and of a run that is paused.

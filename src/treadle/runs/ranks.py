@@ -22,7 +22,7 @@ _NEWS_OF_FEWER_RANKS = ("number of ranks", "resumed position")  # topics of log 
 
 
 def device_of_rank(asked: str | None) -> torch.device:
-    """Return where this rank computes: of several on one machine, each has a GPU of its own.
+    """Return where this rank computes: of several on one machine, each has its own GPU.
 
     Args:
         asked: as the option ``--device`` gives it.
@@ -44,7 +44,7 @@ def device_of_rank(asked: str | None) -> torch.device:
         )
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ConfigError(
-            f"--device {asked}: under torchrun each rank has a GPU of its own, this one "
+            f"--device {asked}: under torchrun each rank has its own GPU, this one "
             f"cuda:{torch.cuda.current_device()}; leave --device out, or give cuda"
         )
     return device

@@ -21,7 +21,7 @@ _log = logging.getLogger("treadle.cli")
 
 
 class RunRecordHook(BaseHook):
-    """Writes ``run.json`` into the workspace: file, settings of the command line, and the configuration they gave.
+    """File ``run.json`` of the workspace: file, settings of the command line, and the configuration they gave.
 
     A run resumed with another configuration logs the changes, and keeps an entry for each, with the step from
     which it holds. The last of the hooks: by then the folder is known to belong to this process.
@@ -58,7 +58,7 @@ class RunRecordHook(BaseHook):
 
 
 class SessionKeeper:
-    """Observes the trainers of a command: each that writes into a folder gets a SessionLogHook, unless it has one."""
+    """Observer of the trainers of a command: each with a folder gets a SessionLogHook, unless it has one."""
 
     def before_building(self, engine: Engine) -> None:
         """Leave everything as it is."""

@@ -134,7 +134,7 @@ def _stop_inside(trainer: Engine) -> None:
 
 
 class ReplaySetup:
-    """Makes a run that is about to begin a replay: other folders, no hook that writes, the witness at the end."""
+    """Setup that makes a run a replay: other folders, no hook that writes, the witness at the end."""
 
     def __init__(self, witness: ReplayHook, folder: Path):
         self.witness = witness
@@ -191,7 +191,7 @@ def checkpoints_of(run: Path) -> Path:
 def refuse_run_of_ranks(run: Path) -> None:
     """Refuse the run of a pack's command that was trained under torchrun.
 
-    Its ranks drew random numbers of their own, and may have read the samples in another order than one process, so one
+    Its ranks drew different random numbers, and may have read the samples in another order than one process, so one
     process would run other steps.
 
     Raises:
@@ -203,7 +203,7 @@ def refuse_run_of_ranks(run: Path) -> None:
     if data.get("order") is not None and not (one_order and data.get("num_ranks") == 1):
         raise ConfigError(
             "was trained under torchrun, where samples come in another order or each rank draws "
-            "random numbers of its own; only runs of one process can be replayed: train without torchrun what is to be",
+            "separate random numbers; only runs of one process can be replayed: train without torchrun what is to be",
             argument="RUN",
             value=str(run),
         )
@@ -212,7 +212,7 @@ def refuse_run_of_ranks(run: Path) -> None:
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
     """Run a step of a user's own script again: everything up to its training, then from the nearest state.
 
-    The trainer's workspace lies in a temporary folder meanwhile, and a folder of checkpoints is neither read nor
+    The trainer's workspace is a temporary folder meanwhile, and a folder of checkpoints is neither read nor
     written. What the script itself writes, it writes again.
 
     Raises:

@@ -55,7 +55,7 @@ class Run(Generic[Config]):
         explicit: whether the user named the device.
         weights: a checkpoint whose weights a fresh start begins with.
         watch: the hook by which the base class sees the training.
-        paused: returns, after the training, whether it goes on another time; the run is not evaluated then.
+        paused: returns, after the training, whether it will be continued later; the run is not evaluated then.
     """
 
     config: Config

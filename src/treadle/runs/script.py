@@ -32,7 +32,7 @@ def run_as_main(script: Path, arguments: Sequence[str]) -> None:
 
 
 class MovedRuns:
-    """Observes the trainers that a target makes, so far as to move what they write; what else to do, a command adds.
+    """Observer of the trainers of a target that moves what they write; a command adds what else it does.
 
     Args:
         target: names it in messages.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Tracking:
-    """Adds trackers to every engine of a command, and ends their runs with what the command measured in the end.
+    """Trackers of every engine of a command, whose runs end with what the command measured last.
 
     Args:
         trackers: names with commas between.

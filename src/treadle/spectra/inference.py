@@ -66,7 +66,7 @@ class TesterConfig:
 
 
 class Tester:
-    """Measures the masked loss of a model over a loader.
+    """Masked loss of a model over a loader.
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.
@@ -149,7 +149,7 @@ class ExtractorConfig:
 
 
 class Extractor:
-    """Extracts the latent of every spectrum with all channels visible, in the order of the loader.
+    """Extraction of the latent of every spectrum with all channels visible, in the order of the loader.
 
     Args:
         model: has ``encoder(x, visible_mask) -> z`` as :class:`ChemoMAE` does.

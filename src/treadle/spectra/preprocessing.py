@@ -29,7 +29,7 @@ class SNVScaler(Estimator):
 
     y = (x - mean) / (std + eps) per row, with ddof 1 (0 for length 1), computed in float64 (Barnes, Dhanoa &
     Lister 1989). Container, device and floating dtype of the input come out again; integers give float32.
-    Constant rows become exact zeros. What is masked in an array is NaN. Nothing is learned from the data. Rows so faint
+    Constant rows become exact zeros. Masked array entries are NaN. Nothing is learned from the data. Rows so faint
     that eps would scale them are named in a warning.
 
     Args:

@@ -20,7 +20,7 @@ LOSSES = {"mse": masked_mse, "sse": masked_sse}
 
 
 class Augmenter(Protocol):
-    """Changes spectra (B, L) in training."""
+    """Augmentation of spectra (B, L) in training."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the changed spectra."""

@@ -49,7 +49,7 @@ _epoch_log = logging.getLogger("treadle.spectra.epochs")
 
 
 class SpectraTrainer(EpochFace):
-    """Trains a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
+    """Trainer of a model that returns ``(x_recon, z, visible_mask)`` on batches of spectra.
 
     Args:
         model: for example :class:`ChemoMAE`; moved to the device.
@@ -233,10 +233,9 @@ class SpectraTrainer(EpochFace):
             )
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        with speaking(self._engine), self._folder.held(), self._writer, tf32(self.cfg.enable_tf32):
+        with speaking(self._engine), self._folder.training(), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
-            self._folder.write_end()
         return {"best": self.best, "epochs": self.epoch}
 
     def train_one_epoch(self) -> float:

@@ -42,7 +42,7 @@ def token_stream(tokenizer: Any, texts: Iterable[str], *, end_id: int = 0) -> Te
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Packs a stream into blocks, so that every token but the first is predicted exactly once.
+    """Stream packed into blocks, so that every token but the first is predicted exactly once.
 
     A block begins with the last token of the one before, which is read and not predicted again. Documents here have 50
     to 15,000 tokens: padding each one to blocks would compute on padding, and cutting each one at its end would show

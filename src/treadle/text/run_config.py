@@ -44,7 +44,7 @@ def _check_test_fraction(section: str, value: float | None) -> None:
 
 @dataclass
 class DataConfig:
-    """What is read, and how it is cut."""
+    """Settings of the corpus and of how it is cut into blocks."""
 
     vocab_size: int = 1024
     """Tokens of the byte-level BPE tokenizer; it learns them from the training topics."""

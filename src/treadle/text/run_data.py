@@ -155,6 +155,6 @@ def check_same_text(stored: Mapping[str, Any], data: TextData, *, folder: str) -
     if stored.get("corpus") != data.fingerprint:
         raise ConfigError(
             f"the run in {folder} was started on another text: the manual differs from one Python version to the next, "
-            "and the tokenizer may from one version of tokenizers to the next. Go on with the version it was started "
+            "and the tokenizer may from one version of tokenizers to the next. Use the version it was started "
             "with, give another folder with --out, or --no-resume to start afresh in this one"
         )

@@ -9,7 +9,7 @@ from treadle.errors import ConfigError
 from treadle.text.extras import import_extra
 
 END = "<|endoftext|>"
-"""Stands before, between and behind documents; its id is 0. Inside a text it is that token too, and ends a document."""
+"""Separator before, between and behind documents, with id 0. In a text it is that token too, and ends a document."""
 _LEAST = 257  # every byte, and END
 
 

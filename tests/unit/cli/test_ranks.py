@@ -23,7 +23,7 @@ def on_gpus(monkeypatch):
 
 def test_each_rank_has_the_gpu_of_its_own(on_gpus):
     assert ranks.device_of_rank(None) == torch.device("cuda:1")
-    with pytest.raises(ConfigError, match=r"--device cuda:0: under torchrun each rank has a GPU of its own.*cuda:1"):
+    with pytest.raises(ConfigError, match=r"--device cuda:0: under torchrun each rank has its own GPU.*cuda:1"):
         ranks.device_of_rank("cuda:0")
     with pytest.raises(ConfigError, match=r"--device cpu: .*set CUDA_VISIBLE_DEVICES="):
         ranks.device_of_rank("cpu")

@@ -127,3 +127,13 @@ def test_a_state_that_was_not_uploaded_before_a_kill_is_when_the_run_starts_agai
     Own(4, workspace=tmp_path / "run", device="cpu").train()  # finished already
     remote = RemoteWorkspace(ObjectStore(url), tmp_path / "looked")
     assert remote.latest()[0].reach.step == 6
+
+
+def test_what_a_killed_upload_left_is_deleted_by_a_run_that_has_nothing_more_to_do(url, tmp_path):
+    fit(url, 5)
+    store = ObjectStore(url)
+    store.put("objects/00000001/00000099/steps.jsonl.0000", b"half of an upload")
+    fit(url, 5)
+    remote = RemoteWorkspace(store, tmp_path / "looked")
+    assert remote.leftovers() == []
+    assert remote.restore()

@@ -27,7 +27,7 @@ _PROGRAM = re.compile(r"constants\.pkl|code/.*|data/.*\.py")
 
 
 class ArchiveError(Exception):
-    """What is wrong with a file, in one sentence; for this package's own use."""
+    """Fault of a file, in one sentence; for this package's own use."""
 
 
 @dataclass(frozen=True)

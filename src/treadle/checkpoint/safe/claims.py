@@ -143,7 +143,7 @@ def sizes_of(value: Any) -> tuple[int, ...]:
 
 
 def tensor_of(function: str, arguments: tuple[Any, ...]) -> TensorEntry:
-    """Return the tensor that a rebuilding call would make, if it lies inside its storage.
+    """Return the tensor that a rebuilding call would make, if it fits its storage.
 
     Raises:
         PickleError: it does not.

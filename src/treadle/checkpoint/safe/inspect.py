@@ -1,4 +1,4 @@
-"""What is in a checkpoint file, of treadle or of another framework, without executing anything in it.
+"""Contents of a checkpoint file, of treadle or of another framework, without executing anything in it.
 
 Zip archives are read record by record and their pickle's opcodes are walked; a safetensors header is JSON; an old
 plain pickle is only asked which names it would import.
@@ -261,7 +261,7 @@ def _named_in(content: bytes) -> set[str]:
                     found.add(".".join(recent[-2:]))
                 elif isinstance(argument, str):
                     recent = [*recent[-1:], argument]
-    except Exception:  # noqa: BLE001  (old torch files go on with raw numbers behind their pickles)
+    except Exception:  # noqa: BLE001  (old torch files have raw numbers behind their pickles)
         return found
     return found
 

@@ -1,4 +1,4 @@
-"""What is in a folder of shards: as of a single file, and who wrote how much."""
+"""Contents of a folder of shards: as of a single file, and how much each rank wrote."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class _Machine:
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Made):
-            raise PickleError("its pickle appends to what is no list")
+            raise PickleError("its pickle appends to something that is not a list")
 
     def set_items(self, items: Sequence[Any]) -> None:
         target = self.stack[-1]
@@ -171,7 +171,7 @@ class _Machine:
         if isinstance(target, dict):
             target.update(zip(items[::2], items[1::2], strict=True))
         elif not isinstance(target, Made):
-            raise PickleError("its pickle sets items of what is no dict")
+            raise PickleError("its pickle sets items of something that is not a dict")
 
     def set_one(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -180,7 +180,7 @@ class _Machine:
     def reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Named) or not isinstance(arguments, tuple):
-            raise PickleError("its pickle calls what is no function")
+            raise PickleError("its pickle calls something that is not a function")
         self.stack.append(self.call(function.name, arguments))
 
     def call(self, name: str, arguments: tuple[Any, ...]) -> Any:
@@ -203,7 +203,7 @@ class _Machine:
 
     def make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
-        named = shortened(kind.name) if isinstance(kind, Named) else "what is no class"
+        named = shortened(kind.name) if isinstance(kind, Named) else "something that is not a class"
         self.walk.refused.append(f"its pickle makes an object of {named}")
         self.stack.append(Made(named, arguments))
 

@@ -1,4 +1,4 @@
-"""From figures to what to do: rules over parts, reads and trials, with no measurement of their own."""
+"""Advice from figures: rules over parts, reads and trials, without further measurement."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 
 
 class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operator calls inside the block, and reads of the device by the host with the lines that made them.
+    """Counter of operator calls inside the block, and of reads of the device by the host with the lines that made them.
 
     A read is what waits for the device on a GPU: the value of a tensor there, a copy to the CPU, a result whose size
     depends on the data. In a run on the CPU the first kind is counted, which would wait on a GPU too; what torch's

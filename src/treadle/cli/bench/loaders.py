@@ -20,7 +20,7 @@ _WORKERS = 2
 
 
 def try_loaders(engine: Engine, loader: Any, *, count: int, clock: Clock, share: float) -> list[Trial]:
-    """Times the run's steps with each loader that could take the place of its own.
+    """Timing of the run's steps with each loader that could replace its own.
 
     Args:
         engine: the run.
@@ -66,12 +66,12 @@ def as_tensor_loader(loader: Any, device: torch.device) -> TensorLoader:
     """Return a TensorLoader over the tensors of a DataLoader, on the device that trains.
 
     Raises:
-        NotTried: its data set is not a TensorDataset, or it puts batches together in a way of its own.
+        NotTried: its data set is not a TensorDataset, or it has its own collate function.
     """
     if type(loader.dataset) is not TensorDataset or loader.collate_fn is not default_collate:
         raise NotTried("the data set is not a TensorDataset with torch's own collate function")
     if loader.batch_size is None:
-        raise NotTried("the DataLoader has a batch sampler of its own")
+        raise NotTried("the DataLoader was given a batch sampler")
     shuffle = isinstance(loader.sampler, RandomSampler)
     return TensorLoader(
         *loader.dataset.tensors,

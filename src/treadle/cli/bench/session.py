@@ -41,11 +41,11 @@ _BF16 = {"mini": 'mixed_precision="bf16"', "functional": "training.mixed_precisi
 
 
 class StepReached(BaseException):
-    """Ends the run when all is measured; not an Exception, so that code of the user's does not catch it."""
+    """End of the run when all is measured; not an Exception, so that code of the user's does not catch it."""
 
 
 class BenchHook(BaseHook):
-    """Measures the steps of the run that it is part of; it comes behind all other hooks.
+    """Hook that measures the steps of its run; it comes after all other hooks.
 
     Args:
         result: is filled.

@@ -21,7 +21,7 @@ from treadle.runs.target import PackRun, checked_target, resolve
 
 
 class BenchSetup(MovedRuns):
-    """Observes the first trainer of a target: moves its files and adds the hook.
+    """Observer of the first trainer of a target: it moves its files and adds the hook.
 
     Args:
         hook: measures.

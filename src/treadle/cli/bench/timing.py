@@ -1,7 +1,7 @@
 """Where the time of a step goes, measured from outside: calls of a run are wrapped while it is measured.
 
 At any moment the run is in exactly one part, so the parts of a step add up to the step. On a GPU the marks between the
-parts are events in its stream: nothing waits while it is measured, and what is read later is the time of the GPU's own
+parts are events in its stream: nothing waits while it is measured, and the times read later are the GPU's own
 timeline, in which it also waits for the host.
 """
 
@@ -21,7 +21,7 @@ HOOK = "hook "
 
 
 class Clock(Protocol):
-    """Marks moments; the time between two is asked for when all is over."""
+    """Clock of marked moments; the time between two is asked for when all is over."""
 
     def mark(self) -> Any:
         """Return a mark of the present moment, None where there is none; wait for nothing."""

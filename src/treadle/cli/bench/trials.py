@@ -30,7 +30,7 @@ Step = Callable[[Group], Any]
 
 
 class NotTried(Exception):
-    """Says in words why a trial makes no sense here."""
+    """Reason why a trial makes no sense here."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Trial:
         seconds: of a step with it; None where it was not tried.
         present: of a step without it, measured around the trial.
         note: what else it changes, or why it was not tried.
-        other_training: whether what is trained is another thing with it.
+        other_training: whether the trial changes the training itself.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Trial:
 
 
 class Bench:
-    """Tries settings on an engine and the groups of some of its steps.
+    """Trials of settings on an engine and the groups of some of its steps.
 
     Args:
         engine: the run, which is thrown away afterwards: its weights move on in every trial.

@@ -56,7 +56,7 @@ class Replaced:
 
 
 class Watch:
-    """Wraps the parts of an engine's steps.
+    """Wrappers of the parts of an engine's steps.
 
     Args:
         engine: prepared, and not in a step.
@@ -112,7 +112,7 @@ class Watch:
         self._wrap(engine.guard, "apply", UPDATE, after=LOOP)
         self._wrap(Ema, "update", AVERAGES)
         if engine.lr_scheduler is not None:
-            # Of the class: what lies in the scheduler itself is part of its state.
+            # Of the class: attributes of the scheduler itself are part of its state.
             self._wrap(type(engine.lr_scheduler), "step", SCHEDULE)
 
     def _wrap_hooks(self, hooks: list[BaseHook]) -> None:

@@ -1,4 +1,4 @@
-"""Where a point lies on the three axes of a page: steps, epochs, training time."""
+"""Position of a point on the three axes of a page: steps, epochs, training time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Axis = Sequence[float | None]
 
 
 class RunAxes:
-    """Turns steps into epochs and time, and epochs into steps, as far as the records of a run allow.
+    """Conversion of steps into epochs and time, and of epochs into steps, as far as the records of a run allow.
 
     Args:
         rows: of the step log.

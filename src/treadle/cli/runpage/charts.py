@@ -7,7 +7,7 @@ from typing import Any
 
 from treadle.cli.runpage.curves import Series
 
-# In the order of a page; what is not named here follows in the order in which it was found.
+# In the order of a page; others follow in the order in which they were found.
 _TITLES = {
     "loss": "Loss", "accuracy": "Accuracy", "grad_norm": "Gradient norm", "lr": "Learning rate",
     "speed": "Speed (steps/s)", "time": "Time per epoch (s)", "r2": "R²", "mae": "Mean absolute error",
@@ -50,7 +50,7 @@ def charts_of(runs: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
 
 
 def axes_in(charts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the axes on which at least one series lies, ``step`` first."""
+    """Return the axes that at least one series has, ``step`` first."""
     found = [one["axes"] for chart in charts for one in chart["series"]]
     return [
         name for name in ("step", "epoch", "time") if any(value is not None for axes in found for value in axes[name])

@@ -109,7 +109,7 @@ def _of_epochs(epochs: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
 
 
 def constants_of(records: RunRecords) -> dict[str, float]:
-    """Return what is the same in every epoch of a run, which is shown without a chart."""
+    """Return the values that are equal in every epoch of a run, which are shown without a chart."""
     found: dict[str, float] = {}
     for key in dict.fromkeys(key for row in records.epochs for key in row if key not in _PLACES):
         known = {_number(row.get(key)) for row in records.epochs}

@@ -22,7 +22,7 @@ STEPS, POINTS, VALIDATIONS = "steps.jsonl", "metrics.jsonl", "validation.jsonl"
 HISTORIES = ("training_history.json", "history.json")
 _RECORDS = (STEPS, SESSIONS, POINTS, *HISTORIES, "run.json", LOCK_NAME)
 _WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors")
-# Folders inside of a run that hold no run of their own, and may hold very many files.
+# Folders inside a run that hold no other run, and may hold very many files.
 _INNER = {CHECKPOINTS, "pictures", "images", "pretrained", "profile", "tensorboard", "wandb", "mlruns", "nonfinite"}
 
 

@@ -27,7 +27,7 @@ def print_report(result: Verification, console: Console) -> None:
         for text in texts:
             _line(console, name, text)
     where = f"kept in {result.folder}" if result.verdict != "EXACT" else f"output and records are in {result.folder}"
-    _line(console, "files", f"the runs wrote to a folder of their own, and stopped at step {result.last_step}; {where}")
+    _line(console, "files", f"the runs wrote to a separate folder, and stopped at step {result.last_step}; {where}")
     verdict = Text(result.verdict, style=_STYLES[result.verdict])
     console.print(verdict.append(f": {verdict_reason(result)}", style="not bold default"), soft_wrap=True)
 

@@ -43,7 +43,7 @@ def load_zinc(name: str, root: Path, *, num_workers: int | None) -> Source:
 
 
 def load_qm9(name: str, root: Path, *, num_workers: int | None, target: int = 4) -> Source:
-    """Read QM9: 130,831 molecules with hydrogens. It has no split of its own; 80/10/10 by seed 0.
+    """Read QM9: 130,831 molecules with hydrogens. It comes without a split; 80/10/10 by seed 0.
 
     ``target`` is a column of torch_geometric's table of 19 properties; 4 is the gap between HOMO and LUMO in eV.
     """

@@ -15,7 +15,7 @@ __all__ = ["on_disk"]
 def on_disk(name: str, folder: Path, complete: Sequence[Sequence[str]]) -> Iterator[tuple[Path, bool]]:
     """Give the folder to read a data set from, and whether it must be downloaded into that folder first.
 
-    What is on disk is never downloaded again. A download goes into a folder beside, which takes its place when the
+    Files on disk are never downloaded again. A download goes into a folder beside, which takes its place when the
     block ends well and is removed when it fails. An incomplete folder is left alone: torch_geometric would empty it.
 
     Args:

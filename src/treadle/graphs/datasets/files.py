@@ -48,7 +48,7 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], dict[str, A
             tree = load_checkpoint(path)
             if tree.get("key") == described:
                 return tree["content"], True
-            _log.warning("%s was made with other settings than its name says; it is built again", path)
+            _log.warning("%s was made with other settings than its name states; it is built again", path)
         except CheckpointError as error:
             _log.warning("%s; it is built again", error)
     content = build()

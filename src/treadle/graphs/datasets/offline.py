@@ -28,7 +28,7 @@ __all__ = ["load_nci", "load_zinc_clean_leads"]
 
 _log = logging.getLogger("treadle.graphs")
 
-_VERSION = 2  # of what is made of a molecule; a higher one leaves old files unread
+_VERSION = 2  # of the conversion of molecules; files of a lower one are not read
 _MOLECULES = Described(
     level="graph",
     task_type="regression",

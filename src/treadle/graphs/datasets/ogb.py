@@ -59,7 +59,7 @@ def load_ogb(name: str, root: Path, *, num_workers: int | None) -> Source:
 
 
 def _download(folder: Path, archive_name: str) -> None:
-    """Download an archive and unpack what lies in its one folder."""
+    """Download an archive and unpack the contents of its one folder."""
     archive = Path(download_url(f"{_URL}/{archive_name}.zip", str(folder), log=False))
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(folder)

@@ -1,6 +1,6 @@
 """Graphs in few large tensors: quick to load, small in memory, and list-like to a DataLoader.
 
-Every field of all graphs lies in one tensor, in the narrowest dtype that holds its values exactly: columns of zeros
+Every field of all graphs is one tensor, in the narrowest dtype that holds its values exactly: columns of zeros
 and ones take one byte a value instead of four. A graph is cut out, and widened again, when it is asked for.
 """
 

@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 _CHUNK = 64
 _WORTH_IT = 4 * _CHUNK  # below, starting processes costs more than they save
-_MOST = 8  # of their own accord
+_MOST = 8  # unless the caller asks for more
 
 
 def count_workers(num_workers: int | None) -> int:
@@ -56,7 +56,7 @@ def parallel_map(
 
     Args:
         function: a function of a module whose result depends on its argument only. It returns arrays of numpy rather
-            than tensors: each tensor would come back through an open file of its own.
+            than tensors: each tensor would come back through a separate open file.
         items: what it is applied to.
         num_workers: processes (:func:`count_workers`).
 
@@ -72,7 +72,7 @@ def parallel_map(
         with one_thread():
             return [function(item) for item in items]
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    # One thread each: a child of a process that has used OpenMP waits for ever in a parallel region of its own.
+    # One thread each: a child of a process that has used OpenMP hangs in its first parallel region.
     count = min(count, math.ceil(len(items) / _CHUNK))
     with ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(pool.map(function, items, chunksize=_CHUNK))

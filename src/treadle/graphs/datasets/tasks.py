@@ -1,7 +1,7 @@
-"""What is asked about a generated graph: six tasks, each at its own level.
+"""Tasks on generated graphs: six, each at its own level.
 
 A task gives ``x`` (N, F) float32 and ``y``, a value per graph, node or pair by its level; pairs are listed in
-``pair_index`` (2, P). Where the task has no signal of its own, ``x`` is log(1 + degree), one column.
+``pair_index`` (2, P). Where the task has no signal, ``x`` is log(1 + degree), one column.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def encode_graph(edge_index: Tensor, num_nodes: int, config: PEConfig) -> GraphE
 
 
 class AddPositionalEncodings:
-    """Gives a graph its encodings: ``node_pe``, ``edge_pe_index`` and ``edge_pe``.
+    """Transform that adds encodings to a graph: ``node_pe``, ``edge_pe_index`` and ``edge_pe``.
 
     Usable wherever ``torch_geometric`` takes a transform, and without it: a graph is any object with ``edge_index``
     and ``num_nodes`` (or ``x``, a row a node). For a whole data set, :func:`encode_graphs` is many times faster.
@@ -177,7 +177,7 @@ class AddPositionalEncodings:
 
 
 class RandomSignFlip:
-    """Multiplies leading columns of ``node_pe`` by random signs, one a graph and column.
+    """Transform that multiplies leading columns of ``node_pe`` by random signs, one a graph and column.
 
     This is the training half of ``sign_invariant: flip``: eigenvectors are stored with a fixed sign, which evaluation
     uses as it is, while in training every sign is as good as the other. The signs come from torch's global generator

@@ -1,4 +1,4 @@
-"""The settings of the encodings: what is computed for nodes and for pairs of nodes, and how wide it is."""
+"""Settings of the encodings: those of nodes and of pairs of nodes, and their widths."""
 
 from __future__ import annotations
 

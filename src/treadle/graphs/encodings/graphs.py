@@ -42,7 +42,7 @@ def apart(compute: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
     eigenvalues repeat, whole eigenvectors do.
 
     Args:
-        compute: takes one part of each stack, a copy at an address of its own, which is aligned.
+        compute: takes one part of each stack, an aligned copy.
         stacks: (B, ...) each, B at least 1.
 
     Example:
@@ -61,7 +61,7 @@ class Spectrum(NamedTuple):
 
 
 class PlainGraphs:
-    """B plain graphs of N nodes each; what is derived from them is computed once, when it is first asked for.
+    """B plain graphs of N nodes each; derived values are computed once, when first asked for.
 
     Args:
         edge_indices: one (2, e) integer tensor a graph: nodes numbered from 0, edges in one direction or both.
@@ -155,7 +155,7 @@ class PlainGraphs:
 
     @cached_property
     def cores_BN(self) -> Tensor:
-        """Core numbers, int64: the largest k such that the node lies in a part where all have k neighbours or more.
+        """Core numbers, int64: the largest k such that the node is in a subgraph where all have at least k neighbours.
 
         Nodes with the fewest neighbours left are taken away first (Batagelj and Zaversnik 2003), in all graphs at once.
         """

@@ -155,7 +155,7 @@ def _computed(chunks: _Chunks, num_workers: int) -> Iterable[_Chunk]:
 
 
 class _Gathered:
-    """Puts chunks back into the order of the data set."""
+    """Chunks put back into the order of the data set."""
 
     def __init__(self, config: PEConfig, sizes_G: Tensor):
         self.config = config

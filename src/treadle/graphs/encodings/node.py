@@ -23,7 +23,7 @@ _EQUAL = 1e-6
 def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: str = "abs") -> Tensor:
     """Return eigenvectors φ of the normalised Laplacian I - D^-½ A D^-½ (row 0 for an isolated node).
 
-    Eigenvalues below 1e-6 are left out; the rest are taken ascending. An eigenvector has no sign of its own, and where
+    Eigenvalues below 1e-6 are left out; the rest are taken ascending. An eigenvector's sign is arbitrary, and where
     eigenvalues repeat no direction either, so one of three functions of it is returned.
 
     Args:
@@ -152,7 +152,7 @@ def _without_sign(values_M: Tensor, vectors_NM: Tensor, how: str) -> Tensor:
         largest_NM = size_NM >= size_NM.amax(dim=0) - _EQUAL
         first_1M = largest_NM.to(torch.uint8).argmax(dim=0, keepdim=True)
         return vectors_NM * vectors_NM.gather(0, first_1M).sign()
-    # Number the eigenspaces, add up φ² within each, and give every column the mean of its own.
+    # Number the eigenspaces, add up φ² within each, and give every column the mean of its eigenspace.
     space_M = (torch.diff(values_M, prepend=values_M[:1]) > _EQUAL).cumsum(dim=0)
     width_M = torch.bincount(space_M, minlength=len(space_M))[space_M]
     summed_NM = torch.zeros_like(vectors_NM).index_add_(1, space_M, vectors_NM.square())[:, space_M]

@@ -98,7 +98,7 @@ def _reseeded(difference: Difference) -> Cause:
         f"the forward pass seeds a generator: {shown}{before}. So its random numbers, a dropout mask for one, do not "
         f"continue where they were{_named(difference)}",
         "take the call out and seed once at the start with treadle.set_seed; the state of the generators is kept over "
-        "a stop. For numbers of its own a module can use a torch.Generator, or treadle.seed.forked_rng(seed)",
+        "a stop. For its own numbers a module can use a torch.Generator, or treadle.seed.forked_rng(seed)",
     )
 
 
@@ -107,7 +107,7 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
     if part == "sample ids":
         return Cause(
             "order_not_restored",
-            "after a resume the samples come in another order: the sampler keeps a state of its own, or draws from a "
+            "after a resume the samples come in another order: the sampler keeps its own state, or draws from a "
             f"generator that is not known to treadle{_named(difference, 'sampler', 'loader')}",
             "give the sampler an attribute `generator` (a torch.Generator), let its order depend on a seed and "
             "set_epoch(epoch) alone, or give the loader state_dict and load_state_dict",
@@ -116,7 +116,7 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
         return Cause(
             "state_in_dataset",
             "after a resume the same samples have other values: the data set keeps a state between items (a counter, a "
-            f"cache, a generator of its own), so an item depends on what was read before it"
+            f"cache, its own generator), so an item depends on what was read before it"
             f"{_named(difference, 'dataset', 'loader', 'global')}",
             "let __getitem__ depend on the index and on the generators of random, numpy.random and torch alone; "
             "per-sample noise: np.random.default_rng([seed, index])",
@@ -176,7 +176,7 @@ def _unsaved(difference: Difference) -> Cause:
     if part == "log":
         return Cause(
             "log_not_restored",
-            f"the state of the run is equal and what is logged is not: a record is computed from values that are not "
+            f"the state of the run is equal and its records are not: a record is computed from values that are not "
             f"saved{named}",
             _KEEP,
         )

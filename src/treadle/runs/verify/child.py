@@ -29,7 +29,7 @@ from treadle.runs.verify.recorder import Looker, Recorder
 
 
 class Arrangement(MovedRuns):
-    """Observes the trainers of the target: moves what they write into the work folder and adds the recorder.
+    """Observer of the trainers of the target: moves what they write into the work folder and adds the recorder.
 
     Args:
         job: what this process is asked to do.
@@ -74,7 +74,7 @@ class Arrangement(MovedRuns):
 
 
 class _WarningFile(logging.Handler):
-    """Writes the library's warnings into the records: they often name the cause."""
+    """Handler that writes the library's warnings into the records: they often name the cause."""
 
     def __init__(self, file: RecordFile):
         super().__init__(logging.WARNING)

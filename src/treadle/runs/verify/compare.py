@@ -71,7 +71,7 @@ class PartResult:
 
 
 class Comparison:
-    """Compares runs with the first straight one.
+    """Comparison of runs with the first straight one.
 
     Args:
         reference: the lines of the first straight run.

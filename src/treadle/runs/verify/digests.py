@@ -54,7 +54,7 @@ def leaves_of(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
 
 
 def leaf_text(value: Any) -> str | None:
-    """Return the text of a value that has no parts of its own, or None for one that has.
+    """Return the text of a value without parts, or None for one with parts.
 
     Example:
         >>> leaf_text(0.1), leaf_text({})

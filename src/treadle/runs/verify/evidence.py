@@ -107,7 +107,7 @@ def _text(value: Any) -> str | None:
 
 
 class SeedWatch:
-    """Notes every call, made while it is on, that seeds a global generator, and the line it comes from.
+    """Record of every call, made while it is on, that seeds a global generator, and of the line it comes from.
 
     Example:
         >>> watch = SeedWatch()

@@ -85,7 +85,7 @@ class Job:
 
 
 class RecordFile:
-    """Appends lines that are whole whatever happens to the process: each is one write to an append-only file."""
+    """File of lines that are whole whatever happens to the process: each is one write to an append-only file."""
 
     def __init__(self, path: Path, number: int):
         self.number = number

@@ -59,7 +59,7 @@ _OF_CHECKPOINT = {
 
 
 class Recorder(BaseHook):
-    """Stops the run at its last step, kills it as planned, and writes the records; the first of the hooks.
+    """Recorder that stops the run at its last step, kills it as planned and writes the records; the first hook.
 
     Args:
         job: what this process is asked to do.
@@ -182,7 +182,7 @@ class Recorder(BaseHook):
 
 
 class Looker(BaseHook):
-    """Looks at a step for the recorder when every other hook has had its say; the last of the hooks."""
+    """Look at a step for the recorder after every other hook; the last of the hooks."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder

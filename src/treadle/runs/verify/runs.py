@@ -118,7 +118,7 @@ def two_servers(target: str, seed: int, log: Path) -> Iterator[tuple[Server, Ser
 
 
 class Verifier:
-    """Runs a target straight, twice, and again with kills, and compares.
+    """Runs of a target, straight, twice, and again with kills, with their comparison.
 
     Args:
         target: path of a script or a configuration, or the name of a pack.

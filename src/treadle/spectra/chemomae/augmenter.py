@@ -63,7 +63,7 @@ class SpectraAugmenterConfig:
 
 
 class SpectraAugmenter(nn.Module):
-    """Shifts and turns rows at random in training mode; in eval mode it returns its input.
+    """Random shifts and turns of rows in training mode; in eval mode the input is returned.
 
     Args:
         config: settings; None takes the defaults.

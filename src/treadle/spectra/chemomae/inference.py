@@ -102,7 +102,7 @@ class ExtractorConfig:
 
 
 class Extractor:
-    """Extracts features of spectra with every channel visible, in the order of the loader.
+    """Extraction of features of spectra with every channel visible, in the order of the loader.
 
     Args:
         model: has ``encode(x, representation=)`` as :class:`treadle.spectra.chemomae.ChemoMAE` does.
@@ -203,7 +203,7 @@ class TesterConfig(inference.TesterConfig):
 
 
 class Tester(inference.Tester):
-    """Measures the loss of a model over a loader, perhaps of augmented spectra against the clean ones.
+    """Loss of a model over a loader, perhaps of augmented spectra against the clean ones.
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.

@@ -28,7 +28,7 @@ class Parameters(NamedTuple):
 
 
 class Scorer:
-    """Computes log(pi_k C_k exp(kappa_k mu_k . x)) for blocks of rows; the constants are worked out once."""
+    """log(pi_k C_k exp(kappa_k mu_k . x)) for blocks of rows; the constants are worked out once."""
 
     def __init__(self, parameters: Parameters, device: torch.device) -> None:
         mus_KD, kappas_K, logpi_K = parameters

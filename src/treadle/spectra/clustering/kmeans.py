@@ -33,7 +33,7 @@ _EXACT = 1e-12  # a mean distance below this: every row is on its centroid
 
 
 class CosineKMeans(Estimator):
-    """Groups rows by direction: minimises J = mean(1 - cos(row, its centroid)).
+    """k-means by direction, which minimises J = mean(1 - cos(row, its centroid)).
 
     Seeds with k-means++ by cosine distance; a centroid is the normalised mean of its rows; a cluster without
     rows takes the row farthest from its centroid; iteration stops at |dJ| < tol * |J| or |dJ| < tol * 1e-3

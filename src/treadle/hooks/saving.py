@@ -1,0 +1,118 @@
+"""SavingHook: what hooks that save the state of a run at chosen steps have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from treadle import distributed
+from treadle.checkpoint.order import Reach
+from treadle.checkpoint.rank_writer import RankWriter
+from treadle.distributed.state_names import clean_name
+from treadle.engine.hook import BaseHook
+from treadle.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from treadle.engine import Engine
+
+
+class SavingHook(BaseHook):
+    """Base of hooks that save at steps that are due, at the end of the run and at a signal, each state once.
+
+    A subclass has ``_is_due`` and ``_begin_save``, and makes an exit plan of ``_save_and_leave``.
+
+    Args:
+        background: write during training.
+
+    Example:
+        >>> class Every(SavingHook):
+        ...     def _is_due(self, trainer):
+        ...         return True
+        ...     def _begin_save(self, trainer, *, background):
+        ...         print("step", trainer.step)
+        >>> from types import SimpleNamespace
+        >>> hook, trainer = Every(background=False), SimpleNamespace(step=3, epoch=0)
+        >>> hook.save(trainer), hook.save(trainer)
+        step 3
+        (None, None)
+    """
+
+    writes = True
+
+    def __init__(self, *, background: bool):
+        self._background = background
+        self._writer = RankWriter()
+        self._saved: Reach | None = None
+
+    def _is_due(self, trainer: Engine) -> bool:
+        """Return whether the state of the present step is to be saved."""
+        raise NotImplementedError
+
+    def _begin_save(self, trainer: Engine, *, background: bool) -> None:
+        """Give the present state to the writer."""
+        raise NotImplementedError
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Ask for a checkpoint when one is due; it is written once every hook has seen the step."""
+        if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
+            trainer.request_write(self.wait_for_writes)
+        if self._is_due(trainer):
+            trainer.request_write(lambda: self.save(trainer))
+
+    def notice(self, trainer: Engine) -> Callable[[], float]:
+        """Tell the other ranks whether this one still writes, so that all hear of an error at the same step."""
+        return self._writer.notice
+
+    def on_after_train(self, trainer: Engine) -> None:
+        """Save the state that the run ended with, its last epoch included, and wait for the background write."""
+        trainer.request_write(lambda: self._save_end(trainer))
+
+    def _save_end(self, trainer: Engine) -> None:
+        if all(getattr(driver, "record_complete", True) for driver in trainer.state.drivers):
+            self.save(trainer)
+        self.wait_for_writes()
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Wait for the background write."""
+        self._writer.close(error)
+
+    def save(self, trainer: Engine) -> None:
+        """Write the present state, once; with ``background=True`` it returns when the state is copied.
+
+        Raises:
+            CheckpointError: it could not be written, or the one before could not.
+        """
+        self._save(trainer, background=self._background)
+
+    def _save_and_leave(self, trainer: Engine) -> None:
+        """Write the present state in the foreground; it makes up for one that failed before."""
+        late = self._writer.settle()
+        if late is not None:
+            trainer.logger.error("%s", late)
+            self._saved = None
+        self._save(trainer, background=False)
+
+    def wait_for_writes(self) -> None:
+        """Wait for the background write.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self._writer.wait()
+        except CheckpointError:
+            self._saved = None  # a later occasion at the same step tries again
+            raise
+
+    def _save(self, trainer: Engine, *, background: bool) -> None:
+        self.wait_for_writes()
+        reach = Reach(trainer.step, trainer.epoch)
+        if self._saved != reach:
+            self._begin_save(trainer, background=background)
+            self._saved = reach
+
+
+def equal_names(trainer: Engine) -> set[str]:
+    """Return the names of the weights that are equal on all ranks: those that are not spread over them."""
+    named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
+    return {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
