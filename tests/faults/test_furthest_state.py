@@ -58,7 +58,7 @@ class At(BaseHook):
         self.step, self.act = step, act
         self._seen = multiprocessing.RawArray(
             "i", 1
-        )  # of a type that no checkpoint holds: a resumed run counts its own steps
+        )  # which no checkpoint holds: a resumed run counts its own
 
     @property
     def seen(self):
