@@ -56,9 +56,7 @@ class At(BaseHook):
 
     def __init__(self, step=None, act=None):
         self.step, self.act = step, act
-        self._seen = multiprocessing.RawArray(
-            "i", 1
-        )  # which no checkpoint holds: a resumed run counts its own
+        self._seen = multiprocessing.RawArray("i", 1)  # which no checkpoint holds: a resumed run counts its own
 
     @property
     def seen(self):

@@ -245,7 +245,7 @@ def _glance(value: Any) -> Any:
     if _is_table(value):
         return len(value), value.iloc[:: max(1, len(value) // _SAMPLED_ROWS)].to_numpy().tolist()
     if isinstance(value, Tensor):
-        return -1 if value.is_inference() else value._version
+        return _version_of(value)
     if isinstance(value, np.ndarray):
         step = max(1, value.size // _SAMPLED)
         return value.shape, value.reshape(-1)[::step].tobytes() if value.dtype.kind in "biufc" else None
@@ -253,8 +253,12 @@ def _glance(value: Any) -> Any:
         return value.cache_info().currsize
     if isinstance(value, _CONTAINERS):
         first = itertools.islice(value.values() if isinstance(value, dict) else value, _SAMPLED_ROWS)
-        return len(value), *map(id, first)
+        return len(value), *((id(item), _version_of(item)) for item in first)
     return None
+
+
+def _version_of(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
 
 
 def _is_table(value: Any) -> bool:

@@ -55,18 +55,19 @@ def has_state(owner: Any) -> bool:
     if isinstance(owner, type) or not callable(offered(owner, "load_state_dict")):
         return False
     method = offered(owner, "state_dict")
-    return callable(method) and _wants_nothing(getattr(method, "__func__", method))
+    function = getattr(method, "__func__", None)
+    return callable(method) and _wants_nothing(method if function is None else function, function is not None)
 
 
 @functools.lru_cache(maxsize=1024)
-def _wants_nothing(function: Any) -> bool:
+def _wants_nothing(function: Any, is_bound: bool) -> bool:
     """Return whether a function or method needs no argument: the ``state_dict`` of litdata's data sets needs three."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())[int(is_bound) :]
     except (TypeError, ValueError):
         return True
-    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-               for one in parameters if one.name != "self")  # fmt: skip
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(one.default is not one.empty or one.kind in kinds for one in parameters)
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:

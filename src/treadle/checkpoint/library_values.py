@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import copyreg
 import datetime
 import io
 import itertools
 import statistics
+import types
 import uuid
 import warnings
 from collections import ChainMap, UserDict, UserList
@@ -17,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _KINDS: tuple[type, ...] = (
     array.array, bytearray, uuid.UUID, datetime.time, datetime.timezone, statistics.NormalDist, ChainMap, UserDict,
-    UserList, io.BytesIO, io.StringIO, itertools.count,
+    UserList, io.BytesIO, io.StringIO, itertools.count, *NAMESPACES,
 )  # fmt: skip
 _BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _KINDS}
 LIBRARY_VALUES = frozenset(("reduced", "elements", "objects", "masked"))
@@ -108,9 +111,13 @@ def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) 
 
 
 def _filled(held: Any, made: Any) -> Any:
-    """Fill an array that is there, which others may hold too; else return the new value."""
+    """Fill an array or a namespace that is there, which others may hold too; else return the new value."""
     if type(held) is not type(made):
         return made
+    if isinstance(made, NAMESPACES):
+        vars(held).clear()
+        vars(held).update(vars(made))
+        return held
     if isinstance(made, (array.array, bytearray)):
         held[:] = made
         return held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,6 +36,7 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}  # 
 _WITHOUT_STATE = ("abc", "typing", "collections.abc")  # whose classes are bases that hold nothing
 LONGEST = 1_000_000  # elements of all tensors of a value, or items of a flat list, that a state may hold
 _DEEPEST = 32  # containers inside of containers; one that contains itself has no end
+_SAMPLED_KEYS = 64  # of a dict, that are looked at for addresses
 _MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
 
 
@@ -88,7 +90,8 @@ class _Encoder:
         if kind in _SCALARS or isinstance(value, GENERATORS):
             return encode(value)
         if isinstance(value, Tensor):
-            return _encoded_tensor(value) if self._fits(value.numel()) else OPAQUE
+            is_models = isinstance(value, nn.Parameter) and not self._held  # it may be one that the model has
+            return _encoded_tensor(value) if self._fits(value.numel()) and not is_models else OPAQUE
         if isinstance(value, np.generic) and (encoded := encode(value)) is not OPAQUE:
             return encoded
         if kind is np.ndarray:
@@ -170,7 +173,7 @@ class _Encoder:
         factory = value.default_factory if isinstance(value, defaultdict) else None
         is_named = factory is None or factory in _FACTORIES.values()
         # A state that is kept inside the states that follow would grow with each of them.
-        if (self._alone and not is_named) or _is_checkpoint(value):
+        if (self._alone and not is_named) or _is_checkpoint(value) or _is_by_identity(value):
             return OPAQUE
         keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
         if keys is OPAQUE or items is OPAQUE:
@@ -198,6 +201,13 @@ def is_plain_object(value: Any) -> bool:
         return hasattr(value, "_fields")
     kinds = type(value).__mro__
     return all(kind is object or kind.__module__ in _WITHOUT_STATE or is_users_class(kind) for kind in kinds)
+
+
+def _is_by_identity(value: Mapping[Any, Any]) -> bool:
+    """Return whether the keys of a dict are tensors or memory addresses, which another process does not have."""
+    keys = list(itertools.islice(value, _SAMPLED_KEYS))
+    addresses = all(type(key) is int and 2**40 < key < 2**48 and key % 16 == 0 for key in keys)
+    return bool(keys) and (addresses or any(isinstance(key, Tensor) for key in keys))
 
 
 def _is_checkpoint(value: Mapping[Any, Any]) -> bool:

@@ -62,7 +62,7 @@ VALUE = "treadle.value"
 """The key, alone in a dict, under which a value is encoded that a file could not hold."""
 Encoding = Literal["none", "odd", "exact"]
 OF_USERS: dict[str, Encoding] = {
-    "model": "exact", "optimizer": "odd", "scheduler": "odd", "ema": "exact", "objects": "exact", "data": "exact",
+    "model": "odd", "optimizer": "odd", "scheduler": "odd", "ema": "odd", "objects": "exact", "data": "exact",
     "hooks": "exact",
 }  # fmt: skip
 """Keys under which objects of users write, and what is encoded there."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.checkpoint.attributes import beside
@@ -130,7 +131,7 @@ class ModelPart(StatePart):
         check_model_state(engine.model, saved.tree["model"], kept=saved.kept)
 
     def load(self, engine: Engine, saved: Saved) -> None:
-        load_model_state(engine.model, saved.tree["model"], kept=saved.kept)
+        load_model_state(engine.model, from_plain(saved.tree["model"]), kept=saved.kept)
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         live = model_state(engine.model)
@@ -142,11 +143,14 @@ class SchedulerPart(StatePart):
     """State of the learning-rate scheduler."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        tree["scheduler"] = scheduler_state(engine.lr_scheduler) if engine.lr_scheduler is not None else None
+        scheduler: Any = engine.lr_scheduler
+        state = tree["scheduler"] = None if scheduler is None else scheduler_state(scheduler)
+        if state is not None and type(scheduler).state_dict is not LRScheduler.state_dict:
+            tree["scheduler"] = to_plain(state, "scheduler", encoding="exact")
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if engine.lr_scheduler is not None and saved.get("scheduler") is not None:
-            refuse_another_schedule(engine.lr_scheduler, saved.get("scheduler"))
+            refuse_another_schedule(engine.lr_scheduler, from_plain(saved.get("scheduler")))
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
@@ -173,7 +177,7 @@ class SchedulerPart(StatePart):
         state = saved.get("scheduler")
         if engine.lr_scheduler is not None and state is not None and saved.same_torch:
             now = to_plain(scheduler_state(engine.lr_scheduler), "scheduler", encoding="odd")
-            yield from unlike(state, now, "scheduler")
+            yield from unlike(to_plain(from_plain(state), encoding="odd"), now, "scheduler")
 
 
 class OptimizerPart(StatePart):
@@ -283,7 +287,7 @@ class AveragesPart(StatePart):
         known = saved.part("ema")
         for name, ema in engine.averages.items():
             if name in known:
-                ema.restore(known[name], kept=saved.kept)
+                ema.restore(from_plain(known[name]), kept=saved.kept)
             else:
                 ema.restart_from(engine.model)
 
