@@ -1,25 +1,24 @@
-"""One kind of data of an object from another: JointRegressor beside ridge, trees and kernel regression.
+"""One kind of data of an object from another: JointRegressor and KernelStack beside ridge and trees.
 
-    python benchmarks/astro_science.py --device cuda --capture --jobs 4    # about three minutes of an H200
+    python benchmarks/astro_science.py --device cuda --capture --jobs 9    # the members take two minutes of an H200
     python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command resumes
     python benchmarks/astro_science.py --tiny                              # a trial, writes nothing
 
 The surveys, split and questions of `treadle train astro`. One model answers all five; with each seed three members are
 trained, and their mixtures are averaged. The answers are mixed with the numbers of the nearest training objects in
-the latents. The stack mixes in a third part, the Gaussian of a kernel regression of the same inputs. The shares are
-chosen on validation objects. Each peer learns one question; it gets the values of the tokens and the values as they are
-(pictures also by 48 principal components and sums, spectra for the kernels also over their mean), and the better of
-them on validation objects counts, as do kernel, width and noise. Three seeds of trees, also averaged. All scores are
-of test objects.
+the latents. The stack mixes in a third part, the Gaussian of kernel regressions of the same inputs. It draws pictures
+and spectra from the numbers of an object, too: a mixture of the members' and of kernel regressions. All shares are
+chosen on validation objects, and so are views, kernels, widths and noises of the regressions, from the whole grid of
+`treadle.regression`. Each peer learns one question; it gets the values of the tokens and the values as they are
+(pictures also by 48 principal components and sums), and the better of them on validation objects counts, as do the
+settings of the peers that draw. Three seeds of trees, also averaged. All scores are of test objects.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe, write_result
-from scipy.linalg import solve_triangular as solved
+from science import add_training, as_markdown, kept, options_of, parsed, spread
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -44,20 +43,16 @@ from treadle.astro.run_config import AstroRunConfig
 from treadle.astro.run_data import split_surveys
 from treadle.astro.surveys import Survey
 from treadle.optim.adamw import build_optimizer, build_warmup_cosine
+from treadle.regression import KernelStack, NumberViews, mixing_shares
 
 Array = np.ndarray[Any, Any]
 Surveys = Mapping[str, Survey]
 MEMBERS, STEPS = 3, 2000
 BATCHES = {"xdf": 64, "spex": 128, "sdss": 512}
-SHARES = [(near / 5, kernel / 5) for near in range(6) for kernel in range(6 - near)]  # the network has the rest
-NEAREST = 10
-MOST = 2000  # training objects that the settings of a kernel regression are tried with
-KERNELS: Mapping[str, Callable[[Any], Any]] = {  # of half the squared distance
-    "Gaussian": lambda far: np.exp(-far),
-    "Matern 3/2": lambda far: (1 + np.sqrt(3 * far)) * np.exp(-np.sqrt(3 * far)),
-    "exponential": lambda far: np.exp(-np.sqrt(far)),
-}
-WIDTHS, NOISES = (0.1, 0.3, 1.0, 3.0), (0.01, 0.03, 0.1, 0.3, 1.0)
+BLIND = 0.5  # rows, as a share of a batch, whose picture or spectrum is asked for from the numbers
+BACK = {"xdf": 200.0, "spex": 6.0}  # weights of the squared error of pictures and spectra
+NEAREST, COMPONENTS = 10, 64
+DRAWN = {"picture": "xdf", "spectrum": "spex"}  # the survey of each
 METHODS = ("ridge", "boosted trees", "extra trees")
 
 
@@ -120,26 +115,30 @@ class Joint(BaseTrainer):
         return loss, {}
 
     def _of_survey(self, name: str, table: Tensor) -> Tensor:
-        count, device = min(BATCHES[name], len(table)), self.device
-        rows = torch.randint(0, len(table), (count,), device=device)
-        scalars, data = table.index_select(0, rows), self.data[name]
-        draw = torch.rand(count, 3, device=device)
+        data, device = self.data[name], self.device
+        count = min(BATCHES[name], len(table))
+        blind = 0 if data is None else int(BLIND * count)
+        rows = torch.randint(0, len(table), (count + blind,), device=device)
+        scalars = table.index_select(0, rows)
+        draw = torch.rand(count + blind, 4, device=device)
         asked = torch.ones(scalars.shape[1], dtype=torch.bool, device=device)
         if data is None:  # the redshift, which comes last
             asked[:-1] = False
-        usual = draw[:, :1] < (0.7 if data is None else 0.85)
-        hide = torch.where(usual, asked, torch.rand(scalars.shape, device=device) < draw[:, 1:2])
-        hide_data = None if data is None else ~usual[:, 0] & (draw[:, 2] < 0.7)
+        from_numbers = torch.arange(count + blind, device=device) >= count
+        usual = (draw[:, :1] < (0.7 if data is None else 0.85)) & ~from_numbers[:, None]
+        most = torch.where(from_numbers & (draw[:, 3] < 0.5), 0.0, draw[:, 1])  # half of these show all numbers
+        hide = torch.where(usual, asked, torch.rand(scalars.shape, device=device) < most[:, None])
+        hide_data = None if data is None else ~usual[:, 0] & ((draw[:, 2] < 0.7) | from_numbers)
         shown = None if data is None else changed(name, data.index_select(0, rows))
         model: Any = self.model
-        answer = model(name, scalars, hide=hide, data=shown, hide_data=hide_data, give_back=data is not None)
         inputs = self.unwrapped_model.survey(name)
         target = inputs.standardised(scalars)
+        answer = model(name, scalars, hide=hide, data=shown, hide_data=hide_data, give_back=data is not None)
         loss = joint_loss(answer, target, hide & scalars.isfinite())
         if shown is not None and hide_data is not None:
             back, wanted = (answer.picture, shown) if name == "xdf" else (answer.spectrum, inputs.fluxes(shown))
             off = (back - wanted).square().flatten(1).mean(1)
-            loss = loss + (10.0 if name == "xdf" else 0.3) * (off * hide_data).sum() / hide_data.sum().clamp(min=1)
+            loss = loss + BACK[name] * (off * hide_data).sum() / hide_data.sum().clamp(min=1)
         return loss
 
 
@@ -171,7 +170,8 @@ def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | 
     model.eval()
     parts = {"train": train, "val": val, "test": test}
     answers = {name: ask_all(model, surveys, options.device) for name, surveys in parts.items()}
-    torch.save({part: with_neighbours(answers[part], answers["train"], train) for part in ("val", "test")}, file)
+    found = {part: with_neighbours(answers[part], answers["train"], train) for part in ("val", "test")}
+    kept(file, lambda path: torch.save(found, path))
     print(f"seed {seed}, member {member}: {time.time() - start:.0f} s", flush=True)
     return file
 
@@ -193,10 +193,13 @@ def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, A
             "scales": torch.cat([m.scales[:, column] for m in mixtures], dim=1),
             "latent": torch.stack([answer.latent[:, column] for answer in each]).mean(0).half(),
         }
-    for name, kind in (("xdf", "picture"), ("spex", "spectrum")):
+    for kind, name in DRAWN.items():
         survey = surveys[name]
         answer = asked(model, survey, torch.zeros(len(survey.columns), dtype=torch.bool), TURNS[0], device, blind=True)
-        found[kind] = getattr(answer, kind)
+        back = getattr(answer, kind)
+        if kind == "picture":  # the numbers do not know how an object is turned
+            back = torch.stack([turn(back) for turn in TURNS]).mean(0)
+        found[kind] = back.flatten(1).half()
     return {key: value if isinstance(value, Tensor) else dict(value) for key, value in found.items()}
 
 
@@ -251,7 +254,7 @@ def standard(train: Survey, survey: Survey, target: str) -> tuple[Tensor, float,
 
 def mixed(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, part: str, y_train: Tensor,
-    kernel: Mapping[str, Any], shares: tuple[float, float],
+    kernel: Mapping[str, Any], shares: Sequence[float],
 ) -> Mixture:  # fmt: skip
     """Returns the mixture of all members, of the nearest training objects in each latent and of the kernel regression.
 
@@ -261,10 +264,9 @@ def mixed(
         part: validation or test objects.
         y_train: the true numbers of the training objects in deviations.
         kernel: mean and deviation of that part.
-        shares: of the nearest objects and of the kernel regression.
+        shares: of the members, of the nearest objects and of the kernel regression.
     """
-    near, other = shares
-    own = max(0.0, 1 - near - other)
+    own, near, other = shares
     weights, means, scales = [], [], []
     for member in members:
         found, known = member[part][question.target], y_train.isfinite()
@@ -286,7 +288,7 @@ def mixed(
     return Mixture(torch.cat(weights, 1), torch.cat(means, 1), torch.cat(scales, 1))
 
 
-def explained(predicted: Array, true: Array, reference: float) -> float:
+def explained(predicted: Array, true: Array, reference: float | Array) -> float:
     return 1 - float(((predicted - true) ** 2).sum() / ((true - reference) ** 2).sum())
 
 
@@ -300,30 +302,36 @@ def answers_of(
         name, target = question.survey, question.target
         y = {part: standard(parts["train"][name], surveys[name], target)[0] for part, surveys in parts.items()}
 
-        def error(
-            shares: tuple[float, float], question: CrossPrediction = question, y: Any = y, kernel: Any = kernel
-        ) -> float:
-            mean = mixed(members, question, "val", y["train"], kernel, shares).mean()
-            return float(((mean - y["val"])[y["val"].isfinite()] ** 2).mean())
-
         alone = members[0]["test"][target]
         single = (alone["log_weights"].exp() * alone["means"]).sum(1)
         known = y["test"].isfinite()
         found[target] = {
             "one member": explained(single[known].double().numpy(), y["test"][known].numpy(), 0.0),
-            "network": scores_of(
-                members, question, y, kernel, min([each for each in SHARES if each[1] == 0], key=error)
-            ),
-            "stack": scores_of(members, question, y, kernel, min(SHARES, key=error)),
+            "network": scores_of(members, question, y, kernel, shares_of(members, question, y, kernel, 2)),
+            "stack": scores_of(members, question, y, kernel, shares_of(members, question, y, kernel, 3)),
         }
-    for kind in ("picture", "spectrum"):
-        found[kind] = torch.stack([member["test"][kind] for member in members]).mean(0)
+    for kind in DRAWN:
+        found[kind] = {
+            part: np.mean([member[part][kind].double().numpy() for member in members], axis=0)
+            for part in ("val", "test")
+        }
     return found
+
+
+def shares_of(
+    members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
+    count: int,
+) -> list[float]:  # fmt: skip
+    """Returns the shares, chosen on validation objects, of the first so many of members, nearest objects and kernel."""
+    known = y["val"].isfinite()
+    means = [mixed(members, question, "val", y["train"], kernel, pure).mean() for pure in np.eye(3)[:count]]
+    errors = np.stack([(mean - y["val"])[known].numpy() for mean in means])
+    return [*mixing_shares(errors).tolist(), *[0.0] * (3 - count)]
 
 
 def scores_of(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
-    shares: tuple[float, float],
+    shares: Sequence[float],
 ) -> dict[str, Any]:  # fmt: skip
     """Returns how good the answers and distributions with some shares are."""
     known = y["test"].isfinite()
@@ -418,131 +426,186 @@ def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None
                 scores["covered"] = {"50%": float(np.mean(abs(off) < 0.67449 * deviation)),
                                      "90%": float(np.mean(abs(off) < 1.64485 * deviation))}  # fmt: skip
                 result.setdefault(kind, []).append(scores)
-    options.runs.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result), encoding="utf-8")
+    kept(file, lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
     print(f"peers, {question.target}", flush=True)
     return result
 
 
-class KernelRegression:
-    """Means and deviations of a Gaussian process, in deviations of the training numbers.
-
-    Args:
-        x: (N, F) inputs, standardised.
-        y: (N,).
-        kernel: name in KERNELS.
-        width: what squared distances, a mean over the inputs, are multiplied by.
-        noise: variance of the noise over that of the process.
-    """
-
-    def __init__(self, x: Array, y: Array, kernel: str, width: float, noise: float):
-        self.x, self.kernel, self.width, self.noise = x, kernel, width, noise
-        self.lower = np.linalg.cholesky(self.among(x) + noise * np.eye(len(x)))
-        half = solved(self.lower, y, lower=True)
-        self.weights = solved(self.lower, half, lower=True, trans="T")
-        self.variance = float(half @ half) / len(y)
-
-    def among(self, x: Array) -> Array:
-        squared = (x**2).sum(axis=1)[:, None] + (self.x**2).sum(axis=1) - 2 * x @ self.x.T
-        return np.asarray(KERNELS[self.kernel](self.width * np.maximum(squared, 0) / (2 * x.shape[1])))
-
-    def mean(self, x: Array) -> Array:
-        return np.asarray(self.among(x) @ self.weights)
-
-    def deviation(self, x: Array) -> Array:
-        gain = solved(self.lower, self.among(x).T, lower=True)
-        return np.asarray(np.sqrt(self.variance * (1 + self.noise - (gain**2).sum(axis=0))))
+def views_of(tokenizers: Any, surveys: Sequence[Survey], question: CrossPrediction) -> list[dict[str, Array]]:
+    """Returns the views of the inputs that the kernel regressions have, for training and other objects."""
+    inputs = features(tokenizers, surveys[0], surveys, question)
+    if question.given == "spectrum":
+        spectra = [np.asarray(survey.spectra) for survey in surveys]
+        inputs["over their mean"] = [np.arcsinh(x / np.abs(x).mean(axis=1, keepdims=True)) for x in spectra]
+    parts = [{name: x[number] for name, x in inputs.items()} for number in range(len(surveys))]
+    if not isinstance(question.given, str):
+        numbers = NumberViews(inputs["values"][0])
+        parts = [part | numbers(part["values"]) for part in parts]
+    return parts
 
 
 def ask_kernel(number: int, options: argparse.Namespace) -> Path | None:
-    """Fits a kernel regression, its settings chosen on validation objects; returns its answers."""
+    """Fits kernel regressions, their settings chosen on validation objects; returns their answers."""
     question = CROSS_PREDICTIONS[number]
-    file: Path = options.runs / f"kernel-{question.target}.pt"
+    file: Path = options.runs / f"kernels-{question.target}.pt"
     if file.exists():
         return file
     if time.time() > options.deadline:
         return None
+    torch.set_num_threads(1)
     loaded = load(options)
     tokenizers = fit_tokenizers(list(loaded[0].values()), **options.tokens, seed=0)
     surveys = [part[question.survey] for part in loaded]
-    train, val, _ = surveys
-    y_train, y_val = (standard(train, survey, question.target)[0].numpy() for survey in (train, val))
-    known, asked = np.isfinite(y_train), np.isfinite(y_val)
-    least, best = np.inf, None
+    y_train, y_val = (standard(surveys[0], survey, question.target)[0].numpy() for survey in surveys[:2])
     with threadpool_limits(1):
-        inputs = features(tokenizers, train, surveys, question)
-        if question.given == "spectrum":
-            spectra = [np.asarray(part.spectra) for part in surveys]
-            inputs["over their mean"] = [np.arcsinh(x / np.abs(x).mean(axis=1, keepdims=True)) for x in spectra]
-        for name, parts in inputs.items():
-            center, scale = np.nanmean(parts[0], axis=0), np.nanstd(parts[0], axis=0) + 1e-9
-            x = [np.clip(np.nan_to_num((part - center) / scale), -5, 5) for part in parts]
-            some = np.flatnonzero(known)[:MOST]
-            for kernel, width, noise in itertools.product(KERNELS, WIDTHS, NOISES):
-                tried = KernelRegression(x[0][some], y_train[some], kernel, width, noise)
-                error = float(np.mean((tried.mean(x[1][asked]) - y_val[asked]) ** 2))
-                if error < least:
-                    least, best = error, (name, x, kernel, width, noise)
-        assert best is not None
-        name, x, *settings = best
-        fitted = KernelRegression(x[0][known], y_train[known], *settings)
-        found: dict[str, Any] = {"settings": ", ".join(map(str, (name, *settings)))}
-        for part, values in (("val", x[1]), ("test", x[2])):
-            mean, deviation = torch.from_numpy(fitted.mean(values)), torch.from_numpy(fitted.deviation(values))
-            found[part] = {"mean": mean, "deviation": deviation}
-    options.runs.mkdir(parents=True, exist_ok=True)
-    torch.save(found, file)
-    print(f"kernel regression, {question.target}: {found['settings']}", flush=True)
+        train, val, test = views_of(tokenizers, surveys, question)
+    fitted = KernelStack(
+        rows_of(train, np.isfinite(y_train)), y_train[np.isfinite(y_train)], device=options.device,
+        held_out=(rows_of(val, np.isfinite(y_val)), y_val[np.isfinite(y_val)]), **options.kernels,
+    )  # fmt: skip
+    found: dict[str, Any] = {"settings": described(fitted)}
+    for part, views in (("val", val), ("test", test)):
+        mean, deviation = fitted(views)
+        found[part] = {"mean": torch.from_numpy(mean), "deviation": torch.from_numpy(deviation)}
+    kept(file, lambda path: torch.save(found, path))
+    print(f"kernel regressions, {question.target}: {found['settings']}", flush=True)
     return file
 
 
-def drawn(parts: Mapping[str, Surveys], seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Scores predictions of pictures and spectra from an object's numbers, beside ridge and neighbours."""
+def rows_of(views: Mapping[str, Array], rows: Array) -> dict[str, Array]:
+    return {name: x[rows] for name, x in views.items()}
+
+
+def described(stack: KernelStack) -> str:
+    """Returns the shares and settings of the regressions that have a share."""
+    return "; ".join(
+        f"{stack.shares[name]:.2f} {name}: {kernel}, {width:.1g}, {noise:.1g}"
+        for name, (kernel, width, noise) in stack.settings.items() if stack.shares[name] > 0.005
+    )  # fmt: skip
+
+
+# -- pictures and spectra from numbers ----------------------------------------------------------------------------
+
+
+def plain_data(train: Survey, survey: Survey) -> Array:
+    """Returns pictures (N, pixels) from 0 to 1, or arcsinh fluxes (N, L) in deviations of training objects."""
+    known, asked = (given(each) for each in (train, survey))
+    assert known is not None
+    assert asked is not None
+    if survey.images is not None:
+        return asked.reshape(len(asked), -1).astype(np.float64)
+    fluxes = [np.arcsinh(flux.astype(np.float64) / 0.5) for flux in (known, asked)]
+    return np.asarray(np.clip((fluxes[1] - fluxes[0].mean(axis=0)) / (fluxes[0].std(axis=0) + 1e-12), -5, 5))
+
+
+def draw_others(kind: str, options: argparse.Namespace) -> Path | None:
+    """Returns drawings of validation and test objects by kernel regressions and by the peers, settings chosen."""
+    file: Path = options.runs / f"drawn-{kind}.pt"
+    if file.exists():
+        return file
+    if time.time() > options.deadline:
+        return None
+    torch.set_num_threads(1)
+    surveys = dict(zip(("train", "val", "test"), (part[DRAWN[kind]] for part in load(options)), strict=True))
+    y = {part: plain_data(surveys["train"], survey) for part, survey in surveys.items()}
+    views = {part: NumberViews(surveys["train"].scalars)(survey.scalars) for part, survey in surveys.items()}
+    with threadpool_limits(1):
+        found = drawn_by_peers(surveys, y, options)
+        wanted = y["train"]
+        if kind == "picture":  # as for the members
+            shape = np.shape(surveys["train"].images)
+            pictures = torch.from_numpy(wanted).view(shape)
+            wanted = torch.stack([turn(pictures) for turn in TURNS]).mean(0).flatten(1).numpy()
+        back, (scores, held) = components(wanted, [wanted, y["val"]])
+    fitted = KernelStack(
+        views["train"], scores, held_out=(views["val"], held), device=options.device, **options.kernels
+    )  # fmt: skip
+    found["kernel regressions"] = {part: back(fitted(views[part]).mean) for part in ("val", "test")}
+    found["settings"] = described(fitted)
+    kept(file, lambda path: torch.save(found, path, pickle_protocol=4))
+    print(f"{kind} from numbers: {found['settings']}", flush=True)
+    return file
+
+
+def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array], Array], list[Array]]:
+    """Returns what makes data of scores in the first principal components, and the scores of tables."""
+    mean = train.mean(axis=0)
+    vectors = np.linalg.svd(train - mean, full_matrices=False)[2][:COMPONENTS]
+    return lambda scores: np.asarray(mean + scores @ vectors, dtype=np.float32), [
+        (table - mean) @ vectors.T for table in tables
+    ]
+
+
+def drawn_by_peers(
+    surveys: Mapping[str, Survey], y: Mapping[str, Array], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns drawings by ridge, nearest objects and extra trees, each with its best setting on validation objects."""
     from sklearn.ensemble import ExtraTreesRegressor
 
+    known = surveys["train"].scalars
+    center, scale = np.nanmean(known, axis=0), np.nanstd(known, axis=0)
+    x = {part: np.nan_to_num((survey.scalars - center) / scale) for part, survey in surveys.items()}
+    design = {part: np.c_[table, table**2, np.ones(len(table))] for part, table in x.items()}
+    back, (scores,) = components(y["train"], [y["train"]])
+    asked = ("val", "test")
+
+    def ridge(penalty: float) -> dict[str, Array]:
+        among = design["train"].T @ design["train"] + penalty * np.eye(design["train"].shape[1])
+        weights = np.linalg.solve(among, design["train"].T @ y["train"])
+        return {part: np.asarray(design[part] @ weights, dtype=np.float32) for part in asked}
+
+    def nearest(count: int) -> dict[str, Array]:
+        far = {part: ((x[part][:, None] - x["train"][None]) ** 2).sum(axis=2) for part in asked}
+        found = {part: y["train"][np.argsort(far[part], axis=1)[:, :count]].mean(axis=1) for part in asked}
+        return {part: np.asarray(values, dtype=np.float32) for part, values in found.items()}
+
+    def trees(leaf: int) -> dict[str, Array]:
+        forest = ExtraTreesRegressor(options.trees, random_state=0, min_samples_leaf=leaf).fit(x["train"], scores)
+        return {part: back(forest.predict(x[part])) for part in asked}
+
+    found: dict[str, Any] = {}
+    for name, ask, settings in (
+        ("ridge", ridge, (0.1, 1.0, 10.0, 100.0)), ("nearest", nearest, (3, 5, 10, 20, 40)),
+        ("extra trees", trees, (1, 2, 3, 5, 8)),
+    ):  # fmt: skip
+        tried = [ask(setting) for setting in settings]  # type: ignore[operator]
+        found[name] = min(tried, key=lambda answer: float(((answer["val"] - y["val"]) ** 2).mean()))
+    return found
+
+
+def drawing_table(
+    parts: Mapping[str, Surveys], seeds: Sequence[Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, str]]:
+    """Scores drawings from an object's numbers: each seed's members alone, and mixed with the kernel regressions."""
     table = []
-    for name, kind in (("xdf", "picture"), ("spex", "spectrum")):
-        train, test = parts["train"][name], parts["test"][name]
-        y = {}
-        for part, survey in (("train", train), ("test", test)):
-            data = given(survey)
-            assert data is not None
-            flat = data.reshape(len(data), -1).astype(np.float64)
-            y[part] = flat if kind == "picture" else np.arcsinh(flat / 0.5)
-        mean, deviation = y["train"].mean(axis=0), y["train"].std(axis=0) + 1e-12
-        center, scale = np.nanmean(train.scalars, axis=0), np.nanstd(train.scalars, axis=0)
-        x = {
-            part: np.nan_to_num((survey.scalars - center) / scale)
-            for part, survey in (("train", train), ("test", test))
-        }
-        if kind == "spectrum":
-            y = {part: np.clip((values - mean) / deviation, -5, 5) for part, values in y.items()}
-        true = y["test"]
-        far = ((x["test"][:, None] - x["train"][None]) ** 2).sum(axis=2)
-        nearest = np.argsort(far, axis=1)[:, :NEAREST]
-        design = np.c_[x["train"], x["train"] ** 2, np.ones(len(x["train"]))]
-        weights = np.linalg.solve(design.T @ design + np.eye(design.shape[1]), design.T @ y["train"])
-        forest = ExtraTreesRegressor(200, random_state=0, n_jobs=-1, min_samples_leaf=3).fit(x["train"], y["train"])
+    for kind, name in DRAWN.items():
+        y = {part: plain_data(parts["train"][name], surveys[name]) for part, surveys in parts.items()}
+        reference, theirs = y["train"].mean(axis=0), others[kind]
+        kernels = theirs["kernel regressions"]
+        ours, stacks, shares = [], [], []
+        for seed in seeds:
+            own = seed[kind]
+            chosen = mixing_shares(np.stack([own["val"] - y["val"], kernels["val"] - y["val"]]))
+            ours.append(explained(own["test"], y["test"], reference))
+            stacks.append(explained(chosen[0] * own["test"] + chosen[1] * kernels["test"], y["test"], reference))
+            shares.append(f"{chosen[1]:.2f}")
         peers = {
-            "ridge": np.c_[x["test"], x["test"] ** 2, np.ones(len(x["test"]))] @ weights,
-            "nearest": y["train"][nearest].mean(axis=1),
-            "extra trees": forest.predict(x["test"]),
+            peer: explained(theirs[peer]["test"], y["test"], reference) for peer in ("ridge", "nearest", "extra trees")
         }
-        base = ((true - y["train"].mean(axis=0)) ** 2).sum()
-        row = {"from its numbers": kind, "objects": str(len(true))}
-        ours = [1 - float(((seed[kind].numpy().reshape(len(true), -1) - true) ** 2).sum() / base) for seed in seeds]
-        row["JointRegressor"] = spread(ours)
-        row |= {peer: f"{1 - ((said - true) ** 2).sum() / base:.3f}" for peer, said in peers.items()}
-        table.append(row)
+        alone = explained(kernels["test"], y["test"], reference)
+        table.append({
+            "from its numbers": kind, "objects": str(len(y["test"])), "stack": spread(stacks, 3),
+            "JointRegressor": spread(ours, 3), "kernel regressions": f"{alone:.3f} ({theirs['settings']})",
+            **{peer: f"{score:.3f}" for peer, score in peers.items()},
+            "JointRegressor at or above the peers": at_or_above(ours, max(peers.values())),
+            "stack at or above the peers": at_or_above(stacks, max(peers.values())),
+            "stack at or above all": at_or_above(stacks, max(*peers.values(), alone)),
+            "share of the kernel regressions": ", ".join(shares),
+        })  # fmt: skip
     return table
 
 
 # -- the tables ---------------------------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def name_of(question: CrossPrediction) -> str:
@@ -558,7 +621,7 @@ def kernel_scores(parts: Mapping[str, Surveys], question: CrossPrediction, kerne
     """Returns the scores of the kernel regression alone."""
     y = {part: standard(parts["train"][question.survey], surveys[question.survey], question.target)[0]
          for part, surveys in parts.items()}  # fmt: skip
-    return scores_of([], question, y, kernel, (0.0, 1.0))
+    return scores_of([], question, y, kernel, (0.0, 0.0, 1.0))
 
 
 def at_or_above(ours: Sequence[float], best: float) -> str:
@@ -575,10 +638,10 @@ def score_table(
         trees = max(float(found["together"]) for kind, found in chosen.items() if kind != "ridge")
         most = max(*(float(found["together"]) for found in chosen.values()), kernel["explained"])
         row = {
-            "variance explained": name_of(question), "objects": str(theirs["n"]), "stack": spread(stack),
-            "JointRegressor": spread(network),
-            "one member": spread([seed[question.target]["one member"] for seed in seeds]),
-            "kernel regression": f"{kernel['explained']:.3f} ({kernel['settings']})",
+            "variance explained": name_of(question), "objects": str(theirs["n"]), "stack": spread(stack, 3),
+            "JointRegressor": spread(network, 3),
+            "one member": spread([seed[question.target]["one member"] for seed in seeds], 3),
+            "kernel regressions": f"{kernel['explained']:.3f} ({kernel['settings']})",
             **{kind: f"{found['together']:.3f} ({found['input']})" for kind, found in chosen.items()},
             **{f"{kind}, tokens": f"{theirs[kind][0]['together']:.3f}" for kind in METHODS},
             "JointRegressor at or above the trees": at_or_above(network, trees),
@@ -586,7 +649,7 @@ def score_table(
             "stack at or above all": at_or_above(stack, most),
         }  # fmt: skip
         shares = [seed[question.target]["stack"]["shares"] for seed in seeds]
-        row["shares of nearest and kernel"] = ", ".join(f"{near:g} and {other:g}" for near, other in shares)
+        row["shares of nearest and kernels"] = ", ".join(f"{near:.2f} and {other:.2f}" for _, near, other in shares)
         table.append(row)
     return table
 
@@ -600,7 +663,7 @@ def calibration_table(
         ways = {
             "JointRegressor": [seed[question.target]["network"] for seed in seeds],
             "stack": [seed[question.target]["stack"] for seed in seeds],
-            "kernel regression": [kernel],
+            "kernel regressions": [kernel],
             "best of ridge and trees, one Gaussian": [peer],
         }
         for way, found in ways.items():
@@ -615,35 +678,19 @@ def calibration_table(
     return table
 
 
-def as_markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(rows[0])
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-    return f"**{title}**\n\n{head}" + "\n".join(
-        f"| {' | '.join(str(row.get(c, '')) for c in columns)} |" for row in rows
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = options_of("astro_science", __doc__)
+    add_training(parser)
     parser.add_argument("--members", type=int, default=MEMBERS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--capture", action="store_const", const="auto", default=False, help="replay steps as CUDA graphs"
-    )
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--budget-minutes", type=float, default=float("inf"))
-    parser.add_argument("--runs", type=Path, default=Path("runs/astro_science"))
-    parser.add_argument("--trained-on", help="the machine of runs that were brought here, for the notes")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options = parsed(parser)
     options.model, options.tokens, options.max_rows, options.trees = {}, vars(AstroRunConfig().tokens), None, 300
+    options.kernels = {"most": 1400}  # all dwarfs
     if options.tiny:
-        options.runs, options.seeds, options.members, options.steps = Path(tempfile.mkdtemp()), [0, 1], 2, 8
+        options.seeds, options.members, options.steps = [0, 1], 2, 8
         options.model, options.max_rows, options.trees = {"d_model": 16, "n_layers": 1, "d_ff": 16}, 150, 5
         options.tokens = {"v_image": 4, "scalar_bins": 4, "v_spectra": 4}
-    options.deadline = time.time() + 60 * options.budget_minutes
+        options.kernels = {"widths": (0.1, 1.0), "noises": (0.1,)}
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         runs = {
             seed: [pool.submit(train_member, seed, member, options) for member in range(options.members)]
@@ -651,10 +698,12 @@ def main() -> None:
         }
         others = [pool.submit(ask_peers, number, options) for number in range(len(CROSS_PREDICTIONS))]
         regressions = [pool.submit(ask_kernel, number, options) for number in range(len(CROSS_PREDICTIONS))]
+        drawings = {kind: pool.submit(draw_others, kind, options) for kind in DRAWN}
         files = {seed: [each.result() for each in members] for seed, members in runs.items()}
         peers = [each.result() for each in others]
         fitted = [each.result() for each in regressions]
-    if any(file is None for members in files.values() for file in members) or None in peers or None in fitted:
+        drawn = {kind: each.result() for kind, each in drawings.items()}
+    if None in [file for members in files.values() for file in members] + peers + fitted + list(drawn.values()):
         print("not finished: the same command resumes")
         return
     parts = dict(zip(("train", "val", "test"), load(options), strict=True))
@@ -664,13 +713,17 @@ def main() -> None:
     ]
     seeds = [answers_of([file for file in members if file], parts, kernels) for members in files.values()]
     found = [peer for peer in peers if peer is not None]
+    others = {kind: torch.load(file, weights_only=False) for kind, file in drawn.items() if file is not None}
     first = score_table(seeds, found, kernels)
     notes = [
         as_markdown(
             "Predictive distributions: intervals, log likelihood in deviations, PIT",
             calibration_table(seeds, found, kernels),
         ),
-        as_markdown("Pictures and spectra from the numbers of an object: variance explained", drawn(parts, seeds)),
+        as_markdown(
+            "Pictures and spectra from the numbers of an object: variance explained",
+            drawing_table(parts, seeds, others),
+        ),
     ]
     notes += [f"Trained on {options.trained_on}."] if options.trained_on else []
     if options.tiny:

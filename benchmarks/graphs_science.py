@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -40,6 +39,7 @@ from typing import Any
 import torch
 from machine import describe, write_result
 from peers_pyg import WALK_WIDTH, PeerGNN, PeerGPS
+from science import kept, options_of, parsed, spread
 from torch import Tensor, nn
 
 from treadle import load_weights
@@ -195,7 +195,7 @@ def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) 
         "test": trainer.eval_epoch(loaders["test"])["mae"],
         "seconds": sum(record["time"] for record in trainer.history["train"]), "device": str(trainer.device),
     }  # fmt: skip
-    result_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    kept(result_file, lambda path: path.write_text(json.dumps(result) + "\n", encoding="utf-8"))
     print(f"{folder.name}: test {result['test']:.4f} at epoch {result['best_epoch']}", flush=True)
     return result
 
@@ -212,8 +212,8 @@ def rows_of(results: Sequence[dict[str, Any]], asked: int) -> list[dict[str, Any
         rows.append({
             "molecules": name, "way": way, "epochs": runs[0]["epochs"], "parameters": f"{runs[0]['parameters']:,}",
             "lr": runs[0]["lr"],
-            "test MAE": _spread([result["test"] for result in runs]),
-            "validation MAE": _spread([result["val"] for result in runs]),
+            "test MAE": spread([result["test"] for result in runs]),
+            "validation MAE": spread([result["val"] for result in runs]),
             "best epoch": ", ".join(str(result["best_epoch"]) for result in runs),
             "seconds a run": f"{statistics.mean(result['seconds'] for result in runs):.0f} ({runs[0]['device']})",
             "seeds": f"{len(runs)} of {asked}",
@@ -225,35 +225,23 @@ def _place(row: tuple[str, str]) -> tuple[int, int]:
     return SETS.index(row[0]), WAYS.index(row[1])
 
 
-def _spread(values: Sequence[float]) -> str:
-    deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{deviation}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of("graphs_science", __doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, nargs="+", help="for all sets, or one number for each; default 40 and 15")
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--budget-minutes", type=float, default=float("inf"), help="then every run stops at its epoch")
-    parser.add_argument("--jobs", type=int, default=1, help="runs of our models at the same time, a process each")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--peer-jobs", type=int, default=1, help="runs of peers beside them")
     parser.add_argument("--peer-device", default="cpu")
     parser.add_argument("--data", type=Path, help="made by --write-data; else the packages are read")
     parser.add_argument("--write-data", type=Path)
-    parser.add_argument("--runs", type=Path, default=Path("runs/graphs_science"))
-    parser.add_argument("--tiny", action="store_true", help="one seed of few molecules, and no table in a file")
-    options = parser.parse_args()
+    options = parsed(parser)
     if options.write_data:
         write_data(options.sets, options.write_data)
         return
     options.most = None  # molecules of each part
     if options.tiny:
-        options.runs = Path(tempfile.mkdtemp())
         options.sets, options.seeds, options.epochs, options.most, options.batch_size = ["nci"], [0], [2], 40, 16
         options.rates = [1e-3]
     if options.epochs is None:
@@ -261,7 +249,6 @@ def main() -> None:
     if len(options.epochs) not in (1, len(options.sets)):
         parser.error(f"--epochs: give one number, or one for each of {', '.join(options.sets)}")
     options.epochs = dict(zip(options.sets, options.epochs * (len(options.sets) // len(options.epochs)), strict=True))
-    options.deadline = time.time() + 60 * options.budget_minutes
     # Seed by seed, so that a budget ends with complete rows of fewer seeds.
     ways = [(name, way, lr) for name in options.sets for way in options.ways for lr in options.rates]
     asked = [(*each, seed) for seed in options.seeds for each in ways]

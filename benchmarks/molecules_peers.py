@@ -28,6 +28,7 @@ from typing import Any
 
 import graphs_science
 from machine import describe, write_result
+from science import spread
 
 from treadle.graphs import get_dataset
 
@@ -107,11 +108,9 @@ def rows_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for way in ("ours", "chemprop"):
         runs = [result for result in results if result["way"] == way]
         if runs:
-            errors = [result["test"] for result in runs]
-            deviation = f" ± {statistics.stdev(errors):.4f}" if len(errors) > 1 else ""
             rows.append({
                 "way": way, "parameters": f"{runs[0]['parameters']:,}", "epochs": runs[0]["epochs"],
-                "test MAE": f"{statistics.mean(errors):.4f}{deviation}", "seeds": len(runs),
+                "test MAE": spread([result["test"] for result in runs]), "seeds": len(runs),
                 "seconds a run": f"{statistics.mean(result['seconds'] for result in runs):.0f}",
             })  # fmt: skip
     return rows

@@ -1,6 +1,7 @@
 """How long training pauses for a save into an object store, in the foreground and in the background.
 
     python benchmarks/remote_stall.py --megabytes 120
+    python benchmarks/remote_stall.py --megabytes 120 --shards    # RemoteShardsHook in place of a mirrored workspace
 
 Runs moto's S3 server on this machine. Foreground: the file is written and uploaded before the next step. In the
 background the state is copied, written and uploaded while training continues. It counts the time without a step, and
@@ -26,7 +27,9 @@ from torch import nn
 from treadle import BaseTrainer, CheckpointingHook
 from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.remote import RemoteWorkspace
-from treadle.hooks import BaseHook
+from treadle.hooks import BaseHook, RemoteShardsHook
+
+STEPS, INTERVAL = 160, 40
 
 
 class Times(BaseHook):
@@ -48,9 +51,9 @@ class Times(BaseHook):
 class Fit(BaseTrainer):
     """A wide layer that takes a tenth of a second a step, most of it asleep as on a GPU."""
 
-    def __init__(self, width: int, interval: int, **settings: Any):
+    def __init__(self, width: int, saves: BaseHook, **settings: Any):
         super().__init__(**settings)
-        self.width, self.interval, self.times = width, interval, Times()
+        self.width, self.saves, self.times = width, saves, Times()
 
     def build_data_loader(self) -> Any:
         return [torch.ones(1, 8)] * 1000
@@ -62,7 +65,7 @@ class Fit(BaseTrainer):
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def build_hooks(self) -> list[Any]:
-        return [CheckpointingHook(self.interval, background=True), self.times]
+        return [self.saves, self.times]
 
     def forward(self, input: Any) -> Any:
         time.sleep(0.1)
@@ -71,13 +74,13 @@ class Fit(BaseTrainer):
 
 def foreground(folder: Path, width: int) -> float:
     """Returns the seconds of a save that is written and uploaded before it returns."""
-    trainer = Fit(width, 10_000, max_steps=1, workspace=folder / "foreground", device="cpu", progress=False)
+    hook = CheckpointingHook(10_000)
+    trainer = Fit(width, hook, max_steps=1, workspace=folder / "foreground", device="cpu", progress=False)
     trainer.train()
-    hook = next(hook for hook in trainer.hooks if isinstance(hook, CheckpointingHook))
     remote = RemoteWorkspace(ObjectStore("s3://runs/foreground"), folder / "foreground")
     remote.restore()
     remote.begin()
-    hook._background, hook._saved = False, None
+    hook._saved = None
     start = time.perf_counter()
     hook.save(trainer)
     remote.publish()
@@ -86,16 +89,29 @@ def foreground(folder: Path, width: int) -> float:
     return seconds
 
 
-def background(folder: Path, width: int, steps: int = 160, interval: int = 40) -> dict[str, list[float]]:
+def foreground_of_shards(width: int) -> float:
+    """Returns the seconds of a save that every rank, here one, writes to the store before it returns."""
+    hook = RemoteShardsHook("s3://runs/foreground-shards", 10_000, background=False)
+    trainer = Fit(width, hook, max_steps=1, device="cpu", progress=False)
+    trainer.train()
+    hook._saved = None
+    start = time.perf_counter()
+    hook.save(trainer)
+    return time.perf_counter() - start
+
+
+def background(folder: Path, width: int, shards: bool) -> dict[str, list[float]]:
     """Returns for each save but the first how long no step ran, and how much longer the steps after it took."""
     os.environ["TREADLE_STAGING"] = str(folder / "staging")
-    trainer = Fit(width, interval, max_steps=steps, workspace="s3://runs/background", device="cpu", progress=False)
+    hook = RemoteShardsHook("s3://runs/shards", INTERVAL) if shards else CheckpointingHook(INTERVAL, background=True)
+    workspace = None if shards else "s3://runs/background"
+    trainer = Fit(width, hook, max_steps=STEPS, workspace=workspace, device="cpu", progress=False)
     trainer.train()
     times = trainer.times
-    stalls = [times.begins[step] - times.ends[step - 1] for step in range(interval, steps, interval)]
+    stalls = [times.begins[step] - times.ends[step - 1] for step in range(INTERVAL, STEPS, INTERVAL)]
     took = [late - early for early, late in zip(trainer.times.ends, trainer.times.ends[1:], strict=False)]
     usual = statistics.median(took)
-    spans = [took[start - 1 : start + interval - 1] for start in range(interval, steps, interval)]
+    spans = [took[start - 1 : start + INTERVAL - 1] for start in range(INTERVAL, STEPS, INTERVAL)]
     longer = [sum(seconds - usual for seconds in span) for span in spans]
     return {"stall": stalls[1:], "longer in all": longer[1:]}
 
@@ -103,13 +119,16 @@ def background(folder: Path, width: int, steps: int = 160, interval: int = 40) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, default=120.0, help="of the state: weights and two moments")
-    megabytes = parser.parse_args().megabytes
+    parser.add_argument("--shards", action="store_true", help="RemoteShardsHook on one rank")
+    arguments = parser.parse_args()
+    megabytes, shards = arguments.megabytes, arguments.shards
     width = int(megabytes * 1e6 / 4 / 3 / 10)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary, s3_server(Path(temporary)) as server:
         point_s3fs_to(server)
-        result = {"foreground": foreground(Path(temporary), width), "background": background(Path(temporary), width)}
-    print(json.dumps({"megabytes": megabytes, **result}))
+        before = foreground_of_shards(width) if shards else foreground(Path(temporary), width)
+        result = {"foreground": before, "background": background(Path(temporary), width, shards)}
+    print(json.dumps({"megabytes": megabytes, "shards": shards, **result}))
 
 
 if __name__ == "__main__":

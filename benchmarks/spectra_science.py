@@ -10,7 +10,8 @@ SpeX dwarfs, split by object; everything is chosen on validation objects and rep
     Gaussian       conditional mean and variance, covariance of the training spectra; shrinkage chosen
     PCA            least squares of the visible channels in the first components; their number chosen
     nearest        mean of the nearest training spectra in the visible channels; their number chosen
-    ... + nearest  a weighted mean of the model's or the Gaussian's answer and the nearest; the share chosen
+    ... + nearest  a weighted mean of the Gaussian's answer and the nearest, shares chosen
+    mixture        the same of the model's answer, the Gaussian's and the nearest
     ChemoMAE       `treadle train spectra` as it is, for the question of few labels
 
 Each model is trained with each seed; the peers have none. Every run has a folder below --runs and resumes there.
@@ -34,11 +35,13 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe, write_result
+from science import add_training, as_markdown, kept, options_of, parsed, spread
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 from treadle.datasets import load_tecator
 from treadle.datasets.spectral_types import spectral_type_number
+from treadle.regression import KernelStack, mixing_shares
 from treadle.runs.split import DataConfig
 from treadle.spectra import (
     MixedSpectra,
@@ -49,6 +52,7 @@ from treadle.spectra import (
     build_optimizer,
     build_scheduler,
     make_block_mask,
+    pretreatments,
 )
 from treadle.spectra.few_labels import SIZES, few_labels
 from treadle.spectra.fills import choose_fills, masked_error
@@ -62,7 +66,6 @@ BANDS: dict[str, tuple[list[tuple[float, float]], bool]] = {
     "K band": ([(2.0, 2.4)], False),
     "all but J": ([(1.10, 1.35)], True),
 }
-SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)  # of the nearest spectra
 QUANTILES = {0.5: 0.674490, 0.9: 1.644854, 0.99: 2.575829}
 
 Array = np.ndarray[Any, Any]
@@ -119,7 +122,8 @@ def train_residual(seed: int, options: argparse.Namespace) -> Path | None:
         if time.time() > options.deadline and epoch < options.epochs:
             return None
     print(f"ResidualMAE, seed {seed}: {trainer.best}, {time.time() - start:.0f} s", flush=True)
-    done.write_text(json.dumps({"seconds": time.time() - start, **trainer.best}), encoding="utf-8")
+    seconds = time.time() - start
+    kept(done, lambda path: path.write_text(json.dumps({"seconds": seconds, **trainer.best}), encoding="utf-8"))
     return folder / "best_model.pt"
 
 
@@ -163,36 +167,38 @@ def median_error(filled: Array, x: Array, visible: Array) -> float:
     return float(np.median(error))
 
 
-def share_of(mean: Array, nearest: Array, x: Array, visible: Array) -> float:
-    """Returns the share of the nearest spectra that has the least error of validation spectra."""
-    return min(SHARES, key=lambda share: masked_error(mean + share * (nearest - mean), x, visible))
-
-
 def filling(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
     """Returns a row for each mask: errors of every method on test objects."""
     train, val, test = (data.x[rows] for rows in (data.train, data.val, data.test))
     seen_val, seen_test, rows = masks(data, data.val), masks(data, data.test), []
     for name, visible in seen_test.items():
         chosen = choose_fills(train, val, seen_val[name])
-        fills = {key: each.fill(test, visible) for key, each in chosen.items()}
-        near = [chosen["nearest"].fill(val, seen_val[name]), fills["nearest"]]
+        on_val, fills = (
+            {key: each.fill(x, seen) for key, each in chosen.items()}
+            for x, seen in ((val, seen_val[name]), (test, visible))
+        )
+        pair = [on_val["gaussian"], on_val["nearest"]], [fills["gaussian"], fills["nearest"]]
+        hidden = ~seen_val[name]
 
-        def with_nearest(
-            on_val: Array, on_test: Array, near: Sequence[Array] = near, seen: Array = seen_val[name]
-        ) -> tuple[float, Array]:
-            share = share_of(on_val, near[0], val, seen)
-            return share, on_test + share * (near[1] - on_test)
+        def mixture(
+            on_val: Sequence[Array], on_test: Sequence[Array], hidden: Array = hidden
+        ) -> tuple[list[float], Array]:
+            shares = mixing_shares(np.stack([(filled - val)[hidden] for filled in on_val]))
+            return shares.tolist(), np.tensordot(shares, np.stack(on_test), 1)
 
-        fills["mixed"] = with_nearest(chosen["gaussian"].fill(val, seen_val[name]), fills["gaussian"])[1]
+        fills["mixed"] = mixture(*pair)[1]
         fills["mean spectrum"] = np.broadcast_to(train.mean(axis=0), test.shape)
         ours = {seed: answers(model, test, visible)[0] for seed, model in models.items()}
-        mixed = [with_nearest(answers(model, val, seen_val[name])[0], ours[seed]) for seed, model in models.items()]
+        mixed = [
+            mixture([answers(model, val, seen_val[name])[0], *pair[0]], [ours[seed], *pair[1]])
+            for seed, model in models.items()
+        ]
         fills["together"] = np.mean(list(ours.values()), axis=0)
-        row: dict[str, Any] = {"hidden": name, "shares": [share for share, _ in mixed]}
+        row: dict[str, Any] = {"hidden": name, "shares": [shares for shares, _ in mixed]}
         for kind, score in (("mean", masked_error), ("median", median_error)):
             row[kind] = {key: score(filled, test, visible) for key, filled in fills.items()}
             row[kind]["seeds"] = [score(filled, test, visible) for filled in ours.values()]
-            row[kind]["seeds with nearest"] = [score(filled, test, visible) for _, filled in mixed]
+            row[kind]["mixtures"] = [score(filled, test, visible) for _, filled in mixed]
         rows.append(row)
     return rows
 
@@ -322,8 +328,7 @@ def gaussian_process(options: argparse.Namespace) -> dict[str, list[float]] | No
             kernel = ConstantKernel(10.0) * RBF(10.0, (1.0, 1e3)) + WhiteKernel(0.1, (1e-6, 1e1))
             process = GaussianProcessRegressor(kernel, normalize_y=True, random_state=0).fit(data.x[rows], y[rows])
             errors[str(size)].append(float(np.abs(process.predict(data.x[asked]) - y[asked]).mean()))
-    options.runs.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(errors), encoding="utf-8")
+    kept(file, lambda path: path.write_text(json.dumps(errors), encoding="utf-8"))
     return errors
 
 
@@ -375,50 +380,71 @@ class WithComposition(ResidualMAE):
 def meat(split: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """Returns errors of water, fat and protein in Tecator by each method, of a fifth of the samples."""
     file = options.runs / f"meat-{split}.json"
-    if file.exists():
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+    result = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    if all(name in result for name in CHEMISTS):
+        return result
     if time.time() > options.deadline:
         return None
     torch.set_num_threads(1)
     tecator = load_tecator()
-    x = np.asarray(SNVScaler().transform(tecator.spectra.astype(np.float64)))
     y = tecator.composition.astype(np.float64)
-    order = np.random.default_rng(split).permutation(len(x))
+    order = np.random.default_rng(split).permutation(len(y))
     train, test = order[43:], order[:43]
     center, scale = y[train].mean(axis=0), y[train].std(axis=0)
     target = (y - center) / scale
-    inputs = (x - x[train].mean(axis=0)) / x[train].std(axis=0)
-    found = {name: ask(inputs, target, train, test, split, options) for name, ask in CHEMISTS.items()}
-    result: dict[str, Any] = {"columns": tecator.composition_columns}
-    for name, (mean, deviation) in found.items():
-        off = (mean - target[test]) * scale
-        result[name] = {"rmse": np.sqrt((off**2).mean(axis=0)).tolist()}
-        if deviation is not None:
-            inside = np.abs(mean - target[test]) < QUANTILES[0.9] * deviation
-            result[name]["covered"] = inside.mean(axis=0).tolist()
-    options.runs.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result), encoding="utf-8")
-    print(f"meat, split {split}", flush=True)
+    views = {
+        name: (x - x[train].mean(axis=0)) / x[train].std(axis=0)
+        for name, x in pretreatments(tecator.spectra.astype(np.float64)).items()
+    }
+    result["columns"] = tecator.composition_columns
+    for name, ask in CHEMISTS.items():
+        if name not in result:
+            mean, deviation = ask(views, target, train, test, split, options)
+            off = (mean - target[test]) * scale
+            result[name] = {"rmse": np.sqrt((off**2).mean(axis=0)).tolist()}
+            if deviation is not None:
+                inside = np.abs(mean - target[test]) < QUANTILES[0.9] * deviation
+                result[name]["covered"] = inside.mean(axis=0).tolist()
+            kept(file, lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
+            print(f"meat, split {split}, {name}", flush=True)
     return result
 
 
-def least_squares(x: Array, y: Array, train: Array, test: Array, *_: Any) -> tuple[Array, None]:
+def least_squares(
+    views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
+) -> tuple[Array, None]:
+    """Answers by PLS on the pretreatment and with the number of components that are best in five folds."""
     from sklearn.cross_decomposition import PLSRegression
     from sklearn.model_selection import GridSearchCV
 
     found = []
     for column in range(y.shape[1]):
-        grid = {"n_components": list(range(2, 26))}
-        search = GridSearchCV(PLSRegression(scale=False), grid, cv=5, scoring="neg_mean_squared_error")
-        found.append(search.fit(x[train], y[train, column]).predict(x[test]).ravel())
+        grid = {"n_components": list(range(2, options.most_components))}
+        tried = [
+            (GridSearchCV(PLSRegression(scale=False), grid, cv=5, scoring="neg_mean_squared_error"), x)
+            for x in views.values()
+        ]
+        search, x = max(
+            ((each.fit(x[train], y[train, column]), x) for each, x in tried), key=lambda t: t[0].best_score_
+        )
+        found.append(search.predict(x[test]).ravel())
     return np.stack(found, axis=1), None
 
 
-def process(x: Array, y: Array, train: Array, test: Array, *_: Any) -> tuple[Array, Array]:
+def kernels(
+    views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
+) -> tuple[Array, Array]:
+    """Answers by kernel regressions on all pretreatments, settings and shares chosen on training samples left out."""
+    given, asked = ({name: x[rows] for name, x in views.items()} for rows in (train, test))
+    found = [KernelStack(given, y[train, column], **options.kernels)(asked) for column in range(y.shape[1])]
+    return np.stack([each.mean for each in found], axis=1), np.stack([each.deviation for each in found], axis=1)
+
+
+def process(views: Mapping[str, Array], y: Array, train: Array, test: Array, *_: Any) -> tuple[Array, Array]:
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
-    means, deviations = [], []
+    x, means, deviations = views["snv"], [], []
     for column in range(y.shape[1]):
         kernel = ConstantKernel(10.0, (1e-3, 1e8)) * RBF(30.0, (1.0, 1e5)) + WhiteKernel(1e-2, (1e-8, 1.0))
         model = GaussianProcessRegressor(kernel, n_restarts_optimizer=2, random_state=0)
@@ -429,10 +455,10 @@ def process(x: Array, y: Array, train: Array, test: Array, *_: Any) -> tuple[Arr
 
 
 def residual(
-    x: Array, y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
+    views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
 ) -> tuple[Array, Array]:
     """Answers by the conditional mean of the composition, the linear one corrected by the network."""
-    rows = torch.from_numpy(np.concatenate([x, y, np.zeros((len(x), 7))], axis=1))
+    rows = torch.from_numpy(np.concatenate([views["snv"], y, np.zeros((len(y), 7))], axis=1))
     means, variances = [], []
     for member in range(3):
         treadle.set_seed(100 * seed + member)
@@ -460,17 +486,14 @@ def residual(
     return mean, np.sqrt(np.mean(variances, axis=0) + np.var(means, axis=0))
 
 
-CHEMISTS: dict[str, Any] = {"PLS": least_squares, "Gaussian process": process, "ResidualMAE, three members": residual}
-
+CHEMISTS: dict[str, Any] = {
+    "KernelStack, five pretreatments": kernels, "Gaussian process": process,
+    "PLS, best of five pretreatments": least_squares, "ResidualMAE, three members": residual,
+}  # fmt: skip
 
 FEW = "Error of the spectral type in sub-types by the number of labelled dwarfs, ± standard error over draws"
 
 # -- the tables ---------------------------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float], digits: int = 4) -> str:
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 PEERS = {"gaussian": "Gaussian", "pca": "PCA", "nearest": "nearest", "mixed": "Gaussian + nearest"}
@@ -486,14 +509,15 @@ def filling_table(rows: Sequence[Mapping[str, Any]], kind: str) -> list[dict[str
         found = row[kind]
         best = min(found[key] for key in PEERS)
         table.append({
-            "hidden": row["hidden"], "ResidualMAE": spread(found["seeds"], 5),
-            "ResidualMAE + nearest": spread(found["seeds with nearest"], 5),
-            "share": ", ".join(f"{share:g}" for share in row["shares"]),
-            "its seeds together": f"{found['together']:.5f}",
+            "hidden": row["hidden"], "mixture": spread(found["mixtures"], 5),
+            "ResidualMAE": spread(found["seeds"], 5), "its seeds together": f"{found['together']:.5f}",
             **{name: f"{found[key]:.5f}" for key, name in PEERS.items()},
             "mean spectrum": f"{found['mean spectrum']:.3f}",
-            "below the best peer": won(found["seeds"], best),
-            "with nearest": won(found["seeds with nearest"], best),
+            "mixture below the best peer": won(found["mixtures"], best),
+            "ResidualMAE below it": won(found["seeds"], best),
+            "shares of model, Gaussian, nearest": "; ".join(
+                " ".join(f"{share:.2f}" for share in shares) for shares in row["shares"]
+            ),
         })  # fmt: skip
     return table
 
@@ -531,43 +555,24 @@ def meat_table(results: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return table
 
 
-def as_markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    columns = list(rows[0])
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
-    return f"**{title}**\n\n{head}" + "\n".join(
-        f"| {' | '.join(str(row.get(c, '')) for c in columns)} |" for row in rows
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = options_of("spectra_science", __doc__)
+    add_training(parser)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--capture",
-        action="store_const",
-        const="auto",
-        default=False,
-        help="replay steps of ResidualMAE as CUDA graphs",
-    )
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--budget-minutes", type=float, default=float("inf"))
-    parser.add_argument("--runs", type=Path, default=Path("runs/spectra_science"))
     parser.add_argument("--finish", action="store_true", help="train nothing more: a table of the results so far")
-    parser.add_argument("--trained-on", help="the machine of runs that were brought here, for the notes")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options = parsed(parser)
     options.repeats, options.max_rows, options.model, options.chemomae = REPEATS, None, {}, ["trainer.amp=false"]
     options.process_labels, options.process_draws, options.meat_epochs, splits = 200, 20, 60, 5
+    options.most_components, options.kernels = 26, {}
     if options.tiny:
-        options.runs, options.seeds, options.epochs, options.repeats = Path(tempfile.mkdtemp()), [0, 1], 2, 1
+        options.seeds, options.epochs, options.repeats = [0, 1], 2, 1
         options.max_rows, options.process_labels, options.process_draws, options.meat_epochs = 300, 20, 2, 2
         options.model = {"d_model": 16, "num_layers": 1, "decoder_layers": 1, "dim_feedforward": 16, "rank": 16}
         options.chemomae = ["epochs=1", "data.max_rows=300", "model.d_model=8", "model.dim_feedforward=8",
                             "schedule.warmup_epochs=0"]  # fmt: skip
-        splits = 2
-    options.deadline = 0.0 if options.finish else time.time() + 60 * options.budget_minutes
+        splits, options.most_components, options.kernels = 2, 4, {"widths": (0.01, 0.1), "noises": (1e-4,)}
+    if options.finish:
+        options.deadline = 0.0
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         ours: list[Future[Path | None]] = [pool.submit(train_residual, seed, options) for seed in options.seeds]
         theirs = [pool.submit(train_chemomae, seed, options) for seed in options.seeds]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from treadle.device.on_the_way import OnTheWay
 from treadle.nested import as_number, unflatten
 
 # Tensors are folded into the sum in blocks of this many. The block edges depend on the number of
@@ -274,16 +275,11 @@ class RunningMeans:
         Args:
             reduce: sums a float64 CPU tensor over ranks, on which every rank has the same names; by default nothing.
         """
-        if not self._sums:
-            return {}
-        parts = _numbers([part for entry in self._sums.values() for part in entry.parts()])
-        sums = [number + on_device for number, on_device in zip(parts[::2], parts[1::2], strict=True)]
-        if reduce is not None:
-            sums = reduce(torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)).flatten().tolist()
-        flat = {}
-        for (path, entry), value, weight in zip(self._sums.items(), sums[::2], sums[1::2], strict=True):
-            flat[path] = value if entry.is_total else (value / weight if weight > 0 else math.nan)
-        return unflatten(flat)
+        return means_of(self.names(), SentNumbers(self.parts()).read(), reduce) if self._sums else {}
+
+    def parts(self) -> list[float | Tensor]:
+        """Return value, device value, weight and device weight of each record; reading them changes nothing."""
+        return [part for entry in self._sums.values() for part in entry.parts()]
 
     def sums(self, *path: str) -> tuple[float, float]:
         """Return the weighted sum and the total weight of one record; read the device, changes nothing.
@@ -297,7 +293,7 @@ class RunningMeans:
         entry = self._sums.get(path)
         if entry is None:
             return 0.0, 0.0
-        value, on_device, weight, weight_on_device = _numbers(entry.parts())
+        value, on_device, weight, weight_on_device = SentNumbers(entry.parts()).read()
         return value + on_device, weight + weight_on_device
 
     def include(self, other: RunningMeans) -> None:
@@ -389,23 +385,67 @@ def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
         >>> read_scalars([1.0, torch.tensor(2)])
         tensor([1., 2.], dtype=torch.float64)
     """
-    return torch.tensor(_numbers(list(values)), dtype=torch.float64)
+    return torch.tensor(SentNumbers(list(values)).read(), dtype=torch.float64)
 
 
-def _numbers(items: Sequence[float | Tensor]) -> list[float]:
-    """Read numbers and 0-d tensors, with one transfer per device."""
-    by_kind: dict[torch.device, dict[torch.dtype, list[int]]] = {}
-    for index, item in enumerate(items):
-        if type(item) is not float and isinstance(item, Tensor):
-            by_kind.setdefault(item.device, {}).setdefault(item.dtype, []).append(index)
-    read: dict[int, float] = {}
-    for kinds in by_kind.values():
-        # Those of one type are joined and then widened: two kernels, where one for each would cost as much as a step.
-        parts = [_widen(_joined([items[index] for index in indices])) for indices in kinds.values()]
-        numbers = (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().double().tolist()
-        order = [index for indices in kinds.values() for index in indices]
-        read.update(zip(order, numbers, strict=True))
-    return [read[index] if index in read else float(item) for index, item in enumerate(items)]
+class SentNumbers:
+    """Numbers and 0-d tensors on their way to the host, with one transfer per device.
+
+    Args:
+        items: the numbers.
+
+    Example:
+        >>> SentNumbers([1.0, torch.tensor(2)]).read()
+        [1.0, 2.0]
+    """
+
+    def __init__(self, items: Sequence[float | Tensor]):
+        by_kind: dict[torch.device, dict[torch.dtype, list[int]]] = {}
+        for index, item in enumerate(items):
+            if type(item) is not float and isinstance(item, Tensor):
+                by_kind.setdefault(item.device, {}).setdefault(item.dtype, []).append(index)
+        self._items = [0.0 if isinstance(item, Tensor) else float(item) for item in items]
+        self._sent: list[tuple[list[int], OnTheWay]] = []
+        for kinds in by_kind.values():
+            # Those of one type are joined and then widened: two kernels, where one for each would cost as much as a
+            # step.
+            parts = [_widen(_joined([items[index] for index in indices])) for indices in kinds.values()]
+            order = [index for indices in kinds.values() for index in indices]
+            self._sent.append((order, OnTheWay(parts[0] if len(parts) == 1 else torch.cat(parts))))
+
+    @property
+    def there(self) -> bool:
+        """Whether reading them waits for nothing."""
+        return all(numbers.there for _, numbers in self._sent)
+
+    def read(self) -> list[float]:
+        """Wait for the numbers and return them."""
+        found = list(self._items)
+        for order, numbers in self._sent:
+            for index, number in zip(order, numbers.arrived().double().tolist(), strict=True):
+                found[index] = number
+        return found
+
+
+def means_of(
+    names: Iterable[tuple[tuple[str, ...], bool]],
+    parts: Sequence[float],
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, Any]:
+    """Return what :meth:`RunningMeans.compute` does.
+
+    Args:
+        names: path of each record, and whether it is a total.
+        parts: of :meth:`RunningMeans.parts`, once they are on the host.
+        reduce: as there.
+    """
+    sums = [number + on_device for number, on_device in zip(parts[::2], parts[1::2], strict=True)]
+    if reduce is not None:
+        sums = reduce(torch.tensor(sums, dtype=torch.float64).reshape(-1, 2)).flatten().tolist()
+    flat = {}
+    for (path, is_total), value, weight in zip(names, sums[::2], sums[1::2], strict=True):
+        flat[path] = value if is_total else (value / weight if weight > 0 else math.nan)
+    return unflatten(flat)
 
 
 def _joined(scalars: Sequence[Any]) -> Tensor:

@@ -200,3 +200,42 @@ def test_a_url_that_nothing_reads_is_refused_by_name(monkeypatch):
         monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, name, raising=False)
     with pytest.raises(ConfigError, match=r"url='gs://bucket/run'.*treadle\[gs\]"):
         ObjectStore("gs://bucket/run")
+
+
+def test_a_claim_that_was_deleted_by_hand_does_not_end_a_later_run(tmp_path, url):
+    two_saves(workspace(url, tmp_path / "a"), [])
+    store = ObjectStore(url)
+    store.delete(store.sizes("claims/"))
+    other, done = workspace(url, tmp_path / "b"), []
+    two_saves(other, done)
+    assert done == [1, 2]
+    assert other.manifest.claim == 2
+
+
+class Refusing:
+    """A file system whose every request is answered by an error."""
+
+    def __init__(self, files, error):
+        self._files, self.error = files, error
+
+    def __getattr__(self, name):
+        def refuse(*args, **kwargs):
+            raise self.error
+
+        return refuse if name in ("pipe_file", "cat_file", "find", "rm_file") else getattr(self._files, name)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PermissionError("Access Denied"), "a request was refused (Access Denied); check the credentials"),
+        (NotADirectoryError("a file"), "a request was refused (a file)"),
+        (FileNotFoundError("no such bucket"), "nothing can be written (no such bucket); make the bucket first"),
+    ],
+)
+def test_a_store_that_refuses_is_named_at_once_with_what_to_look_at(tmp_path, url, error, words):
+    remote = workspace(url, tmp_path / "a", tries=1000)
+    remote.store._files = Refusing(remote.store._files, error)
+    with pytest.raises(CheckpointError) as raised:
+        two_saves(remote, [])
+    assert f"{url}: {words}" in str(raised.value)

@@ -234,7 +234,6 @@ FOREIGN_TEXTS = {
     "config/trainers.py": "Python's own TypeError names the constructor that refuses its arguments",
     "config/yaml_files.py": "PyYAML and OmegaConf put the place into the text",
     "engine/out_of_memory.py": "memory of the host runs out as a RuntimeError of torch",
-    "checkpoint/safe/archive.py": "zipfile tells a wrong checksum from a damaged list by its text",
 }
 _READERS = {"startswith", "endswith", "match", "search", "fullmatch", "sub", "findall", "replace", "removeprefix"}
 

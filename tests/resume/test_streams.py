@@ -259,3 +259,36 @@ def test_every_stop_on_two_ranks_with_two_workers_each_ends_the_same(kind, tmp_p
         for cut, (different, twice) in found.items():
             assert different == [], f"rank {rank} after step {cut}"
             assert 0 <= twice <= buffered
+
+
+@pytest.mark.parametrize("generator", ["own", "of torch's sampler", None])
+def test_a_sampler_without_state_in_torchdatas_nodes_goes_on_with_its_order_of_a_later_epoch(generator):
+    nodes = pytest.importorskip("torchdata.nodes")
+
+    class Mixed:
+        def __init__(self):
+            self.generator_of_mine = torch.Generator().manual_seed(3)
+
+        def __iter__(self):
+            return iter(torch.randperm(12, generator=self.generator_of_mine).tolist())
+
+    def loader():
+        seeded = torch.Generator().manual_seed(4) if generator else None
+        sampler = Mixed() if generator == "own" else torch.utils.data.RandomSampler(range(12), generator=seeded)
+        rows = torch.arange(48.0).reshape(12, 4).sin()
+        items = nodes.MapStyleWrapper(map_dataset=[(row, row.sum(0, keepdim=True)) for row in rows], sampler=sampler)
+        return nodes.Loader(nodes.Mapper(nodes.Batcher(items, 4), torch.utils.data.default_collate))
+
+    def run(state=None):
+        set_seed(1 if state else 0)
+        model = small_model()
+        taken.clear()
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), MeanSquare(), device="cpu", hooks=[Taken()])
+        if state is not None:
+            engine.load_state_dict(state)
+        engine.run(loader(), epochs=EPOCHS)
+        return model.state_dict(), dict(taken)
+
+    straight, states = run()
+    for step in (2, 4, 5):
+        assert differences(straight, run(states[step])[0]) == [], step

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -157,3 +161,44 @@ def test_every_file_with_tests_of_a_gpu_is_a_piece(monkeypatch):
     assert len(set(names)) == len(names)
     assert "test_capture_on_a_gpu" in names[0]
     assert {Path(piece.command[1]).name for piece in module.pieces(None, tiny=False)} > {"spectra.py", "tokens.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("astro_science", "joint-*/answers.pt"),
+        ("spectra_science", "residual-*/done"),
+        ("graphs_science", "*/result.json"),
+    ],
+)
+def test_a_benchmark_of_science_that_is_killed_goes_on_where_it_was(name, first, tmp_path):
+    runs = tmp_path / "runs"
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--tiny", "--runs", str(runs)]
+    with subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as child:
+        while not (done := list(runs.glob(first))):
+            assert child.poll() is None, "it ended before its first result"
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGKILL)
+    written = {file: file.stat().st_mtime_ns for file in done}
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert "not finished" not in again.stdout
+    assert {file: file.stat().st_mtime_ns for file in done} == written
+    assert not list(runs.rglob("*.part"))
+
+
+def test_a_file_of_a_benchmark_is_whole_or_not_there(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    science = importlib.import_module("science")
+
+    def half(path):
+        path.write_text("{", encoding="utf-8")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        science.kept(tmp_path / "a.json", half)
+    assert not (tmp_path / "a.json").exists()
+    assert science.kept(tmp_path / "a.json", lambda path: path.write_text("{}", encoding="utf-8")).read_text() == "{}"

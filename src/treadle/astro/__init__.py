@@ -72,6 +72,7 @@ from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
 from treadle.astro.trainer import AstroTrainer
 from treadle.astro.utilities import configure_cuda_performance, count_parameters, format_time, log_gradient_stats
 from treadle.astro.vocab import VocabSpec, build_vocab_spec
+from treadle.regression import KernelStack, NumberViews, mixing_shares
 from treadle.seed import set_seed
 
 Trainer = AstroTrainer
@@ -95,12 +96,14 @@ __all__ = [
     "ImageTokenizer",
     "ImageTokenizerConfig",
     "JointRegressor",
+    "KernelStack",
     "LossConfig",
     "LossPositions",
     "MeaningfulLossConfig",
     "Mixture",
     "ModelConfig",
     "MultiFieldTokenDataset",
+    "NumberViews",
     "PathsConfig",
     "ResBlock",
     "ScalarDropout",
@@ -154,6 +157,7 @@ __all__ = [
     "load_tokenizers",
     "log_gradient_stats",
     "meaningful_loss",
+    "mixing_shares",
     "move_scalars_last",
     "norm_gaia_id",
     "norm_splus_id",

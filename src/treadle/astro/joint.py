@@ -85,6 +85,7 @@ class SurveyInputs(nn.Module):
     quantiles: Tensor
     flux_mean: Tensor
     flux_deviation: Tensor
+    usual: Tensor
 
     def __init__(self, survey: Survey, d_model: int) -> None:
         super().__init__()
@@ -111,6 +112,9 @@ class SurveyInputs(nn.Module):
             self.places = nn.Parameter(0.02 * torch.randn(self.shape[0] // _SEGMENT, d_model))
             self.segments = nn.Linear(2 * _SEGMENT, d_model)
             self.back = nn.Linear(d_model, _SEGMENT)
+        if self.kind != "none":
+            nn.init.zeros_(self.back.weight)
+            nn.init.zeros_(self.back.bias)
 
     def _build_pictures(self, d_model: int) -> None:
         channels, height, width = self.shape
@@ -124,6 +128,7 @@ class SurveyInputs(nn.Module):
         )  # fmt: skip
         self.sums = nn.Linear(2 * channels, d_model)
         self.back = nn.Linear(d_model, channels * _PATCH**2)
+        self.register_buffer("usual", torch.zeros(self.shape))
 
     def fit(self, survey: Survey) -> None:
         """Take scales from training objects."""
@@ -137,6 +142,9 @@ class SurveyInputs(nn.Module):
                 flux = torch.asinh(torch.from_numpy(survey.spectra).double() / 0.5)
                 self.flux_mean.copy_(flux.mean(0))
                 self.flux_deviation.copy_(flux.std(0).clamp(min=1e-6))
+            if survey.images is not None:
+                mean = np.asarray(survey.images, dtype=np.float64).mean(axis=0) / 255
+                self.usual.copy_(torch.from_numpy(mean).logit(1e-3))
 
     def standardised(self, scalars: Tensor) -> Tensor:
         """Return numbers (B, C) in deviations from the mean of the training objects; NaN stays."""
@@ -176,14 +184,17 @@ class SurveyInputs(nn.Module):
         return tokens
 
     def given_back(self, hidden: Tensor) -> Tensor:
-        """Return the expected picture or spectrum from the last states (B, C and others, D)."""
+        """Return the expected picture or spectrum from the last states (B, C and others, D).
+
+        They start at the mean of the training objects: the last layer starts at zero.
+        """
         out: Tensor = self.back(hidden[:, len(self.columns) :])
         if self.kind == "spectrum":
             return out.flatten(1)
         channels, height, width = self.shape
         rows, across = height // _PATCH, width // _PATCH
         grid = out[:, : rows * across].view(-1, rows, across, channels, _PATCH, _PATCH)
-        return torch.sigmoid(grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width))
+        return torch.sigmoid(self.usual + grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width))
 
 
 class JointRegressor(nn.Module):

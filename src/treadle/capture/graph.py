@@ -174,7 +174,7 @@ def tensors_of(nested: Any) -> list[Tensor]:
     if plain is not None:
         return plain
     found: list[Tensor] = []
-    map_nested_tensor(found.append, nested)
+    _look(nested, found, [], [])
     return found
 
 
@@ -208,26 +208,35 @@ def shape_of(batch: Any) -> tuple[Any, ...] | str:
         return (type(batch), names, *[(tensor.shape, tensor.dtype) for tensor in plain])
     found: list[Any] = []
     unknown: list[str] = []
-
-    def look(value: Any) -> Any:
-        if isinstance(value, _PLAIN):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            found.append((type(value), *value))
-        elif isinstance(value, (list, tuple)):
-            found.append((type(value), len(value)))
-        elif dataclasses.is_dataclass(value):
-            found.append(type(value))
-        else:
-            unknown.append(type(value).__name__)
-        return NotImplemented
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append((tensor.shape, tensor.dtype))
-        return tensor
-
-    map_nested_tensor(note, batch, special=look)
+    _look(batch, [], found, unknown)
     return unknown[0] if unknown else tuple(found)
+
+
+def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str]) -> None:
+    """Note the tensors of a nesting, its shape, and the types in it whose insides are not known.
+
+    Looks where :func:`map_nested_tensor` does and makes nothing: a step of a batch of graphs looks at it three times.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        found.append((value.shape, value.dtype))
+    elif isinstance(value, _PLAIN):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        found.append((type(value), len(value)))
+        for item in value:
+            _look(item, tensors, found, unknown)
+    elif isinstance(value, Mapping):
+        found.append((type(value), *value))
+        for item in value.values():
+            _look(item, tensors, found, unknown)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found.append(type(value))
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                _look(getattr(value, field.name), tensors, found, unknown)
+    else:
+        unknown.append(type(value).__name__)
 
 
 class FixedBatch:

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from treadle.errors import CheckpointError, ConfigError
 
 Result = TypeVar("Result")
-_FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+_ANSWERS = (FileNotFoundError, FileExistsError)  # about an object
+_REFUSALS = (PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 class ObjectStore:
@@ -88,6 +89,8 @@ class ObjectStore:
         path = self.path(key)
         try:
             self._files.pipe_file(path, data, mode="create" if create else "overwrite")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.url}: nothing can be written ({error}); make the bucket first") from error
         except OSError as error:
             if create and error.errno == errno.EINVAL:  # so s3fs names a condition that was not met
                 raise FileExistsError(path) from error
@@ -126,8 +129,13 @@ class ObjectStore:
         for attempt in range(self.tries):
             try:
                 return request()
-            except _FINAL:
+            except (*_ANSWERS, CheckpointError):
                 raise
+            except _REFUSALS as error:
+                raise CheckpointError(
+                    f"{self.url}: a request was refused ({error}); check the credentials, what they may read and "
+                    "write there, the clock of this machine, and the URL"
+                ) from error
             except Exception as error:
                 if attempt == self.tries - 1:
                     raise CheckpointError(

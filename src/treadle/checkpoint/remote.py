@@ -202,7 +202,7 @@ class RemoteWorkspace:
         Raises:
             CheckpointError: another process holds it, or has published since.
         """
-        self.claim.take()
+        self.claim.take(above=0 if self.manifest is None else self.manifest.claim)
         now, _ = self.latest()
         if (now and now.key) != (self.manifest and self.manifest.key):
             self.claim.release()
@@ -290,17 +290,18 @@ class RemoteWorkspace:
         if before is not None:
             kept |= {before.key} | before.objects
         present = self.store.sizes()
-        stale = [
-            key
-            for key in present
-            if key.startswith((_MANIFESTS, _OBJECTS)) and key not in kept and _claim_of(key) <= self.claim.number
-        ]
+        stale = [key for key in present if key not in kept and self._is_own(key)]
         # Manifests first: one must never name objects that are gone.
         self.store.delete(sorted(stale, key=lambda key: not key.startswith(_MANIFESTS)))
 
+    def _is_own(self, key: str) -> bool:
+        """Return whether this claim or one before it may have written an object."""
+        return key.startswith((_MANIFESTS, _OBJECTS)) and _claim_of(key) <= self.claim.number
+
     def tidy(self) -> None:
         """Delete what an upload that was killed has left; only for the process that holds the claim."""
-        self.store.delete(sorted(self.leftovers(), key=lambda key: not key.startswith(_MANIFESTS)))
+        stale = [key for key in self.leftovers() if self._is_own(key)]
+        self.store.delete(sorted(stale, key=lambda key: not key.startswith(_MANIFESTS)))
 
     def leftovers(self) -> list[str]:
         """Return the objects that the two latest manifests do not name; none once a run has ended."""

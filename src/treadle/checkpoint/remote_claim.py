@@ -49,8 +49,11 @@ class RemoteClaim:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def take(self) -> None:
+    def take(self, *, above: int = 0) -> None:
         """Take the workspace; once taken, taking it again does nothing.
+
+        Args:
+            above: the number becomes larger: that of a claim which has written, and whose object may be gone.
 
         Raises:
             CheckpointError: another process holds it, named with its number and machine.
@@ -60,6 +63,7 @@ class RemoteClaim:
         last = self._last()
         if last and not self._is_free(last):
             raise self._refusal(self._read(last))
+        last = max(last, above)
         self._token, self._beats = uuid.uuid4().hex, 0
         if not self.store.create(_key(last + 1), self._described()):
             raise self._refusal(self._read(last + 1))

@@ -35,6 +35,7 @@ from treadle.checkpoint.safe.archive import ArchiveError, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
+from treadle.device.handover import beside_others
 from treadle.errors import CheckpointError, PickledCodeError
 
 __all__ = [
@@ -183,15 +184,19 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     if bad:
         target = put_aside(target, bad)
     with reported(target):
-        make_folder(target.parent)
-        with replacing(target) as temporary:
-            with open(temporary, "wb") as file:
-                torch.save(dict(tree), file)
-                file.flush()
-                date_last(temporary, target.parent)
-                os.fsync(file.fileno())
-            _refuse_half_written(temporary, target)
+        beside_others(lambda: _write(tree, target))
     return target
+
+
+def _write(tree: Mapping[str, Any], target: Path) -> None:
+    make_folder(target.parent)
+    with replacing(target) as temporary:
+        with open(temporary, "wb") as file:
+            torch.save(dict(tree), file)
+            file.flush()
+            date_last(temporary, target.parent)
+            os.fsync(file.fileno())
+        _refuse_half_written(temporary, target)
 
 
 def copy_checkpoint(source: Path, target: Path) -> Path:
@@ -206,9 +211,14 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
     Raises:
         CheckpointError: as :func:`save_checkpoint` raises it.
     """
-    with reported(target), replacing(target) as temporary:
-        copy_file(source, temporary)
-        _refuse_half_written(temporary, target)
+
+    def copy() -> None:
+        with replacing(target) as temporary:
+            copy_file(source, temporary)
+            _refuse_half_written(temporary, target)
+
+    with reported(target):
+        beside_others(copy)
     return target
 
 

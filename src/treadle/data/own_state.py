@@ -19,7 +19,7 @@ from treadle.checkpoint.plain_values import GENERATORS, same
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.data.rows import RowLoader
-from treadle.data.samplers import generators_of
+from treadle.data.samplers import generators_of, samplers_of_nodes
 from treadle.data.transfer import TransferLoader
 from treadle.errors import ConfigError
 
@@ -42,10 +42,12 @@ def owners_of(loader: Any) -> dict[str, Any]:
     """
     if isinstance(loader, TransferLoader):
         return owners_of(loader.loader)
-    if isinstance(loader, RowLoader) or (has_state(loader) and not isinstance(loader, DataLoader)):
-        return {}  # its own state holds them
     found: dict[str, Any] = {}
     seen: set[int] = set()
+    if isinstance(loader, RowLoader) or (has_state(loader) and not isinstance(loader, DataLoader)):
+        for number, sampler in enumerate(samplers_of_nodes(loader)):
+            _walk(f"sampler{number}", sampler, found, seen, _DEEPEST)
+        return found  # its own state holds the others
     if not isinstance(loader, DataLoader):
         _walk("loader", loader, found, seen, _DEEPEST)
     for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data come first

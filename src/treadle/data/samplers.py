@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from treadle.checkpoint.introspection import has_state
 
 _DEEPEST = 8  # samplers inside samplers
 
 
 def samplers_of(loader: Any) -> list[Any]:
     """Return the samplers of a loader and those that they wrap, outermost first."""
-    found: list[Any] = []
-    owners = [loader]
+    found = list(samplers_of_nodes(loader))
+    owners = [loader, *found]
     for _ in range(_DEEPEST):
         inside = [getattr(owner, name, None) for owner in owners for name in ("batch_sampler", "sampler")]
         owners = []
@@ -31,3 +35,26 @@ def generators_of(loader: Any) -> list[torch.Generator]:
         if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
             found.append(generator)
     return found
+
+
+def samplers_of_nodes(loader: Any) -> Iterator[Any]:
+    """Yield the samplers of a ``torchdata.nodes.Loader`` that have no state; the loader's state counts their items.
+
+    Example:
+        >>> list(samplers_of_nodes([1, 2]))
+        []
+    """
+    nodes = sys.modules.get("torchdata.nodes")
+    if nodes is None or not isinstance(loader, nodes.Loader):
+        return
+    waiting, seen = [loader.root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        sampler = getattr(node, "sampler", None)
+        if sampler is not None and not has_state(sampler):
+            yield sampler
+        held = [item for value in vars(node).values() for item in (value.values() if type(value) is dict else [value])]
+        waiting += [value for value in held if isinstance(value, nodes.BaseNode)]

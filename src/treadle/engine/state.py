@@ -18,6 +18,7 @@ from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, OF_USERS, to_plain
+from treadle.device.handover import wait_for_work
 from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
 from treadle.engine.origin import RunOrigin
@@ -203,6 +204,7 @@ class RunState:
             buffers: memory for the copies; None takes fresh memory.
             parts: each rank gets its own part of the tensors that are spread over ranks.
         """
+        wait_for_work(engine.device)
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         if self.training:
             self.built.refuse_others(engine)

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
 from treadle.errors import ConfigError
+
+_BLOCK = 64  # keys of the smallest block of torch's memory-efficient kernel
 
 
 class AttentionLayout(NamedTuple):
@@ -241,5 +244,63 @@ class GraphAttention(nn.Module):
     def _attend(self, qkv_GS3HC: Tensor, mask: Tensor | None) -> Tensor:
         query_GHSC, key_GHSC, value_GHSC = qkv_GS3HC.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed_GHSC = F.scaled_dot_product_attention(query_GHSC, key_GHSC, value_GHSC, attn_mask=mask, dropout_p=dropout)
+        mixed_GHSC = attend(query_GHSC, key_GHSC, value_GHSC, mask, dropout)
         return mixed_GHSC.transpose(1, 2).flatten(2)
+
+
+def attend(query_GHSC: Tensor, key_GHSC: Tensor, value_GHSC: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Return ``scaled_dot_product_attention``, whose gradient has the same bits each time on a GPU.
+
+    Where torch takes its memory-efficient kernel, several blocks add to the gradient of one query, in any order, unless
+    each has all the keys.
+    """
+    args = query_GHSC, key_GHSC, value_GHSC
+    trains = query_GHSC.is_cuda and torch.is_grad_enabled() and query_GHSC.requires_grad
+    if not (trains and _is_split(*args, mask, dropout)):
+        return F.scaled_dot_product_attention(*args, attn_mask=mask, dropout_p=dropout)
+    bias = None if mask is None else _bias(mask, query_GHSC)
+    mixed: Tensor = _WholeRows.apply(*args, bias, dropout)[0]  # type: ignore[no-untyped-call]
+    return mixed
+
+
+def _is_split(query_GHSC: Tensor, key_GHSC: Tensor, value_GHSC: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Return whether torch's kernel is the memory-efficient one, and the keys are more than those of one block."""
+    if key_GHSC.shape[2] <= _BLOCK or torch.compiler.is_compiling():
+        return False
+    chosen: int = torch._fused_sdp_choice(query_GHSC, key_GHSC, value_GHSC, mask, dropout)
+    return chosen == SDPBackend.EFFICIENT_ATTENTION.value
+
+
+def _bias(mask: Tensor, query_GHSC: Tensor) -> Tensor:
+    """Return a mask as what is added to the logits, (G, H, S, S), laid out as the kernel wants it."""
+    graphs, heads, size = query_GHSC.shape[:3]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query_GHSC.dtype).masked_fill(~mask, -torch.inf)
+    return F.pad(mask.to(query_GHSC.dtype), (0, -size % 16))[..., :size].expand(graphs, heads, size, size)
+
+
+class _WholeRows(torch.autograd.Function):
+    """Torch's memory-efficient attention, in the gradient of which a block has all keys of its queries."""
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout
+        )
+        return made
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.dropout = inputs[4]
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, mixed, log_sums, seed, offset = ctx.saved_tensors
+        *parts, of_bias = torch.ops.aten._efficient_attention_backward(
+            *(each.transpose(1, 2) for each in (grad, query, key, value)), bias, mixed.transpose(1, 2), None, None,
+            query.shape[2], key.shape[2], log_sums, ctx.dropout, seed, offset, 0, ctx.needs_input_grad[3],
+            num_splits_key=1,
+        )  # fmt: skip
+        return *(part.transpose(1, 2) for part in parts), of_bias if ctx.needs_input_grad[3] else None, None

@@ -11,25 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from treadle.graphs.inputs import needed
-from treadle.graphs.layers import Structure, sum_by_index
+from treadle.graphs.layers import Structure
+from treadle.graphs.row_index import RowIndex
 
 
-def read_out(nodes_ND: Tensor, graph_N: Tensor, num_graphs: int, readout: str) -> Tensor:
+def read_out(nodes_ND: Tensor, graph_N: RowIndex, readout: str) -> Tensor:
     """Join the nodes of each graph by ``"mean"``, ``"add"`` or ``"max"``; a graph without nodes gives 0.
 
     Example:
-        >>> read_out(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, 2]), 3, "mean").flatten().tolist()
+        >>> graphs = RowIndex(torch.tensor([0, 0, 2]), 3)
+        >>> read_out(torch.tensor([[1.0], [3.0], [5.0]]), graphs, "mean").flatten().tolist()
         [2.0, 0.0, 5.0]
     """
     if readout == "max":
-        rows = graph_N[:, None].expand_as(nodes_ND)
-        empty = nodes_ND.new_zeros(num_graphs, nodes_ND.shape[1])
+        rows = graph_N.index_M[:, None].expand_as(nodes_ND)
+        empty = nodes_ND.new_zeros(graph_N.num_rows, nodes_ND.shape[1])
         return empty.scatter_reduce(0, rows, nodes_ND, "amax", include_self=False)
-    sums_GD = sum_by_index(nodes_ND, graph_N, num_graphs)
+    sums_GD = graph_N.sum(nodes_ND)
     if readout == "add":
         return sums_GD
     ones_N1 = torch.ones(len(nodes_ND), 1, device=nodes_ND.device)
-    return sums_GD / sum_by_index(ones_N1, graph_N, num_graphs).clamp(min=1)
+    return sums_GD / graph_N.sum(ones_N1).clamp(min=1)
 
 
 def _mlp(input_dim: int, hidden_dim: int, num_classes: int, dropout: float) -> nn.Sequential:
@@ -63,11 +65,11 @@ class GraphHead(nn.Module):
 
     def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
         """Return (G, C)."""
-        graph_N, num_graphs = structure.graph_N, structure.num_graphs
+        graph_N = structure.graph_N
         if self.mean_nodes is None:
-            joined = read_out(nodes_ND, graph_N, num_graphs, self.readout)
+            joined = read_out(nodes_ND, graph_N, self.readout)
         else:
-            mean_GD, sums_GD = (read_out(nodes_ND, graph_N, num_graphs, readout) for readout in ("mean", "add"))
+            mean_GD, sums_GD = (read_out(nodes_ND, graph_N, readout) for readout in ("mean", "add"))
             joined = torch.cat([mean_GD, sums_GD / self.mean_nodes], dim=1)
         outputs_GC: Tensor = self.mlp(joined)
         return outputs_GC
@@ -100,6 +102,6 @@ class EdgeHead(nn.Module):
             ConfigError: when the batch has no ``pair_index``.
         """
         first_P, second_P = needed(batch, "pair_index")
-        first_PD, second_PD = nodes_ND.index_select(0, first_P), nodes_ND.index_select(0, second_P)
+        first_PD, second_PD = (RowIndex(ends_P, len(nodes_ND)).select(nodes_ND) for ends_P in (first_P, second_P))
         outputs_PC: Tensor = self.mlp(torch.cat([first_PD + second_PD, (first_PD - second_PD).abs()], dim=1))
         return outputs_PC

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from treadle.data.graph_sizes import noted_sizes
 from treadle.errors import ConfigError
+from treadle.graphs.row_index import RowIndex
 from treadle.graphs.statistics import GraphStatistics
 
 
@@ -98,7 +99,7 @@ class FeatureEncoder(nn.Module):
                 "each row. Combine the columns into one type, or convert them to float"
             )
         try:
-            return F.embedding(types_M.long(), self.weight) + self.bias
+            return self._rows_of(types_M.long()) + self.bias
         except IndexError:
             low, high = int(types_M.min()), int(types_M.max())
             fix = "types count from 0" if low < 0 else f"pass {self.argument}={high + 1} or more to get_model"
@@ -106,6 +107,12 @@ class FeatureEncoder(nn.Module):
                 f"{self.what} has types from {low} to {high}, but the model was built with "
                 f"{self.argument}={num_features}, for 0 to {num_features - 1}; {fix}"
             ) from None
+
+    def _rows_of(self, types_M: Tensor) -> Tensor:
+        """Return the row of the table for each type; on CUDA, its gradient has the same bits each time."""
+        if self.weight.is_cuda:
+            return RowIndex(types_M, len(self.weight)).select(self.weight)
+        return F.embedding(types_M, self.weight)
 
 
 class NodeEncodingInput(nn.Module):

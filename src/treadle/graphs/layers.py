@@ -1,9 +1,6 @@
 """Local message passing over edges, and the layer that joins it with attention inside each graph.
 
 Shapes: N = nodes of the batch, E = directed edges, G = graphs, D = hidden width, H = heads, C = D / H.
-
-Sums over edges are ``index_add_``: always in the same order on the CPU. On CUDA they are atomic additions, so two runs
-agree to the bit only under ``torch.use_deterministic_algorithms(True)`` (``set_seed(seed, deterministic=True)``).
 """
 
 from __future__ import annotations
@@ -16,58 +13,44 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.graphs.attention import AttentionLayout, GraphAttention
+from treadle.graphs.row_index import RowIndex
 
 
 class Structure(NamedTuple):
     """How the nodes of a batch hang together.
 
     Attributes:
-        source_E: (E,) the node a message leaves.
-        target_E: (E,) the node it reaches.
-        graph_N: (N,) the graph of each node.
-        num_graphs: G.
+        source_E: the node that each message leaves.
+        target_E: the node that it reaches.
+        graph_N: the graph of each node.
         layout: places of the nodes in the dense attention; None without attention.
     """
 
-    source_E: Tensor
-    target_E: Tensor
-    graph_N: Tensor
-    num_graphs: int
+    source_E: RowIndex
+    target_E: RowIndex
+    graph_N: RowIndex
     layout: AttentionLayout | None
 
+    @classmethod
+    def of(
+        cls, edge_index_2E: Tensor, graph_N: Tensor, num_graphs: int, *, layout: AttentionLayout | None = None
+    ) -> Structure:
+        """Return the structure of a batch.
 
-def sum_by_index(values: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """Sum the rows of ``values`` (M, …) that share an index (M,) into (num_rows, …), in float32 or better.
-
-    Example:
-        >>> sum_by_index(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([0, 0, 2]), 3).flatten().tolist()
-        [3.0, 0.0, 4.0]
-    """
-    # The hub of a large graph sums thousands of messages: 8 bits of bf16 or the range of fp16 would not hold them.
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    return wide.new_zeros((num_rows, *values.shape[1:])).index_add_(0, index, wide)
-
-
-def softmax_by_index(logits: Tensor, index: Tensor, num_rows: int) -> Tensor:
-    """Softmax of ``logits`` (M, H) over the rows that share an index (M,); float32 or better.
-
-    Example:
-        >>> softmax_by_index(torch.zeros(3, 1), torch.tensor([0, 0, 1]), 2).flatten().tolist()
-        [0.5, 0.5, 1.0]
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    with torch.no_grad():
-        rows = index[:, None].expand_as(wide)
-        peak = wide.new_zeros(num_rows, wide.shape[1]).scatter_reduce(0, rows, wide, "amax", include_self=False)
-    weights = (wide - peak.index_select(0, index)).exp()
-    return weights / sum_by_index(weights, index, num_rows).index_select(0, index)
+        Example:
+            >>> path = Structure.of(torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, dtype=torch.long), 1)
+            >>> path.target_E.num_rows, path.graph_N.num_rows
+            (2, 1)
+        """
+        source_E, target_E = (RowIndex(ends_E, len(graph_N)) for ends_E in edge_index_2E)
+        return cls(source_E, target_E, RowIndex(graph_N, num_graphs), layout)
 
 
 class GINELayer(nn.Module):
     """MLP(h_i + Σ_j ReLU(h_j + e_ij)) (Hu et al. 2020, "Strategies for Pre-training Graph Neural Networks").
 
     Example:
-        >>> path = Structure(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.zeros(2, dtype=torch.long), 1, None)
+        >>> path = Structure.of(torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, dtype=torch.long), 1)
         >>> nodes, _ = GINELayer(4)(torch.randn(2, 4), torch.randn(2, 4), path)
         >>> nodes.shape
         torch.Size([2, 4])
@@ -79,8 +62,8 @@ class GINELayer(nn.Module):
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
         """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
-        messages_ED = F.relu(nodes_ND.index_select(0, structure.source_E) + edges_ED)
-        return self.mlp(nodes_ND + sum_by_index(messages_ED, structure.target_E, len(nodes_ND))), edges_ED
+        messages_ED = F.relu(structure.source_E.select(nodes_ND) + edges_ED)
+        return self.mlp(nodes_ND + structure.target_E.sum(messages_ED)), edges_ED
 
 
 class GCNLayer(nn.Module):
@@ -97,12 +80,12 @@ class GCNLayer(nn.Module):
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
         """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
-        source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
-        ones_E1 = torch.ones(len(target_E), 1, device=nodes_ND.device)
-        scale_N1 = (1 + sum_by_index(ones_E1, target_E, num_nodes)).rsqrt()
+        source_E, target_E = structure.source_E, structure.target_E
+        ones_E1 = torch.ones(len(edges_ED), 1, device=nodes_ND.device)
+        scale_N1 = (1 + target_E.sum(ones_E1)).rsqrt()
         values_ND = self.node(nodes_ND)
-        messages_ED = values_ND.index_select(0, source_E) + self.edge(edges_ED)
-        sums_ND = sum_by_index(messages_ED * scale_N1.index_select(0, source_E), target_E, num_nodes)
+        messages_ED = source_E.select(values_ND) + self.edge(edges_ED)
+        sums_ND = target_E.sum(messages_ED * source_E.select(scale_N1))
         return scale_N1 * (sums_ND + scale_N1 * values_ND) + self.bias, edges_ED
 
 
@@ -129,15 +112,15 @@ class GATLayer(nn.Module):
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
         """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
-        source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
+        source_E, target_E = structure.source_E, structure.target_E
         values_NHC = self.node(nodes_ND).unflatten(1, (self.num_heads, -1))
         edges_EHC = self.edge(edges_ED).unflatten(1, (self.num_heads, -1))
-        logits_EH = (values_NHC * self.key).sum(-1).index_select(0, source_E)
-        logits_EH = logits_EH + (values_NHC * self.query).sum(-1).index_select(0, target_E)
+        logits_EH = source_E.select((values_NHC * self.key).sum(-1))
+        logits_EH = logits_EH + target_E.select((values_NHC * self.query).sum(-1))
         logits_EH = F.leaky_relu(logits_EH + (edges_EHC * self.edge_key).sum(-1), 0.2)
-        share_EH = self.dropout(softmax_by_index(logits_EH, target_E, num_nodes))
-        messages_EHC = values_NHC.index_select(0, source_E) + edges_EHC
-        sums_NHC = sum_by_index(messages_EHC * share_EH.unsqueeze(-1), target_E, num_nodes)
+        share_EH = self.dropout(target_E.softmax(logits_EH))
+        messages_EHC = source_E.select(values_NHC) + edges_EHC
+        sums_NHC = target_E.sum(messages_EHC * share_EH.unsqueeze(-1))
         return sums_NHC.flatten(1) + self.bias, edges_ED
 
 
@@ -156,12 +139,12 @@ class GatedGCNLayer(nn.Module):
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
         """Return the local update of the nodes (N, D), and the state of the edges (E, D)."""
-        source_E, target_E, num_nodes = structure.source_E, structure.target_E, len(nodes_ND)
+        source_E, target_E = structure.source_E, structure.target_E
         own_ND, value_ND, to_ND, from_ND = self.node(nodes_ND).chunk(4, dim=1)
-        gate_ED = to_ND.index_select(0, target_E) + from_ND.index_select(0, source_E) + self.edge(edges_ED)
+        gate_ED = target_E.select(to_ND) + source_E.select(from_ND) + self.edge(edges_ED)
         share_ED = gate_ED.sigmoid()
-        sums_ND = sum_by_index(share_ED * value_ND.index_select(0, source_E), target_E, num_nodes)
-        update_ND = own_ND + sums_ND / (sum_by_index(share_ED, target_E, num_nodes) + 1e-6)
+        sums_ND = target_E.sum(share_ED * source_E.select(value_ND))
+        update_ND = own_ND + sums_ND / (target_E.sum(share_ED) + 1e-6)
         if self.edge_norm is not None:
             edges_ED = edges_ED + F.relu(self.edge_norm(gate_ED))
         return update_ND, edges_ED
@@ -171,7 +154,7 @@ class DropPath(nn.Module):
     """Stochastic depth: a branch left out for random graphs while training, and scaled by 1 / (1 − rate) for others.
 
     Example:
-        >>> DropPath(0.5).eval()(torch.ones(2, 1), torch.tensor([0, 1]), 2).tolist()
+        >>> DropPath(0.5).eval()(torch.ones(2, 1), RowIndex(torch.tensor([0, 1]), 2)).tolist()
         [[1.0], [1.0]]
     """
 
@@ -179,12 +162,12 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
 
-    def forward(self, branch_ND: Tensor, graph_N: Tensor, num_graphs: int) -> Tensor:
+    def forward(self, branch_ND: Tensor, graph_N: RowIndex) -> Tensor:
         """Return the branch (N, D), zero at all nodes of the graphs that were drawn."""
         if not self.training or self.rate == 0.0:
             return branch_ND
-        keep_G1 = (torch.rand(num_graphs, 1, device=branch_ND.device) >= self.rate).to(branch_ND.dtype)
-        return branch_ND * (keep_G1 / (1.0 - self.rate)).index_select(0, graph_N)
+        keep_G1 = (torch.rand(graph_N.num_rows, 1, device=branch_ND.device) >= self.rate).to(branch_ND.dtype)
+        return branch_ND * graph_N.select(keep_G1 / (1.0 - self.rate))
 
 
 class GraphLayer(nn.Module):
@@ -232,6 +215,6 @@ class GraphLayer(nn.Module):
         if self.attention is not None:
             branches.append(self.dropout(self.attention(normed_ND, structure.layout)))
         mixed_ND = functools.reduce(torch.add, branches)
-        nodes_ND = nodes_ND + self.drop_path(mixed_ND, structure.graph_N, structure.num_graphs)
+        nodes_ND = nodes_ND + self.drop_path(mixed_ND, structure.graph_N)
         update_ND = self.dropout(self.ffn(self.norm2(nodes_ND)))
-        return nodes_ND + self.drop_path(update_ND, structure.graph_N, structure.num_graphs), edges_ED
+        return nodes_ND + self.drop_path(update_ND, structure.graph_N), edges_ED

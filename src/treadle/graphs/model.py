@@ -77,10 +77,9 @@ class GraphTransformer(nn.Module):
         x = needed(batch, "x")
         graph_N, num_graphs = graphs_of(batch)
         nodes_ND = self._encode_nodes(batch, x)
-        source_E, target_E = needed(batch, "edge_index")
-        edges_ED = self._encode_edges(batch, nodes_ND, len(source_E))
-        layout = self._layout(batch, graph_N, num_graphs)
-        structure = Structure(source_E, target_E, graph_N, num_graphs, layout)
+        edge_index = needed(batch, "edge_index")
+        edges_ED = self._encode_edges(batch, nodes_ND, edge_index.shape[1])
+        structure = Structure.of(edge_index, graph_N, num_graphs, layout=self._layout(batch, graph_N, num_graphs))
         for layer in self.layers:
             nodes_ND, edges_ED = layer(nodes_ND, edges_ED, structure)
         outputs: Tensor = self.head(self.norm(nodes_ND), batch, structure)

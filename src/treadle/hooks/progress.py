@@ -19,7 +19,8 @@ class ProgressHook(IntervalHook):
     ``Step   100/10000: step 0.2500s data 0.0100s eta 6:00:00 loss 0.5234 grad_norm 2.346 lr_0 1.00e-03``
 
     Numbers have four significant digits. A line that comes before its interval is full, at the end of a run, gives the
-    number of steps that its means are taken over.
+    number of steps that its means are taken over. On a GPU a line may be logged some steps after the one that it is
+    about, before the next line or a checkpoint: training goes on while the numbers are copied.
 
     Args:
         interval: steps between lines.
@@ -30,6 +31,8 @@ class ProgressHook(IntervalHook):
     Example:
         >>> hook = ProgressHook(interval=10, with_records=True)
     """
+
+    _may_report_late = True
 
     def __init__(self, interval: int = 1, with_records: bool = False, sync: bool = False, eta_warmup: int = 10):
         super().__init__(interval, sync=sync)
@@ -45,15 +48,15 @@ class ProgressHook(IntervalHook):
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
         """Log the line."""
-        total = trainer.total_steps
+        total, step = trainer.total_steps, means["step"]
         width = len(str(total)) if total is not None else 1
         of = f"/{total}" if total is not None else ""
-        parts = [f"Step {trainer.step:>{width}}{of}:"]
+        parts = [f"Step {step:>{width}}{of}:"]
         # A run that is resumed where nothing but an evaluation was left reports steps of another process.
         parts += [f"{name} {means[f'{name}_time']:.4f}s" for name in ("step", "data") if f"{name}_time" in means]
-        done = trainer.step - self._first_step
+        done = step - self._first_step
         if total is not None and done >= self.eta_warmup:
-            left = (time.perf_counter() - self._started) / max(done, 1) * (total - trainer.step)
+            left = (means["report_time"] - self._started) / max(done, 1) * (total - step)
             parts.append(f"eta {hours(left)}")
         if "max_memory" in means:
             parts.append(f"mem {means['max_memory']:.2f}GiB")
@@ -63,6 +66,6 @@ class ProgressHook(IntervalHook):
         if self.with_records and means.get("records"):
             flat = flatten_nested_dict(means["records"])
             line += " | " + " ".join(f"{'/'.join(path)} {value:.4g}" for path, value in flat.items())
-        if rest := trainer.step % self.interval:
+        if rest := step % self.interval:
             line += f" (means of the last {rest} step{'s' if rest > 1 else ''})"
         trainer.logger.info(line, extra={"topic": "progress"})

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.means import RunningMeans, read_scalars
+from treadle.means import RunningMeans, SentNumbers, means_of
 from treadle.task import add_output
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
     from treadle.engine.block import StepBlock
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a report is made of, on its way to the host.
+
+    Attributes:
+        names: of the means and of the times.
+        numbers: theirs, and the learning rate of each parameter group.
+        known: what the host knows already, by the names of a report.
+    """
+
+    names: list[tuple[tuple[str, ...], bool]]
+    numbers: SentNumbers
+    known: dict[str, Any]
 
 
 class IntervalHook(BaseHook):
@@ -30,6 +48,7 @@ class IntervalHook(BaseHook):
 
     writes = True
     writes_in_workspace_alone = True
+    _may_report_late = False  # some steps later, so that the device does not run dry while the host reads it
 
     def __init__(self, interval: int, *, sync: bool):
         if interval < 1:
@@ -40,12 +59,13 @@ class IntervalHook(BaseHook):
         self._times = RunningMeans()  # of this process; no part of an exact resume
         self._retries = 0
         self._pending = False
+        self._sent: _Sent | None = None  # what is still to be reported
 
     def on_after_step(self, trainer: Engine) -> None:
         """Collect the step and report when it is time; read nothing on the host before that."""
         self._collect(trainer)
-        if trainer.step % self.interval == 0 or trainer.is_last_step:
-            self._report(trainer)
+        if self._sent is not None or trainer.step % self.interval == 0 or trainer.is_last_step:
+            self._report_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
         """Let steps run up to the next report."""
@@ -61,12 +81,28 @@ class IntervalHook(BaseHook):
         for _ in range(count):
             self._means.add_total(("num_samples",), info["num_samples"])
         self._pending = True
-        if trainer.step % self.interval == 0 or trainer.is_last_step:
-            self._report(trainer)
+        self._report_if_due(trainer)
+
+    def on_after_epoch(self, trainer: Engine) -> None:
+        """Report what is still to be reported."""
+        self._deliver(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
         """Report the rest."""
+        self._deliver(trainer)
         if self._pending:
+            self._report(trainer)
+
+    def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
+        """Report what is still to be reported, unless an error ends the run."""
+        if error is None:
+            self._deliver(trainer)
+        self._sent = None
+
+    def _report_if_due(self, trainer: Engine) -> None:
+        if self._sent is not None and self._sent.numbers.there:
+            self._deliver(trainer)
+        if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
 
     def _collect(self, trainer: Engine) -> None:
@@ -84,18 +120,32 @@ class IntervalHook(BaseHook):
         self._pending = True
 
     def _report(self, trainer: Engine) -> None:
-        if self.sync or trainer.num_ranks == 1:  # else the other ranks would not hear of it
+        self._deliver(trainer)
+        late = self._may_report_late and trainer.num_ranks == 1 and not trainer.is_last_step
+        if not late and (self.sync or trainer.num_ranks == 1):  # else the other ranks would not hear of it
             trainer.raise_if_refused()  # the device is read anyway, and what it refused is an error, not a number
-        reduce = distributed.sum_over_ranks if self.sync else None
-        means = {**self._means.compute(reduce), **self._times.compute(reduce)}
-        means["lr"] = read_scalars(trainer.step_info.get("lr", trainer.last_lr)).tolist()
-        means["retries"] = self._retries
+        known = {"step": trainer.step, "report_time": time.perf_counter(), "retries": self._retries}
         if "max_memory" in trainer.step_info:
-            means["max_memory"] = float(trainer.step_info["max_memory"])
+            known["max_memory"] = float(trainer.step_info["max_memory"])
+        numbers = [*self._means.parts(), *self._times.parts(), *trainer.step_info.get("lr", trainer.last_lr)]
+        self._sent = _Sent([*self._means.names(), *self._times.names()], SentNumbers(numbers), known)
         self._means.reset()
         self._times.reset()
         self._retries = 0
         self._pending = False
+        if not late or self._sent.numbers.there:
+            self._deliver(trainer)
+
+    def _deliver(self, trainer: Engine) -> None:
+        """Report what was sent."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        numbers, count = sent.numbers.read(), 4 * len(sent.names)
+        means = means_of(sent.names, numbers[:count], distributed.sum_over_ranks if self.sync else None)
+        means |= {**sent.known, "lr": numbers[count:]}
+        if not math.isfinite(means.get("grad_norm", 0.0)):
+            trainer.raise_if_refused()  # the steps of a late report may have been refused since
         self.report(trainer, means)
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
@@ -104,12 +154,14 @@ class IntervalHook(BaseHook):
         Args:
             trainer: the engine.
             means: ``loss``, ``records``, ``step_time``, ``data_time``, ``grad_norm``, ``num_samples`` (a total),
-                ``lr`` (one per parameter group), ``retries``, and ``max_memory`` where it is measured.
+                ``lr`` (one per parameter group), ``retries``, and ``max_memory`` where it is measured; ``step``, and
+                ``report_time``, the seconds of ``time.perf_counter`` then.
         """
         raise NotImplementedError
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Keep the running means of the open interval."""
+        self._deliver(trainer)
         state_dict["hooks"][self.state_key] = {
             "means": self._means.state_dict(),
             "retries": self._retries,

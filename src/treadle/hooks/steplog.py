@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from treadle import distributed
-from treadle.device.handover import wait_for
+from treadle.device.on_the_way import OnTheWay
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
@@ -82,33 +81,6 @@ class StepRows:
         for (values, key), number in zip(places, numbers, strict=True):
             values[key] = number
         return [_finished(row) for row in rows]
-
-
-class OnTheWay:
-    """Numbers of a device that are copied to the host while the device computes.
-
-    Args:
-        numbers: on any device.
-    """
-
-    def __init__(self, numbers: Tensor):
-        self._event: torch.cuda.Event | None = None
-        self._numbers = numbers.detach()
-        if numbers.device.type == "cuda":
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(torch.cuda.current_stream(numbers.device))
-
-    def arrived(self) -> Tensor:
-        """Wait for the numbers and return them on the host."""
-        if self._event is not None:
-            wait_for(self._event)
-        return self._numbers
-
-    def tolist(self) -> Any:
-        """Wait for the numbers and return them as plain ones."""
-        return self.arrived().tolist()
 
 
 class BlockRows:

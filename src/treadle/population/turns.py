@@ -15,10 +15,12 @@ import contextlib
 import dataclasses
 import logging
 import random
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,8 +32,11 @@ from treadle.engine.signals import SignalRelay
 from treadle.engine.voice import VOICE
 from treadle.population.member import Make, Member, Outcome, run_member
 
+T = TypeVar("T")
 MAX_STREAMS = 32  # that torch gives out before it gives one out again
-AT_ONCE = 8  # graphs of a member that are launched before those of the next
+SWITCH = 1e-4  # seconds that a thread which writes a file keeps python from the others, by default 5e-3
+AT_ONCE = 8  # graphs of a member that are launched before those of the next,
+AT_LONGEST = 5e-5  # and the seconds for it: a few large graphs would fill the queue of the stream
 
 
 class Source(Protocol):
@@ -141,12 +146,15 @@ class Launches:
     error: Exception | None = None
 
     def go_on(self, most: int) -> None:
-        """Launch some."""
-        count, self.left = min(most, self.left), max(self.left - most, 0)
+        """Launch some, at least one."""
+        end = time.perf_counter() + AT_LONGEST
         try:
             with torch.cuda.stream(self.stream):
-                for _ in range(count):
+                for _ in range(min(most, self.left)):
                     self.launch()
+                    self.left -= 1
+                    if time.perf_counter() > end:
+                        break
         except Exception as error:  # noqa: BLE001  (raised again in the thread of the member)
             self.error, self.left = error, 0
 
@@ -219,7 +227,8 @@ class Seat:
     def end_with(self, error: BaseException) -> None:
         """Raise an error in the member and wait for its end."""
         if self._launches is not None and self._launches.left:
-            self._launches.go_on(self._launches.left)  # no step is left half launched
+            while self._launches.left:  # no step is left half launched
+                self._launches.go_on(self._launches.left)
         self._ends_with = error
         while not self.ended:
             self.take_turn()
@@ -282,6 +291,22 @@ class Seat:
         self._hand_over()
         self._ready = None
 
+    def beside(self, work: Callable[[], T]) -> T:
+        """Let the others run until a function has returned, in this thread."""
+        if self._ends_with is not None:
+            return work()
+        done = threading.Event()
+        self._ready = done.is_set
+        self._state = ProcessState.capture()
+        self._back.release()
+        try:
+            return work()
+        finally:
+            done.set()
+            self._go.acquire()
+            self._state.restore()
+            self._ready = None
+
     def _hand_over(self) -> None:
         self._state = ProcessState.capture()
         self._back.release()
@@ -308,7 +333,7 @@ def run_in_turns(
         KeyboardInterrupt: none of the members listens to SIGINT, and it arrived.
     """
     streams = _Streams()
-    begun = ProcessState.capture()
+    begun, interval = ProcessState.capture(), sys.getswitchinterval()
     begun.restore()
     seats: list[Seat] = []
 
@@ -318,6 +343,7 @@ def run_in_turns(
 
     relay = SignalRelay(ask)
     try:
+        sys.setswitchinterval(SWITCH)
         with relay.installed():
             waiting: Member | None = None
             while True:
@@ -343,6 +369,7 @@ def run_in_turns(
             seat.end_with(type(error)() if isinstance(error, KeyboardInterrupt) else SystemExit(1))
         raise
     finally:
+        sys.setswitchinterval(interval)
         begun.restore()
 
 

@@ -6,6 +6,7 @@ SNV puts every spectrum on a sphere, so everything after it is cosine geometry.
 from __future__ import annotations
 
 from treadle.engine.best import EarlyStopping
+from treadle.regression import KernelStack, mixing_shares
 from treadle.spectra.agreement import LLAResult, LLAWindowResult, local_label_agreement
 from treadle.spectra.augment import SpectraAugmenter
 from treadle.spectra.chemomae.clusters import (
@@ -37,7 +38,7 @@ from treadle.spectra.mixing import MixedSpectra
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler, build_warmup_cosine
 from treadle.spectra.patches import PatchMAE, PatchMAEConfig
-from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample, snv
+from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample, pretreatments, snv
 from treadle.spectra.residual import LinearGaussian, ResidualMAE, Uncertainty
 from treadle.spectra.task import SpectraTask
 from treadle.spectra.trainer import SpectraTrainer
@@ -53,6 +54,7 @@ __all__ = [
     "EarlyStopping",
     "Extractor",
     "ExtractorConfig",
+    "KernelStack",
     "LLAResult",
     "LLAWindowResult",
     "LinearGaussian",
@@ -84,8 +86,10 @@ __all__ = [
     "make_patch_mask",
     "masked_mse",
     "masked_sse",
+    "mixing_shares",
     "plot_elbow_ckm",
     "plot_elbow_vmf",
+    "pretreatments",
     "set_global_seed",
     "silhouette_samples_cosine",
     "silhouette_samples_cosine_gpu",

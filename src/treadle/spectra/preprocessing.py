@@ -10,8 +10,9 @@ import logging
 import math
 from typing import Any
 
+import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from treadle.errors import ConfigError
@@ -21,7 +22,7 @@ from treadle.spectra.estimator import Estimator
 
 _log = logging.getLogger("treadle.spectra")
 
-__all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample", "snv"]
+__all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample", "pretreatments", "snv"]
 
 
 class SNVScaler(Estimator):
@@ -142,6 +143,32 @@ def snv(x: Spectra, eps: float = 1e-12) -> Spectra:
     """
     scaled: Spectra = SNVScaler(eps).transform(x)
     return scaled
+
+
+def pretreatments(spectra: ArrayLike) -> dict[str, NDArray[np.float64]]:
+    """Return spectra (N, L) as chemometrics treats them before a regression, by name, such as `KernelStack` takes them.
+
+    SNV, its first and second derivative, and SNV of the first and second derivative.
+
+    Example:
+        >>> import numpy as np
+        >>> list(pretreatments(np.random.default_rng(0).normal(size=(3, 8))))
+        ['snv', 'first of snv', 'second of snv', 'snv of first', 'snv of second']
+    """
+    plain = np.asarray(spectra, dtype=np.float64)
+    scaled = np.asarray(snv(plain))
+    views = {"snv": scaled}
+    for name, order in (("first", 1), ("second", 2)):
+        views[f"{name} of snv"] = _derivative(scaled, order)
+    for name, order in (("first", 1), ("second", 2)):
+        views[f"snv of {name}"] = np.asarray(snv(_derivative(plain, order)))
+    return views
+
+
+def _derivative(spectra: NDArray[np.float64], order: int) -> NDArray[np.float64]:
+    for _ in range(order):
+        spectra = np.gradient(spectra, axis=1)
+    return spectra
 
 
 def cosine_fps_downsample(

@@ -59,6 +59,17 @@ def test_what_is_hidden_is_not_read(model: JointRegressor, name: str) -> None:
         assert back.shape == data.shape
 
 
+def test_an_untrained_model_gives_back_the_mean_of_the_training_objects(model: JointRegressor) -> None:
+    for name in ("xdf", "spex"):
+        scalars, data = given(name)
+        assert data is not None
+        answer = model(name, scalars[:3], hide=torch.ones(1, scalars.shape[1], dtype=torch.bool), data=data[:3],
+                       hide_data=torch.ones(3, dtype=torch.bool), give_back=True)  # fmt: skip
+        back, mean = (answer.picture, data.mean(0)) if name == "xdf" else (answer.spectrum, torch.zeros(data.shape[1]))
+        assert back is not None
+        torch.testing.assert_close(back, mean.expand_as(back), atol=1e-3, rtol=0)
+
+
 def test_numbers_count_in_deviations_of_the_training_objects(model: JointRegressor) -> None:
     inputs = model.survey("sdss")
     scaled = inputs.standardised(torch.from_numpy(SURVEYS["sdss"].scalars).float())

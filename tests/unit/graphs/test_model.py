@@ -14,6 +14,7 @@ from treadle.errors import ConfigError
 from treadle.graphs import get_model
 from treadle.graphs.heads import read_out
 from treadle.graphs.layers import DropPath
+from treadle.graphs.row_index import RowIndex
 
 MPNN_TYPES = ["gin", "gat", "gcn", "gatedgcn"]
 TASKS = ["graph", "node", "edge"]
@@ -226,9 +227,9 @@ def test_a_pair_and_its_reverse_give_the_same_bits(batch):
 
 def test_readouts_of_graphs_with_and_without_nodes():
     nodes, owner = torch.tensor([[1.0, -5.0], [3.0, -1.0], [5.0, 2.0]]), torch.tensor([0, 0, 2])
-    assert read_out(nodes, owner, 3, "add").tolist() == [[4.0, -6.0], [0.0, 0.0], [5.0, 2.0]]
-    assert read_out(nodes, owner, 3, "mean").tolist() == [[2.0, -3.0], [0.0, 0.0], [5.0, 2.0]]
-    assert read_out(nodes, owner, 3, "max").tolist() == [[3.0, -1.0], [0.0, 0.0], [5.0, 2.0]]
+    assert read_out(nodes, RowIndex(owner, 3), "add").tolist() == [[4.0, -6.0], [0.0, 0.0], [5.0, 2.0]]
+    assert read_out(nodes, RowIndex(owner, 3), "mean").tolist() == [[2.0, -3.0], [0.0, 0.0], [5.0, 2.0]]
+    assert read_out(nodes, RowIndex(owner, 3), "max").tolist() == [[3.0, -1.0], [0.0, 0.0], [5.0, 2.0]]
 
 
 def test_a_graph_without_nodes_is_no_source_of_nan(batch):
@@ -259,7 +260,7 @@ def test_autocast_trains_and_stays_near_full_precision(dtype, mpnn_type, batch):
 def test_drop_path_leaves_out_whole_graphs_and_keeps_the_mean():
     torch.manual_seed(0)
     owner = torch.arange(2000).repeat_interleave(3)
-    dropped = DropPath(0.25)(torch.ones(6000, 1), owner, 2000).view(2000, 3)
+    dropped = DropPath(0.25)(torch.ones(6000, 1), RowIndex(owner, 2000)).view(2000, 3)
     assert torch.equal(dropped.amin(1), dropped.amax(1))
     assert set(dropped.flatten().tolist()) == {0.0, torch.tensor(4 / 3).item()}
     assert dropped.mean().item() == pytest.approx(1, abs=0.04)

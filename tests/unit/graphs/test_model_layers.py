@@ -7,16 +7,8 @@ import torch
 from torch import nn
 
 from treadle.graphs.attention import GraphAttention, batch_layout
-from treadle.graphs.layers import (
-    GatedGCNLayer,
-    GATLayer,
-    GCNLayer,
-    GINELayer,
-    GraphLayer,
-    Structure,
-    softmax_by_index,
-    sum_by_index,
-)
+from treadle.graphs.layers import GatedGCNLayer, GATLayer, GCNLayer, GINELayer, GraphLayer, Structure
+from treadle.graphs.row_index import RowIndex
 
 WIDTH, NODES, EDGES = 8, 7, 15
 
@@ -27,12 +19,12 @@ def graph():
     source = torch.randint(0, NODES - 1, (EDGES,))
     target = (source + torch.randint(1, NODES - 1, (EDGES,))) % (NODES - 1)  # no loops; the last node has no edge
     owner = torch.zeros(NODES, dtype=torch.long)
-    structure = Structure(source, target, owner, 1, batch_layout(owner, 1))
+    structure = Structure.of(torch.stack([source, target]), owner, 1, layout=batch_layout(owner, 1))
     return torch.randn(NODES, WIDTH), torch.randn(EDGES, WIDTH), structure
 
 
 def index_of(structure):
-    return torch.stack([structure.source_E, structure.target_E])
+    return torch.stack([structure.source_E.index_M, structure.target_E.index_M])
 
 
 def copy_weights(pairs):
@@ -77,7 +69,7 @@ def test_gat_is_gat_with_the_edge_in_the_message(graph):
     )
     expected, (_, shares) = theirs(nodes, index_of(structure), edges, return_attention_weights=True)
     messages = ours.edge(edges).unflatten(1, (2, -1)) * shares[..., None]
-    expected = expected + sum_by_index(messages, structure.target_E, NODES).flatten(1)
+    expected = expected + structure.target_E.sum(messages).flatten(1)
     torch.testing.assert_close(ours(nodes, edges, structure)[0], expected)
 
 
@@ -90,12 +82,12 @@ def test_gatedgcn_by_hand(update_edges, graph):
     for i in range(NODES):
         above, below = torch.zeros(WIDTH), torch.full((WIDTH,), 1e-6)
         for e in range(EDGES):
-            if structure.target_E[e] == i:
-                share = (to[i] + sent[structure.source_E[e]] + layer.edge(edges)[e]).sigmoid()
-                above, below = above + share * value[structure.source_E[e]], below + share
+            if structure.target_E.index_M[e] == i:
+                share = (to[i] + sent[structure.source_E.index_M[e]] + layer.edge(edges)[e]).sigmoid()
+                above, below = above + share * value[structure.source_E.index_M[e]], below + share
         expected[i] = expected[i] + above / below
     for e in range(EDGES):
-        gates.append(to[structure.target_E[e]] + sent[structure.source_E[e]] + layer.edge(edges)[e])
+        gates.append(to[structure.target_E.index_M[e]] + sent[structure.source_E.index_M[e]] + layer.edge(edges)[e])
     updated, state = layer(nodes, edges, structure)
     torch.testing.assert_close(updated, expected)
     if update_edges:
@@ -108,7 +100,7 @@ def test_a_layer_without_message_passing_is_gps_without_it(graph):
     torch_geometric = pytest.importorskip("torch_geometric.nn")
     nodes, edges, _ = graph
     owner = torch.tensor([0, 0, 0, 0, 1, 1, 1])
-    structure = Structure(*torch.zeros(2, 0, dtype=torch.long), owner, 2, batch_layout(owner, 2))
+    structure = Structure.of(torch.zeros(2, 0, dtype=torch.long), owner, 2, layout=batch_layout(owner, 2))
     theirs = torch_geometric.GPSConv(WIDTH, None, heads=2, act="gelu", norm=None).eval()
     ours = GraphLayer(
         None,
@@ -141,11 +133,11 @@ def test_a_layer_adds_message_passing_and_attention_of_the_same_normed_nodes(gra
 
 def test_sums_of_half_precision_do_not_lose_their_small_parts():
     ones = torch.ones(3000, 1, dtype=torch.bfloat16)
-    assert sum_by_index(ones, torch.zeros(3000, dtype=torch.long), 1).item() == 3000
+    assert RowIndex(torch.zeros(3000, dtype=torch.long), 1).sum(ones).item() == 3000
     large = torch.full((100, 1), 1000.0, dtype=torch.float16)
-    assert sum_by_index(large, torch.zeros(100, dtype=torch.long), 1).item() == 100_000
+    assert RowIndex(torch.zeros(100, dtype=torch.long), 1).sum(large).item() == 100_000
 
 
 def test_the_softmax_over_an_index_survives_large_logits():
-    shares = softmax_by_index(torch.tensor([[1e4], [1e4], [-1e4]]), torch.tensor([0, 0, 1]), 2)
+    shares = RowIndex(torch.tensor([0, 0, 1]), 2).softmax(torch.tensor([[1e4], [1e4], [-1e4]]))
     assert shares.flatten().tolist() == [0.5, 0.5, 1.0]

@@ -73,7 +73,7 @@ def test_mean_add_is_the_mean_beside_the_sum_over_the_mean_size():
     head = GraphHead(1, 1, dropout=0.0, readout="mean_add", mean_nodes=2.0)
     head.mlp = torch.nn.Identity()
     nodes, graph = torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([0, 0, 2])
-    structure = Structure(graph[:0], graph[:0], graph, 3, None)
+    structure = Structure.of(graph.new_empty(2, 0), graph, 3)
     assert head(nodes, None, structure).tolist() == [[2.0, 2.0], [0.0, 0.0], [5.0, 2.5]]
 
 

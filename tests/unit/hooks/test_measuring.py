@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from helpers import Snapshots
 from hook_kit import Small, bare_engine
+from treadle.device.on_the_way import OnTheWay
 from treadle.errors import ConfigError
 from treadle.hooks import BaseHook, CudaMaxMemoryHook, LoggingHook, ProfilerHook, ProgressHook, ThroughputHook
 
@@ -188,7 +191,68 @@ def test_the_time_left_is_hours_minutes_and_seconds_also_of_more_than_a_day(capl
             self.now += 50_000.0
             return self.now
 
-    monkeypatch.setattr("treadle.hooks.progress.time", Clock())
+    clock = Clock()
+    for module in ("progress", "reporting"):
+        monkeypatch.setattr(f"treadle.hooks.{module}.time", clock)
     with caplog.at_level("INFO", "treadle"):
         bare_engine(hooks=[ProgressHook(1, eta_warmup=1)]).run([torch.ones(2, 3)] * 3, max_steps=3)
     assert " eta 27:46:40 loss " in next(line for line in caplog.messages if line.startswith("Step 1/3"))
+
+
+def lines_of(caplog, *, looks, monkeypatch, **options):
+    """Return the lines of a run whose numbers are there after so many looks, without what depends on the time."""
+    left = iter([False] * looks)
+
+    def there(numbers):
+        nonlocal left
+        ready = next(left, True)
+        if ready:
+            left = iter([False] * looks)
+        return ready
+
+    monkeypatch.setattr(OnTheWay, "there", property(there))
+    caplog.clear()
+    torch.manual_seed(0)
+    with caplog.at_level("INFO", "treadle"):
+        bare_engine(hooks=[ProgressHook(2), Says()], **options).run([torch.ones(2, 3)] * 3, max_steps=9)
+    return [re.sub(r" step .* loss", " loss", line) for line in caplog.messages if line.startswith(("Step", "at"))]
+
+
+class Says(BaseHook):
+    def on_after_step(self, trainer):
+        trainer.logger.info("at %d", trainer.step)
+
+
+def test_lines_that_come_late_are_the_same(caplog, monkeypatch):
+    on_time = lines_of(caplog, looks=0, monkeypatch=monkeypatch)
+    late = lines_of(caplog, looks=5, monkeypatch=monkeypatch)
+    assert sorted(on_time) == sorted(late)
+    assert on_time.index("at 2") == late.index("at 2") + 1  # the line of step 2 comes after it
+    for lines in (on_time, late):
+        assert [line.split("/")[0] for line in lines if line.startswith("S")] == [f"Step {n}" for n in (2, 4, 6, 8, 9)]
+
+
+def test_a_state_is_saved_after_the_lines_before_it(caplog, monkeypatch):
+    monkeypatch.setattr(OnTheWay, "there", False)
+    engine = bare_engine(hooks=[ProgressHook(2)])
+    with caplog.at_level("INFO", "treadle"):
+        engine.run([torch.ones(2, 3)] * 5, max_steps=5)
+        before = [line for line in caplog.messages if line.startswith("Step")]
+        engine.state_dict()
+    assert [line.split("/")[0] for line in before] == ["Step 2", "Step 4", "Step 5"]
+
+
+def test_a_late_line_about_a_refused_step_is_an_error(monkeypatch):
+    monkeypatch.setattr(OnTheWay, "there", False)
+    asked = []
+    trainer = SimpleNamespace(
+        num_ranks=1, is_last_step=False, step=2, step_info={}, last_lr=[],
+        raise_if_refused=lambda: asked.append("asked"),
+    )  # fmt: skip
+    hook = ProgressHook(2)
+    hook.report = lambda trainer, means: asked.append("reported")
+    for norm in (1.0, float("nan")):
+        hook._means.add({"grad_norm": norm})
+        hook._report(trainer)
+        hook._deliver(trainer)
+    assert asked == ["reported", "asked", "reported"]

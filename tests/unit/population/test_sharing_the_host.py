@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import os
 import random
 import signal
+import threading
+import time
 
 import pytest
 import torch
 
 from treadle.capture.graph import Branch
-from treadle.device.handover import host_is_shared, launch_times, wait_for
+from treadle.device.handover import beside_others, host_is_shared, launch_times, wait_for
 from treadle.population import Population, turns
 from treadle.population.member import Member
 
@@ -53,7 +57,8 @@ def run(tmp_path, train, seeds=3):
     return Population(make, seeds=range(seeds), out=tmp_path, progress=False).run()
 
 
-def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(tmp_path):
+def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "AT_LONGEST", 60.0)
     launched = []
 
     def train(seed):
@@ -65,6 +70,18 @@ def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(
     at_once = [len(list(group)) for _, group in itertools.groupby(launched)]
     assert len(at_once) > 3 * 100 / turns.AT_ONCE / 2
     assert max(at_once[3:-3]) == turns.AT_ONCE
+
+
+def test_launches_that_take_long_alternate_one_by_one(tmp_path):
+    launched = []
+
+    def train(seed):
+        launch_times(lambda: (launched.append(seed), time.sleep(2 * turns.AT_LONGEST)), 20)
+        return {"launched": launched.count(seed)}
+
+    results = run(tmp_path, train)
+    assert [row.metrics["launched"] for row in results.rows] == [20, 20, 20]
+    assert max(len(list(group)) for _, group in itertools.groupby(launched)) <= 2
 
 
 def test_a_launch_that_fails_fails_its_member_alone(tmp_path):
@@ -100,6 +117,50 @@ def test_where_all_wait_one_goes_on(tmp_path):
     assert len(run(tmp_path, lambda seed: wait_for(Event(looks=10**6)), seeds=2).rows) == 2
 
 
+def test_others_work_while_a_member_writes(tmp_path):
+    order = []
+    others_done = threading.Event()
+
+    def train(seed):
+        if seed == 0:
+            order.append("0 writes")
+            done = beside_others(lambda: others_done.wait(30))
+            order.append("0 goes on")
+            return {"done": int(done)}
+        order.append(f"{seed} works")
+        if seed == 2:
+            others_done.set()
+        return {"done": 1}
+
+    rows = run(tmp_path, train).rows
+    assert order == ["0 writes", "1 works", "2 works", "0 goes on"]
+    assert [row.metrics for row in rows] == [{"done": 1.0}] * 3
+
+
+def test_an_error_of_what_a_member_writes_is_its_own(tmp_path):
+    def train(seed):
+        before = random.random()
+        with contextlib.suppress(OSError):
+            beside_others(functools.partial(os.stat, tmp_path / "nothing"))
+        return {"drawn": before + random.random()}
+
+    rows = run(tmp_path, train, seeds=2).rows
+    random.seed(1)
+    assert rows[1].metrics == {"drawn": random.random() + random.random()}
+
+
+def test_where_all_write_a_signal_finds_them(tmp_path):
+    member = Member("seed=0", {"seed": 0}, tmp_path)
+    seat = turns.Seat(
+        lambda seed: lambda: beside_others(lambda: time.sleep(0.2)), member, turns.ProcessState.capture(), steps=1,
+        stream=Stream(),
+    )  # fmt: skip
+    seat.take_turn()
+    assert seat.waits
+    seat.end_with(SystemExit(128 + signal.SIGTERM))
+    assert seat.ended
+
+
 def test_random_numbers_are_those_of_the_run_alone_whatever_a_member_waits_for(tmp_path):
     def train(seed, alone=False):
         random.seed(seed), torch.manual_seed(seed)
@@ -115,7 +176,8 @@ def test_random_numbers_are_those_of_the_run_alone_whatever_a_member_waits_for(t
     assert [row.metrics for row in rows] == [train(seed, alone=True) for seed in range(3)]
 
 
-def test_a_member_that_is_ended_has_launched_what_it_began(tmp_path):
+def test_a_member_that_is_ended_has_launched_what_it_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "AT_LONGEST", 60.0)
     launched = []
 
     def make(seed):

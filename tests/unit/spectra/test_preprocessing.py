@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import treadle
-from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample
+from treadle.spectra.preprocessing import SNVScaler, cosine_fps_downsample, pretreatments
 
 SPECTRA = Path(treadle.__path__[0]) / "datasets" / "spex_spectra.npz"
 
@@ -311,3 +311,14 @@ def test_fps_bad_input_is_named() -> None:
         cosine_fps_downsample(rows(0, 4))
     with pytest.raises(TypeError, match=r"X is a list"):
         cosine_fps_downsample([[1.0, 2.0]])  # type: ignore[arg-type]
+
+
+def test_pretreatments_are_derivatives_and_snv_in_both_orders() -> None:
+    views = pretreatments(rows())
+    np.testing.assert_array_equal(views["snv"], SNVScaler().transform(rows()))
+    np.testing.assert_allclose(views["first of snv"][:, 1:-1], (views["snv"][:, 2:] - views["snv"][:, :-2]) / 2)
+    np.testing.assert_allclose(views["second of snv"], np.gradient(views["first of snv"], axis=1))
+    # A slope and an offset leave the second derivative alone, and a factor its SNV.
+    tilted = 3 * rows() + np.linspace(-5, 2, 256) + 7
+    np.testing.assert_allclose(pretreatments(tilted)["snv of second"], views["snv of second"], atol=1e-9)
+    assert abs(pretreatments(tilted)["snv"] - views["snv"]).max() > 0.1

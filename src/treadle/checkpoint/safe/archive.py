@@ -12,15 +12,17 @@ import re
 import stat
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 _CHUNK = 1 << 22
 _END = struct.Struct("<4s4H2LH")
 _LONG_END = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
-_FLAGS = 0x808  # a name in UTF-8, sizes behind the data; no encryption
+_RECORD_HEADER = struct.Struct("<4s5H3L2H")
+_UTF8 = 0x800
+_FLAGS = _UTF8 | 0x8  # a name in UTF-8, sizes behind the data; no encryption
 _FOLDER = 0x10  # torch reads such a record as nothing, whatever its CRC-32
 _RECORD = re.compile(r"data\.pkl|data/[0-9]+|byteorder|version|\.[a-z_]+|\.data/serialization_id")
 _PROGRAM = re.compile(r"constants\.pkl|code/.*|data/.*\.py")
@@ -62,7 +64,7 @@ def _opened(path: str | os.PathLike[str], names: list[str] | None) -> Archive:
         try:
             with zipfile.ZipFile(file) as archive:
                 _check_end(file, archive, archive.infolist())
-                return _read(archive, os.fstat(file.fileno()).st_size, names)
+                return _read(file, archive.infolist(), names)
         except ArchiveError:
             raise
         except Exception as error:  # zlib.error and struct.error too, from a mangled header
@@ -123,29 +125,43 @@ def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.Z
         raise ArchiveError("damaged archive: its end does not fit its table of contents")
 
 
-def _read(archive: zipfile.ZipFile, size: int, names: list[str] | None) -> Archive:
+def _read(file: BinaryIO, records: list[zipfile.ZipInfo], names: list[str] | None) -> Archive:
     """Read the records of these names below the root; None reads all."""
-    records = archive.infolist()
-    root = _check_directory(records, size)
+    root = _check_directory(records, os.fstat(file.fileno()).st_size)
     storages: dict[str, int] = {}
     pickle = b""
     for record in records:
         name = record.filename.removeprefix(root)
         if name.startswith("data/"):
             storages[name.removeprefix("data/")] = record.file_size
-        if names is not None and name not in names:
-            continue
-        try:
-            with archive.open(record) as content:
-                if name == "data.pkl":
-                    pickle = content.read()
-                while content.read(_CHUNK):
-                    pass
-        except zipfile.BadZipFile as error:
-            if "CRC" in str(error):
-                raise ArchiveError(f"record {record.filename!r} fails its CRC-32 check") from None
-            raise
+        if names is None or name in names:
+            content = _read_record(file, record, keep=name == "data.pkl")
+            pickle = content or pickle
     return Archive(storages, pickle)
+
+
+def _read_record(file: BinaryIO, record: zipfile.ZipInfo, *, keep: bool) -> bytes:
+    """Read a record that is not compressed and check its CRC-32; return its contents if they are kept.
+
+    A third of the time of ``zipfile.ZipFile.open``, which counts where there are hundreds of small records.
+    """
+    file.seek(record.header_offset)
+    signature, *_, length_of_name, length_of_extra = _RECORD_HEADER.unpack(file.read(_RECORD_HEADER.size))
+    name = file.read(length_of_name)
+    if signature != b"PK\3\4" or name.decode("utf-8" if record.flag_bits & _UTF8 else "cp437") != record.orig_filename:
+        raise ArchiveError(f"damaged archive: record {_short(record.filename)} is not where its table of contents says")
+    file.seek(length_of_extra, os.SEEK_CUR)
+    left, found, kept = record.file_size, 0, []
+    while left:
+        content = file.read(min(left, _CHUNK))
+        if not content:
+            raise ArchiveError("damaged or truncated archive: EOFError")
+        left -= len(content)
+        found = zlib.crc32(content, found)
+        kept += [content] if keep else []
+    if found != record.CRC:
+        raise ArchiveError(f"record {record.filename!r} fails its CRC-32 check")
+    return b"".join(kept)
 
 
 def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
@@ -170,7 +186,7 @@ def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
             )
     if sum(record.file_size for record in records) > size:
         raise ArchiveError(f"refused: its records claim more bytes than the file's {size:,}")
-    pickles = [name for name in seen if Path(name).name == "data.pkl" and name.count("/") == 1]
+    pickles = [name for name in seen if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
         raise ArchiveError("not a torch checkpoint: the archive has no data.pkl")
     root = pickles[0].removesuffix("data.pkl")
