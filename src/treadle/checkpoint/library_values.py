@@ -37,14 +37,14 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         opaque: what ``encode`` returns for a value that cannot be written.
 
     Example:
-        >>> encode_library_value(array.array("i", [1, 2]), lambda part: part, None)
-        {'reduced': 'array.array', 'made': 'called', 'arguments': ('i', [1, 2]), 'state': {}}
+        >>> encode_library_value(array.array("i", [1, 2]), lambda part: part, "opaque")["arguments"]
+        ('i', [1, 2])
     """
     if type(value) is np.ndarray or isinstance(value, np.generic):
         return _encoded_array(np.asarray(value), encode, opaque, is_scalar=isinstance(value, np.generic))
     if type(value) is np.ma.MaskedArray:
         parts = [encode(value.data), encode(np.ma.getmaskarray(value))]
-        return opaque if opaque in parts else {"masked": parts}
+        return opaque if any(part is opaque for part in parts) else {"masked": parts}
     if type(value) not in _KINDS:
         return None
     with warnings.catch_warnings():
@@ -55,7 +55,7 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
             return opaque
     is_new = function is copyreg.__newobj__  # type: ignore[attr-defined]
     arguments, state = encode(tuple(given[1:] if is_new else given)), encode(state)
-    if opaque in (arguments, state) or not (is_new or function is type(value)):
+    if arguments is opaque or state is opaque or not (is_new or function is type(value)):
         return opaque
     path = f"{type(value).__module__}.{type(value).__qualname__}"
     return {"reduced": path, "made": "new" if is_new else "called", "arguments": arguments, "state": state}

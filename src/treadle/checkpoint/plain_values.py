@@ -126,7 +126,7 @@ class _Encoder:
             return OPAQUE
         inner = base.copy(value) if base in _DICTS else base(value)
         parts = [self._part(inner), self._part(dict(getattr(value, "__dict__", {})))]
-        return OPAQUE if OPAQUE in parts else {"derived": parts, "of": class_path(kind)}
+        return OPAQUE if any(part is OPAQUE for part in parts) else {"derived": parts, "of": class_path(kind)}
 
     def _inside(self, encoded: Callable[[Any], Any], container: Any) -> Any:
         """Encode what a container holds, in whose place nothing of the same class need be later."""

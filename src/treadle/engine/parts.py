@@ -346,7 +346,7 @@ class HooksPart(StatePart):
                 )
 
         for key, attributes in engine.state.hook_attributes.items():
-            if changed_here := attributes.changed():
+            if changed_here := beside(tree["hooks"].get(key), attributes.changed()):
                 tree.setdefault("objects", {})[_of_hook(key)] = {"attributes": changed_here}
 
     def _add_attributes(self, engine: Engine, key: str, tree: dict[str, Any]) -> None:
