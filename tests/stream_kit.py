@@ -59,7 +59,7 @@ def parquet_files(folder: Path) -> Path:
     import pyarrow
     from pyarrow import parquet
 
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     for file in range(FILES):
         table = pyarrow.table({"x": [float(file * ROWS + number) for number in range(ROWS)], "unused": ["a"] * ROWS})
         parquet.write_table(table, folder / f"part{file}.parquet", row_group_size=3)
@@ -203,6 +203,11 @@ def make(kind: str, folder: Path, workers: int) -> Any:
         return DataLoader(kinds[kind](), **shared)
     if kind == "buffer":
         return DataLoader(ShuffleBuffer(Counting(), 5), **shared)
+    if kind == "hf_joined":
+        from datasets import concatenate_datasets
+
+        stream = concatenate_datasets([hugging_face(folder / "one"), hugging_face(folder / "two")])
+        return DataLoader(stream, collate_fn=pairs, **shared)
     if kind in ("hf", "hf_buffer", "hf_in_ours"):
         stream = hugging_face(folder, buffer=6 if kind == "hf_buffer" else 0)
         stream = ShuffleBuffer(stream, 5) if kind == "hf_in_ours" else stream

@@ -216,6 +216,60 @@ def test_after_times_were_reversed_and_the_link_is_lost_nothing_further_is_delet
     assert engine.step == 1000
 
 
+def test_a_damaged_file_that_is_further_is_not_counted_among_those_that_stay(tmp_path):
+    def run(steps):
+        engine = scalar_engine(hooks=[CheckpointingHook(1, keep_previous=2, path=tmp_path)])
+        engine.run([1.0], max_steps=steps)
+
+    run(3)
+    half = (tmp_path / "checkpoint_step_3.pt").read_bytes()[:500]
+    (tmp_path / "checkpoint_step_99.pt").write_bytes(half)
+    run(6)
+    left = sorted(path.name for path in tmp_path.glob("checkpoint_step*"))
+    assert left == [f"checkpoint_step_{step}.pt" for step in (3, 5, 6, 99)]  # it resumed from the first
+
+
+def test_the_file_that_was_named_to_resume_from_is_not_pruned(tmp_path):
+    astro_trainer_kit.make(tmp_path).train(1)
+    trainer = astro_trainer_kit.make(tmp_path, save_total_limit=1)
+    trainer.train(3, resume_from="ckpt_epoch_001.pt")
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["ckpt_epoch_001.pt", "ckpt_epoch_003.pt"]
+
+
+def test_a_trainer_that_goes_on_in_another_folder_leaves_its_state_there(tmp_path):
+    trainer = functional_kit.make()
+    for name in ("a", "b", "b"):
+        trainer.train(functional_kit.loader(), 2, save_dir=tmp_path / name, save_freq=None, best_model_metric=None)
+        assert load_checkpoint(tmp_path / name / "last.pt")["epoch"] == 2
+
+
+class Interrupts(BaseHook):
+    def __init__(self, event):
+        self.event = event
+
+    def _at(self, trainer, event):
+        if (trainer.step, event) == (2, self.event):
+            self.event = None
+            raise KeyboardInterrupt
+
+    def on_before_optimizer_step(self, trainer):
+        self._at(trainer, "inside")
+
+    def on_after_step(self, trainer):
+        self._at(trainer, "after")
+
+
+@pytest.mark.parametrize("event", ["inside", "after"])
+def test_a_step_that_was_broken_off_is_named_when_its_object_trains_on(event, caplog):
+    engine = scalar_engine(hooks=[Interrupts(event)])
+    with pytest.raises(KeyboardInterrupt):
+        engine.run([1.0] * 4, max_steps=4)
+    assert "broken off" not in caplog.text
+    engine.run([1.0] * 4, max_steps=4)
+    assert ("step 2 was broken off" in caplog.text) == (event == "inside")
+    assert (engine.step, engine.applied_steps) == (4, 3 if event == "inside" else 4)
+
+
 def test_a_rewind_sets_aside_what_lies_beyond_it_and_deletes_nothing(tmp_path):
     def run(steps, **hook):
         engine = scalar_engine(hooks=[CheckpointingHook(**{"interval": 1, "path": tmp_path, **hook})])

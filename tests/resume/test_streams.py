@@ -31,9 +31,13 @@ class Taken(BaseHook):
 
 
 def needs(kind):
-    package = {"hf": "datasets", "hf_buffer": "datasets", "hf_in_ours": "datasets", "parquet": "pyarrow"}.get(
-        kind, kind if kind in ("webdataset", "litdata", "streaming") else None
-    )
+    package = {
+        "hf": "datasets",
+        "hf_joined": "datasets",
+        "hf_buffer": "datasets",
+        "hf_in_ours": "datasets",
+        "parquet": "pyarrow",
+    }.get(kind, kind if kind in ("webdataset", "litdata", "streaming") else None)
     if package is not None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
@@ -292,3 +296,10 @@ def test_a_sampler_without_state_in_torchdatas_nodes_goes_on_with_its_order_of_a
     straight, states = run()
     for step in (2, 4, 5):
         assert differences(straight, run(states[step])[0]) == [], step
+
+
+def test_joined_streams_of_datasets_in_workers_are_replayed_since_datasets_cannot_enter_them(tmp_path, caplog):
+    needs("hf_joined")
+    for cut, again, total in check_every_stop("hf_joined", tmp_path, 2, lambda steps: [steps[-2]]):
+        assert total / 2 - 1 <= again < total, cut
+    assert "cannot load a worker's state of concatenated streams after the first epoch" in caplog.text

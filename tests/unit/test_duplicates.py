@@ -43,6 +43,28 @@ class Inside(IterableDataset):
         yield from self.inner
 
 
+class Stages(IterableDataset):
+    """A pipeline of functions, as webdataset's DataPipeline is."""
+
+    def __init__(self, *stages):
+        self.pipeline = list(stages)
+
+    def __iter__(self):
+        items = torch.arange(10.0).reshape(10, 1)
+        for stage in self.pipeline:
+            items = stage(items)
+        yield from items
+
+
+def split_by_worker(items):
+    info = get_worker_info()
+    return items[info.id :: info.num_workers]
+
+
+def doubled(items):
+    return items * 2
+
+
 def share(worker):
     """A worker_init_fn may change the worker's copy of the data set."""
 
@@ -56,6 +78,8 @@ CASES = {
     "by a method": (lambda: DataLoader(SharedByHelper(), 2, num_workers=2), False),
     "shared inside": (lambda: DataLoader(Inside(Shared()), 2, num_workers=2), False),
     "shard_iterable": (lambda: DataLoader(shard_iterable(Stream()), 2, num_workers=2), False),
+    "a stage shares": (lambda: DataLoader(Stages(split_by_worker, doubled), 2, num_workers=2), False),
+    "no stage shares": (lambda: DataLoader(Stages(doubled), 2, num_workers=2), True),
     "worker_init_fn": (lambda: DataLoader(Stream(), 2, num_workers=2, worker_init_fn=share), False),
     "map-style": (lambda: DataLoader(TensorDataset(torch.ones(4, 1)), 2, num_workers=2), False),
 }

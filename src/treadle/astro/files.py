@@ -115,7 +115,8 @@ class AstroFolder(CheckpointFolder):
         tree = self.engine.state_dict()
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved, last_name=name))
         on_rank_0(lambda: self.name_best_and_last(folder / "best.pt", folder / name))
-        on_rank_0(lambda: self._retention.prune(folder, r"ckpt_epoch_(\d+)\.pt", [folder / name]))
+        protected = [folder / name, *self.named_source()]
+        on_rank_0(lambda: self._retention.prune(folder, r"ckpt_epoch_(\d+)\.pt", protected, newest=self.engine.epoch))
         self.engine.state.record_saved(folder / name, self.engine.step)
         self.record_written()
 
@@ -127,8 +128,9 @@ class AstroFolder(CheckpointFolder):
         """Write the checkpoint of the present step; all ranks take part."""
         if self.path is not None:
             folder = self.path
-            written = self.write(folder / f"ckpt_step_{self.engine.step:08d}.pt")
-            on_rank_0(lambda: self._retention.prune(folder, r"ckpt_step_(\d+)\.pt", [written]))
+            step = self.engine.step
+            protected = [self.write(folder / f"ckpt_step_{step:08d}.pt"), *self.named_source()]
+            on_rank_0(lambda: self._retention.prune(folder, r"ckpt_step_(\d+)\.pt", protected, newest=step))
 
     def write(self, path: Path) -> Path:
         """Write the present state to a file; all ranks take part."""

@@ -66,7 +66,9 @@ class Retention:
         """Return whether a number stays for ever, and so is also saved."""
         return number in self.keep_steps or bool(self.keep_interval and number % self.keep_interval == 0)
 
-    def prune(self, folder: Path, pattern: str, protect: Iterable[Path] = ()) -> list[Path]:
+    def prune(
+        self, folder: Path, pattern: str, protect: Iterable[Path] = (), *, newest: int | None = None
+    ) -> list[Path]:
         """Delete what the rule does not keep, oldest number first.
 
         Args:
@@ -74,6 +76,8 @@ class Retention:
                 and links are never touched.
             pattern: regular expression with one group, the number; the name of a folder ends in a slash.
             protect: files that stay in any case: the one just written, and the one resumed from.
+            newest: number of the one just written. Further ones stay and are not counted: they are damaged, as states
+                of an earlier run that can be read are renamed. None: the largest.
 
         Returns:
             What was deleted. What cannot be deleted is logged, not raised.
@@ -87,7 +91,8 @@ class Retention:
         except OSError as error:
             _log.warning("old checkpoints in %s cannot be listed and stay: %s", folder, error)
             return []
-        numbered = [(int(match.group(1)), folder / name) for name in names if (match := re.fullmatch(pattern, name))]
+        found = [(int(match.group(1)), folder / name) for name in names if (match := re.fullmatch(pattern, name))]
+        numbered = [(number, path) for number, path in found if newest is None or number <= newest]
         deleted = []
         for number, path in sorted(numbered)[: -self.keep_previous]:
             if self.keeps(number) or os.path.realpath(path) in safe:

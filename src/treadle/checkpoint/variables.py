@@ -34,7 +34,7 @@ class Variables(Named):
 
     Example:
         >>> def made(calls={"n": 0}): return calls
-        >>> made.__module__ = "__main__"; list(Variables([made]).values())
+        >>> made.__module__ = "mine"; list(Variables([made]).values())
         ['made(calls)']
     """
 

@@ -126,10 +126,12 @@ def _names_in(dataset: Any, depth: int) -> Iterator[str]:
             yield from _names_of(getattr(value, "__code__", None))
     for name, value in getattr(dataset, "__dict__", {}).items():
         yield name
-        if isinstance(value, Dataset) and depth:
-            yield from _names_in(value, depth - 1)
-        else:
-            yield from _names_of(getattr(value, "__code__", None))
+        for part in value if isinstance(value, (list, tuple)) else [value]:  # such as the stages of a pipeline
+            if isinstance(part, Dataset) and depth:
+                yield from _names_in(part, depth - 1)
+            elif code := getattr(part, "__code__", None):
+                yield part.__name__
+                yield from _names_of(code)
 
 
 def _names_of(code: CodeType | None) -> Iterable[str]:

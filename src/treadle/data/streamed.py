@@ -247,16 +247,33 @@ def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
         >>> shuffle_buffer_of_datasets([1, 2]) is None
         True
     """
+    for stage in _stages_of_datasets(dataset, "BufferShuffledExamplesIterable"):
+        return f"the {stage.buffer_size} samples in its shuffle buffer are in no state, and would be lost"
+    return None
+
+
+def _stages_of_datasets(dataset: Any, kind_name: str) -> Iterator[Any]:
+    """Yield the parts of a ``datasets.IterableDataset`` that are of one of the library's own classes."""
     library = sys.modules.get("datasets")
     if library is None or not isinstance(dataset, library.IterableDataset):
-        return None
-    kind = getattr(library.iterable_dataset, "BufferShuffledExamplesIterable", ())
+        return
+    kind = getattr(library.iterable_dataset, kind_name, ())
     waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
         stage = waiting.pop()
         if isinstance(stage, kind):
-            return f"the {stage.buffer_size} samples in its shuffle buffer are in no state, and would be lost"
+            yield stage
         waiting += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", None) or []
+
+
+def _problem_of_workers(loader: DataLoader[Any]) -> str | None:
+    """Return why the states of a loader's workers cannot be loaded; None where nothing is known against it."""
+    if loader.num_workers > 0 and not loader.in_order:
+        return "batches come as workers finish them (in_order=False)"
+    joined = _stages_of_datasets(loader.dataset, "VerticallyConcatenatedMultiSourcesExamplesIterable")
+    if loader.num_workers > 1 and next(joined, None) is not None:
+        # datasets 5.2 loads the state of a worker's share into the whole, whose list of sources is longer by then.
+        return "datasets cannot load a worker's state of concatenated streams after the first epoch"
     return None
 
 
@@ -328,9 +345,7 @@ class StreamReader:
     def __init__(self, loader: DataLoader[Any]):
         self.workers = max(1, loader.num_workers)
         self.stream = SeededStream(loader.dataset, batch_size=loader.batch_size, seeded=loader.num_workers > 0)
-        self.problem = shuffle_buffer_of_datasets(loader.dataset)
-        if loader.num_workers > 0 and not loader.in_order:
-            self.problem = "batches come as workers finish them (in_order=False)"
+        self.problem = _problem_of_workers(loader) or shuffle_buffer_of_datasets(loader.dataset)
         self._tells = isinstance(loader.dataset, EnteredStream)
         self._states: list[Any] = []
         self._next = 0

@@ -267,6 +267,11 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         engine.state.run_trial(engine)
         engine.attempt.receive([])
         engine.events.abandoned = False
+        if engine.progress.in_step:
+            engine.logger.warning(
+                "step %d was broken off by an error: it counts and is not repeated; to go on as if it had not been, "
+                "resume from a checkpoint in a new trainer", engine.progress.step,
+            )  # fmt: skip
         engine.progress.in_step = False
         if engine.progress.step == 0 and not engine.state.loaded:
             separate_streams()

@@ -77,7 +77,10 @@ class CheckpointFolder:
     def use(self, path: str | Path | None) -> None:
         """Name the folder, where it is now: a callback may change the working directory. None for none."""
         trial = self.engine.settings.limits.fast_dev_run
-        self.path = self.engine.workspace = None if path is None or trial else Path(path).absolute()
+        before, self.path = self.path, None if path is None or trial else Path(path).absolute()
+        self.engine.workspace = self.path
+        if self.path != before:
+            self._on_disk = None
         if self.path is not None:
             self.engine.state.origin.watch(self.path, self.states)
 
@@ -147,6 +150,11 @@ class CheckpointFolder:
         for path, is_best in ((best, True), (last, False)):
             if path.exists():
                 self.name_state(path, best=is_best)
+
+    def named_source(self) -> list[Path]:
+        """Return the file that the user named to resume from, which no rule deletes; none if it was found."""
+        state = self.engine.state
+        return [] if state.source is None or state.searched else [Path(state.source)]
 
     def write_end(self) -> None:
         """Write the state that a run ended with if no file holds it; all ranks call it."""

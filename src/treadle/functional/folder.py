@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -138,17 +137,13 @@ class NumberedFolder(CheckpointFolder):
             self.record_written()
 
     def _prune(self) -> None:
-        """Delete the numbered checkpoints that no rule keeps; none that is further than the present epoch."""
-        folder, state = self.path, self.engine.state
+        """Delete the numbered checkpoints that no rule keeps."""
+        folder = self.path
         if folder is None or self._retention.keep_previous is None:
             return
-        numbers = [int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(_NUMBERED, path.name))]
-        kept = {number for number in numbers if number >= self.engine.epoch}
-        kept.update(self._best_epochs(lambda epoch: epoch in numbers))
-        protected = [epoch_file(folder, number) for number in kept]
-        if state.source is not None and not state.searched:  # a file that the user named
-            protected.append(Path(state.source))
-        self._retention.prune(folder, _NUMBERED, protected)
+        kept = [self.engine.epoch, *self._best_epochs(lambda epoch: epoch_file(folder, epoch).is_file())]
+        protected = [*(epoch_file(folder, number) for number in kept), *self.named_source()]
+        self._retention.prune(folder, _NUMBERED, protected, newest=self.engine.epoch)
 
     def write_last(self) -> None:
         """Write the present state under the number of its epoch, or as the last one inside an epoch."""

@@ -279,7 +279,7 @@ class CheckpointingHook(SavingHook):
                 remove_link(target.with_name(other))  # of a run that wrote the other kind
             if target.parent.name == "checkpoints" and target.is_file():
                 name_also(target, target.with_name("last.pt"))  # as it is called in every face
-            retention.prune(target.parent, _PATTERN, [target, *protect])
+            retention.prune(target.parent, _PATTERN, [target, *protect], newest=step)
             state.record_saved(target, step)
 
         return finish
