@@ -71,7 +71,7 @@ def try_schedule(engine: Engine) -> None:
             "is; add them, or use one of torch.optim.lr_scheduler",
             argument="scheduler",
         )
-    to_plain(scheduler_state(scheduler), "scheduler")  # what no checkpoint can hold is named now
+    to_plain(scheduler_state(scheduler), "scheduler", encoding="odd")  # what no checkpoint can hold is named now
     arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
     try:
         inspect.signature(scheduler.step).bind(*arguments)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -341,7 +343,7 @@ class BaseTrainer(Engine):
         """Build data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time.
 
         Raises:
-            ConfigError: a subclass has assigned an attribute under the name of a part of the engine.
+            ConfigError: a subclass has assigned an attribute under the name of a part or a method of the engine.
         """
         if self.hooks is None:
             self._refuse_replaced_parts()
@@ -351,6 +353,7 @@ class BaseTrainer(Engine):
             announce_building(self)
             # A helper that a subclass calls itself has the name by chance.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
+            self._refuse_replaced_parts()  # the methods that build may assign too
             if self.hooks is None:
                 raise ConfigError(
                     f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call it, "
@@ -391,6 +394,13 @@ class BaseTrainer(Engine):
                 raise ConfigError(
                     f"{type(self).__name__}.{name}={value!r}: the engine keeps its {kind.__name__} under this name; "
                     "give the attribute of the subclass another one"
+                )
+        functions = (types.FunctionType, types.MethodType, partial)  # which may replace a method on purpose
+        for name, value in vars(self).items():
+            if callable(getattr(BaseTrainer, name, None)) and not isinstance(value, functions):
+                raise ConfigError(
+                    f"{type(self).__name__}.{name}: a {type(value).__name__} was assigned to this attribute, which "
+                    f"hides the method {name}() of BaseTrainer; give the attribute another name"
                 )
 
     def _built(self, method: str) -> Any:
