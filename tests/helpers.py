@@ -35,6 +35,7 @@ RUN_FILES = {
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
     """Names every place where two state trees differ, tensors by torch.equal, NaN equal to NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        a, b = (one.to_dense() if one.is_sparse else one for one in (a, b))
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         if not same and a.dtype == b.dtype and a.shape == b.shape and a.is_floating_point():
             same = torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())

@@ -91,7 +91,7 @@ def leaving(folder):
     engine.step_group(share(dist.get_rank(), 2, [(3, 3)]))
     hook.exit_plan(engine).write()
     checkpointing.save_checkpoint = original
-    return said, hook._saved_step, sorted(path.name for path in Path(folder).glob("*.pt"))
+    return said, hook._saved.step, sorted(path.name for path in Path(folder).glob("*.pt"))
 
 
 def talk_of_steps(folder):

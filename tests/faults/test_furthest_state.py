@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import array
+import multiprocessing
 import os
 import shutil
 import signal
@@ -56,14 +56,14 @@ class At(BaseHook):
 
     def __init__(self, step=None, act=None):
         self.step, self.act = step, act
-        self._seen = array.array("b")  # of a type that no checkpoint holds: a resumed run counts its own steps
+        self._seen = multiprocessing.RawArray("i", 1)  # which no checkpoint holds: a resumed run counts its own
 
     @property
     def seen(self):
-        return len(self._seen)
+        return self._seen[0]
 
     def on_after_step(self, trainer):
-        self._seen.append(1)
+        self._seen[0] += 1
         if trainer.step == self.step:
             self.act(trainer)
 

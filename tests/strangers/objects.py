@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -59,7 +62,30 @@ class Running:
 
 class Unplain(Running):
     def state_dict(self) -> Any:
-        return {"path": Path("here")}
+        return {"handle": object()}
+
+
+class Rich(Running):
+    """A state dict of values as users have them, whose types count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chance, self.seen, self.at = random.Random(2), deque(maxlen=3), {("a", 1): Path("here")}
+
+    def update(self, value: Any) -> Any:
+        self.seen.append(self.chance.random())
+        self.at["a", 1] /= "below"
+        return super().update(value) * sum(self.seen) * len(self.at["a", 1].parts)
+
+    def state_dict(self) -> Any:
+        held = {"chance": self.chance.getstate(), "numpy": np.arange(3), "seen": self.seen, "at": self.at}
+        return {**super().state_dict(), **held}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self.chance.setstate(state["chance"])
+        self.seen, self.at = state["seen"], state["at"]
+        assert (state["numpy"] == np.arange(3)).all()
 
 
 class With(MeanSquare):
@@ -198,8 +224,10 @@ OBJECTS = [
     Row("a metric with state on the task", KIND, lambda: Case(task=WithRunning(running=Running()))),
     Row("an object with state inside a plain one", KIND, lambda: Case(task=WithHelper(helper=Helper()))),
     Row("a factor that the task lowers", KIND, lambda: Case(task=Annealed())),
-    Row("a state_dict with a Path in it", KIND, lambda: Case(task=WithRunning(running=Unplain())),
-        ("task.running.path", "Path")),
+    Row("a state_dict with a deque, a Path and keys that are tuples", KIND, lambda: Case(
+        task=WithRunning(running=Rich()))),
+    Row("a state_dict with an object() in it", KIND, lambda: Case(task=WithRunning(running=Unplain())),
+        ("task.running.handle", "object")),
     Row("a frozen teacher, a follower and a temperature", KIND, lambda: Case(
         engine=Distilled(max_steps=9, device="cpu"))),
     Row("a hook with state", KIND, lambda: Case(hooks=[CountingHook()])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strangers.bench import Row
 from strangers.data import DATA_ROWS
+from strangers.fresh import FRESH
 from strangers.models import MODELS
 from strangers.nested import NESTED
 from strangers.objects import OBJECTS
@@ -12,4 +13,4 @@ from strangers.peers import PEERS
 from strangers.schedulers import SCHEDULERS
 from strangers.unseen import UNSEEN
 
-TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN]
+TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import array
 import dataclasses
 import functools
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -130,17 +132,19 @@ def test_an_attribute_that_cannot_be_kept_is_named_once(caplog):
     class Opens(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.calls, self.handle = net(), 0, None
+            self.inner, self.calls, self.handle, self.index = net(), 0, None, {}
 
         def forward(self, x: Any) -> Any:
             self.calls, self.handle = self.calls + 1, self.handle or object()
+            self.index[0] = 1  # it may be read from what was opened
             return self.inner(x)
 
     engine = engine_of(Opens())
     for steps in (2, 3, 4):
         engine.run(points_loader(), max_steps=steps)
         engine.state_dict()
-    assert caplog.text.count("calls has changed, and no checkpoint holds it") == 1
+    assert caplog.text.count("index has changed, and no checkpoint holds it") == 1
+    assert "calls" not in caplog.text
 
 
 def test_a_roll_back_takes_own_objects_back_too():
@@ -303,9 +307,9 @@ def test_a_config_that_shows_nothing_is_refused():
         read_settings({"training": object()})
 
 
-def test_settings_outside_of_the_training_part_are_named(caplog):
-    read_settings(argparse.Namespace(max_grad_norm=2.0))
-    assert "max_grad_norm is not read" in caplog.text
+def test_settings_outside_of_the_training_part_are_refused():
+    with pytest.raises(ConfigError, match="max_grad_norm"):
+        read_settings(argparse.Namespace(max_grad_norm=2.0))
 
 
 # -- what comes later is tried before step 1
@@ -461,6 +465,157 @@ def test_an_event_that_does_not_exist_is_named_at_once(name, caplog):
     hook = type("Mine", (BaseHook,), {name: lambda self, trainer: None})()
     Fit(max_steps=1, device="cpu", hooks=[hook]).train()
     assert f"Mine.{name}: no event calls it" in caplog.text
+
+
+async def in_another_loop(self: Any, trainer: Any) -> None: ...
+
+
+def in_parts(self: Any, trainer: Any) -> Any:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("event", "value", "message"),
+    [
+        ("on_after_step", lambda self: None, "is called as on_after_step\\(trainer\\)"),
+        ("on_after_epoch", lambda self, trainer, epoch: None, "is called as on_after_epoch\\(trainer\\)"),
+        ("on_state_dict", lambda self, trainer: None, "is called as on_state_dict\\(trainer, state_dict\\)"),
+        ("on_after_train", None, "on_after_train=None: is no method"),
+        ("on_log", property(lambda self: 3), "on_log=3: is no method"),
+        ("on_after_step", in_another_loop, "is an async function"),
+        ("on_after_epoch", in_parts, "is a generator function"),
+    ],
+)
+def test_an_event_that_could_not_be_called_is_refused_before_anything_is_built(event, value, message):
+    hook = type("Mine", (BaseHook,), {event: value})()
+    with pytest.raises(ConfigError, match=f"Mine.{event}.*{message}" if "no method" not in message else message):
+        Fit(max_steps=1, device="cpu", hooks=[hook])
+
+
+def test_events_that_are_static_or_on_the_object_act_and_a_misspelt_one_there_is_named(caplog):
+    calls = array.array("i", [0])
+
+    class Counts(BaseHook):
+        @staticmethod
+        def on_after_step(trainer: Any) -> None:
+            calls[0] += 1
+
+    hook = Counts()
+    hook.on_after_epoch = lambda trainer: calls.append(1)
+    hook.on_step_done = lambda trainer: None
+    Trainer(net(), None, nn.MSELoss(), device="cpu", hooks=[hook]).train(points_loader(), 1)
+    assert calls[0] > 1
+    assert len(calls) == 2
+    assert "Counts.on_step_done: no event calls it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["on_epoch_end", "on_train_start", "configure_optimizers", "_forward", "prepare_batch", "compute_metrics"]
+)
+def test_a_method_of_the_functional_face_that_nothing_calls_is_named(name, caplog):
+    kind = type("Mine", (Trainer,), {name: lambda self: None})
+    kind(net(), None, nn.MSELoss(), device="cpu").train(points_loader(), 1)
+    assert f"Mine.{name}: nothing calls it" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["build_eval_data_loader", "build_predict_data_loader", "predict_step"])
+def test_methods_for_the_commands_are_not_named(name, caplog):
+    type("Mine", (Fit,), {name: lambda self, *_: points_loader()})(max_steps=1, device="cpu").train()
+    assert "nothing calls it" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "arguments"),
+    [
+        ("evaluate", lambda self: {"loss": 1.0}, "1 argument;"),
+        ("train_step", lambda self, batch, index: {}, "1 argument;"),
+        ("_compute_loss", lambda self, outputs: outputs.mean(), "2 arguments;"),
+        ("train_epoch", lambda self: {}, "3 or 2 arguments;"),
+    ],
+)
+def test_an_override_with_other_arguments_is_refused_before_step_1(name, method, arguments):
+    trainer = type("Mine", (Trainer,), {name: method})(net(), None, nn.MSELoss(), device="cpu")
+    with pytest.raises(ConfigError, match=f"Mine.{name}.*is called with {arguments}"):
+        trainer.train(points_loader(), 1, points_loader())
+    assert trainer.step == 0
+
+
+def test_other_arguments_of_the_step_face_are_refused_before_step_1():
+    trainer = type("Mine", (Fit,), {"forward": lambda self, input, index: None})(max_steps=1, device="cpu")
+    with pytest.raises(ConfigError, match=r"Mine.forward.*is called with 1 argument"):
+        trainer.train()
+
+
+def test_a_constructor_that_forgot_its_base_is_named():
+    class Mine(Fit):
+        def __init__(self, width: int):
+            self.width = width
+
+    with pytest.raises(ConfigError, match=r"Mine.__init__\(\) did not call super\(\).__init__"):
+        Mine(3).train()
+
+
+@pytest.mark.parametrize("metric", ["eval/mean_squared_error", "eval_mse", "val_gap"])
+def test_a_metric_to_select_by_that_does_not_exist_is_found_before_step_1(metric):
+    metrics = {"gap": lambda outputs, targets: {"mean": 1.0}, "mae": "mae"}
+    trainer = Trainer(net(), None, nn.MSELoss(), device="cpu", metrics=metrics)
+    with pytest.raises(ConfigError, match="it will have eval_gap/mean, eval_loss, eval_mae, and train_loss"):
+        trainer.train(points_loader(), 1, points_loader(), best_model_metric=metric, best_mode="min")
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize("metric", ["gap/mean", "eval_gap/mean", "mae", "train_loss", "lr"])
+def test_a_metric_to_select_by_may_have_either_name(metric):
+    metrics = {"gap": lambda outputs, targets: {"mean": 1.0}, "mae": torchmetrics.MeanAbsoluteError()}
+    trainer = Trainer(net(), None, nn.MSELoss(), device="cpu", metrics=metrics)
+    trainer.train(points_loader(), 1, {"one": points_loader()}, best_model_metric=metric, best_mode="min")
+    assert trainer.best_metric is not None
+
+
+def test_a_metric_of_classes_on_numbers_is_found_before_step_1():
+    trainer = Trainer(net(), None, nn.MSELoss(), device="cpu", metrics=["accuracy"])
+    with pytest.raises(ConfigError, match="accuracy needs classes"):
+        trainer.train(points_loader(), 1, points_loader())
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_dir": 3}, "save_dir=3: must be a path or None"),
+        ({"resume_from": True}, "resume_from=True: must be a path or None"),
+        ({"best_model_metric": 3}, "best_model_metric=3: must be a text or None"),
+        ({"callbacks": 3}, "callbacks=3: must be a list of functions"),
+        ({"train_dataloader": "train"}, "train_dataloader='train': must be a DataLoader"),
+        ({"train_dataloader": None}, "train_dataloader=None: must be a DataLoader"),
+    ],
+)
+def test_arguments_of_train_of_another_type_are_refused(arguments, message):
+    given = {"train_dataloader": points_loader(), "num_epochs": 1, **arguments}
+    with pytest.raises(ConfigError, match=message):
+        Trainer(net(), None, nn.MSELoss(), device="cpu").train(**given)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps), "CosineAnnealingLR"),
+        (lambda optimizer, steps: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps), "OneCycleLR"),
+    ],
+)
+def test_a_schedule_over_the_steps_that_moves_with_epochs_is_named(make, name, caplog):
+    model, batches = net(), points_loader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = make(optimizer, 3 * len(batches))
+    Trainer(model, optimizer, nn.MSELoss(), device="cpu", scheduler=schedule).train(batches, 3)
+    assert f"scheduler: {name}" in caplog.text
+    assert "is as long as this run has steps, and it moves with each of the 3 epochs" in caplog.text
+
+
+@pytest.mark.parametrize("model", [nn.Linear, "resnet18", None])
+def test_what_is_no_model_is_refused_by_name(model):
+    with pytest.raises(ConfigError, match=r"model=.*must be a model"):
+        Trainer(model, None, nn.MSELoss(), device="cpu")
 
 
 def test_an_evaluation_that_is_set_on_the_object_acts_and_a_step_is_named(caplog):

@@ -542,7 +542,7 @@ def test_after_a_resume_at_the_very_start_of_an_epoch_the_position_is_counted():
 
 class Counting(Dataset):
     def __init__(self):
-        self.read, self.start, self.unknown, self.opened = 0, 5, math.nan, None
+        self.read, self.start, self.unknown, self.opened = [], 5, math.nan, None
 
     def __len__(self):
         return 6
@@ -550,7 +550,7 @@ class Counting(Dataset):
     def __getitem__(self, index):
         self.opened = open(os.devnull)  # noqa: SIM115  (what no checkpoint can hold)
         self.opened.close()
-        self.read += 1
+        self.read.append(index)
         return index + self.start
 
 

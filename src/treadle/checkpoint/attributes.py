@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import os
 import types
 import weakref
 from collections import deque
@@ -21,14 +23,16 @@ from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, sam
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
 CachedFunction = type(cache(len))
 _SAMPLED = 4096  # elements of an array that a glance compares
+_SAMPLED_ROWS = 64  # items of a container or rows of a table
 
 
 class Attributes:
     """Attributes of an object as they are now, to be compared with what they become.
 
     Numbers, texts and random generators are kept; with ``deep`` also tensors, arrays and containers of them. Other
-    attributes are compared by identity: where one appeared, as a file that is opened late does, the object cannot be
-    put together again from its numbers, and nothing of it is written.
+    attributes are compared by identity. Where one appeared, as a file that is opened late does, what was set beside it
+    may tell that it is open, which is not so in another process: then only numbers and generators are written, and what
+    changes once more.
 
     Args:
         owner: any object; None of its attributes is read by its class's own methods. Of a function, the variables that
@@ -76,7 +80,9 @@ class Attributes:
         self._marks = {name: Mark(value) for name, value in held.items() if _may_change(value)}
         self._seen = {name: mark for name, mark in self._marks.items() if self._before[name] is OPAQUE}
         self._functions = {name: value for name, value in held.items() if value is None or callable(value)}
-        self._last: dict[str, Any] = {}
+        self._opened: Mapping[str, Any] | None = None  # the attributes when one was first seen that cannot be written
+        self._restored: set[str] = set()
+        self._named: set[str] = set()
 
     def _held(self) -> dict[str, Any]:
         return {name: value for name, value in attributes_of(self.owner).items() if name not in self._leave_out}
@@ -101,8 +107,18 @@ class Attributes:
     def _start_of(self, name: str) -> Any:
         return self._before[name] if name in self._before else encode(getattr(type(self.owner), name, None))
 
-    def _differing(self, plain: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in plain.items() if not same(value, self._start_of(name))}
+    def _differing(self, plain: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the attributes that are not as they were at the start, but for what may tell that a file is open."""
+        changed = {name: value for name, value in plain.items() if not same(value, self._start_of(name))}
+        if self._writable(others):
+            return changed
+        if self._opened is None:
+            self._opened = plain
+        return {name: value for name, value in changed.items() if self._counts(name, value)}
+
+    def _counts(self, name: str, value: Any) -> bool:
+        moved = self._opened is not None and not same(value, self._opened.get(name, value))
+        return moved or name in self._restored or _is_count(self._start_of(name), value)
 
     def _writable(self, others: Mapping[str, Any]) -> bool:
         """Return whether no attribute has appeared that a checkpoint cannot hold."""
@@ -114,19 +130,15 @@ class Attributes:
     def changed(self) -> dict[str, Any]:
         """Return what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
         plain, others = self._now()
-        if not self._writable(others):
-            return {}
         kept = {name: value for name, value in plain.items() if _holds_tensor(value)} if self._tensors else {}
-        return kept | self._differing(plain)
+        return kept | self._differing(plain, others)
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Set the attributes to values that :meth:`changed` returned, and the others back to the start."""
-        plain, others = self._now()
-        wanted = dict(values)
-        if self._writable(others):
-            back = {name: start for name in self._differing(plain) if (start := self._start_of(name)) is not OPAQUE}
-            wanted = back | wanted
-        for name, value in wanted.items():
+        moved = self._differing(*self._now())
+        back = {name: start for name in moved if (start := self._start_of(name)) is not OPAQUE}
+        self._restored |= values.keys()
+        for name, value in (back | dict(values)).items():
             set_attribute(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
 
     @contextlib.contextmanager
@@ -145,14 +157,15 @@ class Attributes:
     def lost(self) -> Iterator[str]:
         """Yield names of attributes that changed since this was last asked and that no checkpoint holds.
 
-        Numbers beside something that was opened late are named when they change once more; containers, tensors,
-        objects with state, iterators, and functions in the place of others at once.
+        They are containers, tensors, objects with state, iterators, and functions in the place of others.
         """
         plain, others = self._now()
-        for name, value in {} if self._writable(others) else self._differing(plain).items():
-            if name in self._last and not same(self._last[name], value):
+        written = self._differing(plain, others)
+        for name, value in plain.items():
+            differs = name not in written and isinstance(value, (list, dict, Tensor))
+            if differs and name not in self._named and not same(value, self._start_of(name)):
+                self._named.add(name)
                 yield name
-            self._last[name] = value
         for name, value in others.items():
             mark = self._seen.get(name)
             if _may_change(value) and not (self._stashes and _is_stash(value)) and not (mark and mark.is_of(value)):
@@ -169,6 +182,17 @@ class Attributes:
             before = self._functions[name]  # the same method is another object each time
             return before is not value and not (isinstance(value, types.MethodType) and before == value)
         return name not in self._before and callable(getattr(type(self.owner), name, None))
+
+
+def _is_count(before: Any, now: Any) -> bool:
+    """Return whether a value is a number, a generator or a filled container, and was one from the start."""
+    if type(before) is not type(now) or isinstance(now, bool):
+        return False
+    if isinstance(now, int):
+        return now != os.getpid()
+    content = next(iter(before.values())) if isinstance(before, dict) else before
+    is_empty = content is None or (isinstance(content, (list, dict)) and not content)
+    return isinstance(now, (float, Tensor)) or (isinstance(now, (list, dict)) and not is_empty)
 
 
 def _holds_tensor(encoded: Any) -> bool:
@@ -218,19 +242,32 @@ class Mark:
 
 
 def _glance(value: Any) -> Any:
+    if _is_table(value):
+        return len(value), value.iloc[:: max(1, len(value) // _SAMPLED_ROWS)].to_numpy().tolist()
     if isinstance(value, Tensor):
-        return -1 if value.is_inference() else value._version
+        return _version_of(value)
     if isinstance(value, np.ndarray):
         step = max(1, value.size // _SAMPLED)
         return value.shape, value.reshape(-1)[::step].tobytes() if value.dtype.kind in "biufc" else None
     if isinstance(value, CachedFunction):
         return value.cache_info().currsize
-    return len(value) if isinstance(value, _CONTAINERS) else None
+    if isinstance(value, _CONTAINERS):
+        first = itertools.islice(value.values() if isinstance(value, dict) else value, _SAMPLED_ROWS)
+        return len(value), *((id(item), _version_of(item)) for item in first)
+    return None
+
+
+def _version_of(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
+
+
+def _is_table(value: Any) -> bool:
+    return type(value).__module__.startswith("pandas.") and type(value).__name__ in ("DataFrame", "Series")
 
 
 def _may_change(value: Any) -> bool:
     """Return whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
-    return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or has_state(value)
+    return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or _is_table(value) or has_state(value)
 
 
 def _is_stash(value: Any, depth: int = 8) -> bool:

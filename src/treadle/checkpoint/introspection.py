@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-_LIBRARIES = frozenset({
+LIBRARIES = frozenset({
     "treadle", "torch", "torchvision", "torchaudio", "torchdata", "torchmetrics", "torch_geometric", "numpy", "scipy",
     "pandas", "pyarrow", "sklearn", "datasets", "transformers", "tokenizers", "webdataset", "litdata", "h5py", "zarr",
     "lmdb", "PIL", "cv2", "tqdm", "rich", "tensorboard", "wandb", "mlflow", "_pytest", "pluggy",
 })  # fmt: skip
+"""Packages whose objects keep their state themselves, or have none that a step moves."""
 
 
 class Named:
@@ -29,6 +30,20 @@ class Named:
         raise NotImplementedError
 
 
+def offered(owner: Any, name: str) -> Any:
+    """Return an attribute of an object, or None: a dict with attribute access may raise KeyError for it.
+
+    Example:
+        >>> class Settings(dict): __getattr__ = dict.__getitem__
+        >>> offered(Settings(rate=1), "rate"), offered(Settings(), "rate")
+        (1, None)
+    """
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # noqa: BLE001  (the class of a user may raise anything)
+        return None
+
+
 def has_state(owner: Any) -> bool:
     """Return whether an object offers ``state_dict()`` without arguments and ``load_state_dict()``; a class does not.
 
@@ -37,21 +52,22 @@ def has_state(owner: Any) -> bool:
         >>> has_state(nn.Linear(1, 1)), has_state(nn.Linear)
         (True, False)
     """
-    if isinstance(owner, type) or not callable(getattr(owner, "load_state_dict", None)):
+    if isinstance(owner, type) or not callable(offered(owner, "load_state_dict")):
         return False
-    method = getattr(owner, "state_dict", None)
-    return callable(method) and _wants_nothing(getattr(method, "__func__", method))
+    method = offered(owner, "state_dict")
+    function = getattr(method, "__func__", None)
+    return callable(method) and _wants_nothing(method if function is None else function, function is not None)
 
 
 @functools.lru_cache(maxsize=1024)
-def _wants_nothing(function: Any) -> bool:
+def _wants_nothing(function: Any, is_bound: bool) -> bool:
     """Return whether a function or method needs no argument: the ``state_dict`` of litdata's data sets needs three."""
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())[int(is_bound) :]
     except (TypeError, ValueError):
         return True
-    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-               for one in parameters if one.name != "self")  # fmt: skip
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(one.default is not one.empty or one.kind in kinds for one in parameters)
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
@@ -71,7 +87,7 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     found = {
         name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
     }
-    return {**found, **getattr(owner, "__dict__", {})}
+    return {**found, **(offered(owner, "__dict__") or {})}
 
 
 def _is_empty(cell: Any) -> bool:
@@ -125,7 +141,7 @@ def is_of_a_run(value: Any) -> bool:
         >>> is_of_a_run(3)
         False
     """
-    return any(hasattr(owner, "eval_cursor") for owner in (value, getattr(value, "_engine", None)))
+    return any(offered(owner, "eval_cursor") is not None for owner in (value, offered(value, "_engine")))
 
 
 def is_users(owner: Any) -> bool:
@@ -146,7 +162,7 @@ def is_users_class(kind: Any) -> bool:
         False
     """
     root = str(kind.__module__).partition(".")[0]
-    return root == "__main__" or not (root in _LIBRARIES or root in sys.stdlib_module_names)
+    return root == "__main__" or not (root in LIBRARIES or root in sys.stdlib_module_names)
 
 
 def names_used_by(function: types.FunctionType) -> Iterator[str]:

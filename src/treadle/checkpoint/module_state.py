@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from treadle.checkpoint.attributes import Attributes, Mark
+from treadle.checkpoint.introspection import is_users
 from treadle.distributed import is_dtensor, unwrap
 from treadle.distributed.state_names import clean_name
 
@@ -130,10 +132,11 @@ class ModuleState:
         if self._pending_eval is not None and ready:
             _set_modes(model, self._pending_eval)
         named = dict(_modules(model))
+        shared = Counter(id(value) for _, value in _other_tensors(named).values())
         for path, value in (entry.get("tensors") or {}).items():
             owner, _, attribute = path.rpartition(".")
             if owner in named:
-                _set_tensor(named[owner], attribute, value)
+                _set_tensor(named[owner], attribute, value, shared)
         for name, attributes in self._attributes.items():
             attributes.restore((entry.get("attributes") or {}).get(name, {}))
 
@@ -199,9 +202,11 @@ def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tens
 
 
 @torch.no_grad()
-def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+def _set_tensor(module: nn.Module, name: str, value: Tensor, shared: Mapping[int, int]) -> None:
+    """Set a tensor, in place unless it is also another state or, as in torchmetrics, the default of one."""
     held = module._buffers.get(name) if name in module._buffers else vars(module).get(name)
-    if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype:
+    is_alone = name in module._buffers or (shared[id(held)] < 2 and is_users(module))
+    if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype and is_alone:
         held.copy_(value)
         return
     beside = held if isinstance(held, Tensor) else next(module.parameters(), None)

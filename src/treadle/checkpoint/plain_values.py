@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from treadle.checkpoint.constants import (
     CONSTANTS,
@@ -20,22 +22,32 @@ from treadle.checkpoint.constants import (
     has_path,
 )
 from treadle.checkpoint.introspection import attributes_of, has_state, is_users, is_users_class
+from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_value, encode_library_value
 from treadle.errors import CheckpointError
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 OPAQUE = object()  # what a value is encoded to that cannot be written
 _AS_PYTHONS = (np.float64, np.int64, np.bool_, np.str_)  # which compute as Python's own numbers do
+_LAYOUTS = (torch.strided, torch.sparse_coo)
 _SCALARS = frozenset((bool, int, float, str, type(None)))
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
+_DERIVED = (*_DICTS, list, set, deque, tuple, frozenset, int, float, str)  # what users derive classes from
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}  # of a defaultdict
 _WITHOUT_STATE = ("abc", "typing", "collections.abc")  # whose classes are bases that hold nothing
 LONGEST = 1_000_000  # elements of all tensors of a value, or items of a flat list, that a state may hold
 _DEEPEST = 32  # containers inside of containers; one that contains itself has no end
+_SAMPLED_KEYS = 64  # of a dict, that are looked at for addresses
 _MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
 
 
 def encode(
-    value: Any, *, deep: bool = False, largest: int = LONGEST, known: Collection[int] = (), held: bool = False
+    value: Any,
+    *,
+    deep: bool = False,
+    largest: int = LONGEST,
+    known: Collection[int] = (),
+    held: bool = False,
+    alone: bool = False,
 ) -> Any:
     """Return a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
 
@@ -45,6 +57,7 @@ def encode(
         largest: elements of all tensors inside; more have none.
         known: ids of objects that are kept elsewhere and have none.
         held: whether an object of its class is there when it is decoded, so that its class need not be found by name.
+        alone: whether nothing is there when it is decoded, from which the factory of a defaultdict could be taken.
 
     Example:
         >>> encode((1, "a"), deep=True)
@@ -52,19 +65,20 @@ def encode(
     """
     if type(value) in _SCALARS:
         return value
-    if isinstance(value, np.generic) and type(value.item()) in _SCALARS:
+    if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in _SCALARS:
         return value.item() if isinstance(value, _AS_PYTHONS) else {"scalar": value.item(), "dtype": value.dtype.name}
     if isinstance(value, GENERATORS):
         return {"generator": _state_of(value)}
     if (constant := encode_constant(value)) is not None:
         return constant
-    return _Encoder(largest, known, held=held).of(value) if deep else OPAQUE
+    return _Encoder(largest, known, held=held, alone=alone).of(value) if deep else OPAQUE
 
 
 class _Encoder:
     """Encoder of one value and what it contains, up to a number of items."""
 
-    def __init__(self, largest: int, known: Collection[int], *, held: bool):
+    def __init__(self, largest: int, known: Collection[int], *, held: bool, alone: bool):
+        self._alone = alone
         self._largest = largest
         self._known = known
         self._held = held
@@ -73,13 +87,18 @@ class _Encoder:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _SCALARS or isinstance(value, (np.generic, *GENERATORS)):
+        if kind in _SCALARS or isinstance(value, GENERATORS):
             return encode(value)
         if isinstance(value, Tensor):
-            return _encoded_tensor(value) if self._fits(value.numel()) else OPAQUE
+            is_models = isinstance(value, nn.Parameter) and not self._held  # it may be one that the model has
+            return _encoded_tensor(value) if self._fits(value.numel()) and not is_models else OPAQUE
+        if isinstance(value, np.generic) and (encoded := encode(value)) is not OPAQUE:
+            return encoded
         if kind is np.ndarray:
-            small = value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 * (1 + (value.dtype.kind == "c"))
-            return {"array": torch.from_numpy(value.copy())} if small and self._fits(value.size) else OPAQUE
+            if not self._fits(value.size):
+                return OPAQUE
+            if value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 * (1 + (value.dtype.kind == "c")):
+                return {"array": torch.from_numpy(value.copy())}
         if kind in _DICTS:
             return self._inside(self._of_dict, value)
         if kind in (list, tuple, deque, set, frozenset):
@@ -91,7 +110,23 @@ class _Encoder:
             return {kind.__name__: items, **length}
         if (constant := encode_constant(value)) is not None:
             return constant
+        if (encoded := encode_library_value(value, self._part, OPAQUE)) is not None:
+            return encoded
+        if (base := _base_of(kind)) is not None:
+            return self._of_derived(value, base)
         return self._of_object(value)
+
+    def _part(self, value: Any) -> Any:
+        return self._inside(self.of, value)
+
+    def _of_derived(self, value: Any, base: Any) -> Any:
+        """Return an object of a user's class that derives from a container or a number of Python."""
+        kind = type(value)
+        if id(value) in self._known or not (self._held or has_path(kind)):
+            return OPAQUE
+        inner = base.copy(value) if base in _DICTS else base(value)
+        parts = [self._part(inner), self._part(dict(getattr(value, "__dict__", {})))]
+        return OPAQUE if any(part is OPAQUE for part in parts) else {"derived": parts, "of": class_path(kind)}
 
     def _inside(self, encoded: Callable[[Any], Any], container: Any) -> Any:
         """Encode what a container holds, in whose place nothing of the same class need be later."""
@@ -135,19 +170,27 @@ class _Encoder:
         return found
 
     def _of_dict(self, value: Any) -> Any:
-        if _is_checkpoint(value):  # a state that is kept inside the states that follow would grow with each of them
+        factory = value.default_factory if isinstance(value, defaultdict) else None
+        is_named = factory is None or factory in _FACTORIES.values()
+        # A state that is kept inside the states that follow would grow with each of them.
+        if (self._alone and not is_named) or _is_checkpoint(value) or _is_by_identity(value):
             return OPAQUE
         keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
         if keys is OPAQUE or items is OPAQUE:
             return OPAQUE
         kind = {} if type(value) is dict else {"kind": type(value).__name__}
-        if isinstance(value, defaultdict) and value.default_factory is not None:
-            kind["factory"] = (
-                value.default_factory.__name__ if value.default_factory in _FACTORIES.values() else "other"
-            )
+        if factory is not None:
+            kind["factory"] = getattr(factory, "__name__", "") if is_named else "other"
         if {str, int}.issuperset(map(type, keys)):
             return {"dict": dict(zip(keys, items, strict=True)), **kind}
         return {"pairs": [list(pair) for pair in zip(keys, items, strict=True)], **kind}
+
+
+def _base_of(kind: type) -> type | None:
+    """Return the container or number of Python that a user's class derives from, or None."""
+    if not is_users_class(kind) or "_fields" in vars(kind) or issubclass(kind, Tensor):
+        return None
+    return next((base for base in kind.__mro__ if base in _DERIVED), None)
 
 
 def is_plain_object(value: Any) -> bool:
@@ -160,16 +203,25 @@ def is_plain_object(value: Any) -> bool:
     return all(kind is object or kind.__module__ in _WITHOUT_STATE or is_users_class(kind) for kind in kinds)
 
 
+def _is_by_identity(value: Mapping[Any, Any]) -> bool:
+    """Return whether the keys of a dict are tensors or memory addresses, which another process does not have."""
+    keys = list(itertools.islice(value, _SAMPLED_KEYS))
+    addresses = all(type(key) is int and 2**40 < key < 2**48 and key % 16 == 0 for key in keys)
+    return bool(keys) and (addresses or any(isinstance(key, Tensor) for key in keys))
+
+
 def _is_checkpoint(value: Mapping[Any, Any]) -> bool:
     described = value.get("format")
     return isinstance(described, Mapping) and described.get("name") == "treadle"
 
 
 def _encoded_tensor(value: Tensor) -> Any:
-    plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
+    plain = type(value) in (Tensor, nn.Parameter) and value.grad_fn is None and value.layout in _LAYOUTS
     if not plain or value.device.type == "meta":
         return OPAQUE
     copied = value.detach().to("cpu", copy=True)
+    if type(value) is nn.Parameter:
+        return {"parameter": copied}
     return copied if value.device.type == "cpu" else {"tensor": copied, "device": value.device.type}
 
 
@@ -209,6 +261,13 @@ def decode(value: Any, held: Any = None) -> Any:
         return _in_place(held, _DICTS, decoded) if isinstance(held, _DICTS) else _dict_like(value, decoded)
     if kind in CONSTANTS:
         return decode_constant(value, held)
+    if kind in LIBRARY_VALUES:
+        return decode_library_value(value, decode, held)
+    if kind == "parameter":
+        made = nn.Parameter(_decoded_tensor(inner, held.data if isinstance(held, nn.Parameter) else None))
+        return held if isinstance(held, nn.Parameter) and held.shape == made.shape else made
+    if kind == "derived":
+        return _decoded_derived(value, held)
     if kind in ("record", "object"):
         return _decoded_object(value, held)
     kinds: dict[str, Any] = {"tuple": tuple, "deque": deque, "set": set, "frozenset": frozenset}
@@ -240,6 +299,21 @@ def _decoded_object(value: Mapping[str, Any], held: Any) -> Any:
     before = attributes_of(found)
     for name, item in inner.items():
         object.__setattr__(found, name, decode(item, before.get(name)))  # a frozen dataclass has no other
+    return found
+
+
+def _decoded_derived(value: Mapping[str, Any], held: Any) -> Any:
+    of = class_at(value["of"], held)
+    content, attributes = (decode(part) for part in value["derived"])
+    base: Any = _base_of(of)
+    if base in (list, set, deque, *_DICTS):
+        found = held if type(held) is of else of.__new__(of)
+        base.clear(found)
+        (base.extend if base in (list, deque) else base.update)(found, content)
+    else:
+        found = base.__new__(of, content)
+    for name, item in attributes.items():
+        object.__setattr__(found, name, item)
     return found
 
 
@@ -375,6 +449,30 @@ def _equal_dicts_of_scalars(one: Mapping[Any, Any], other: Mapping[Any, Any]) ->
 
 def _plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
+
+
+def digest(tree: Any) -> str:
+    """Return a fingerprint of a plain tree, to compare it with those of other processes.
+
+    Example:
+        >>> digest({"a": [1, torch.ones(1)]}) == digest({"a": [1, torch.zeros(1)]})
+        False
+    """
+    found = hashlib.blake2b(digest_size=8)
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            value = value.to_dense() if value.is_sparse else value
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, Mapping):
+            waiting += [part for pair in value.items() for part in pair]
+        elif isinstance(value, list) and not _SCALARS.issuperset(map(type, value)):
+            waiting += value
+        else:
+            found.update(f"{type(value).__name__}{value!r};".encode())
+    return found.hexdigest()
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import platform
+import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.files import FORMAT_NAME
+from treadle.checkpoint.plain_values import OPAQUE, decode, encode
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import LocalShard, gathered, local_block, without_pending_sums
 from treadle.errors import CheckpointError
@@ -55,6 +58,14 @@ OPTIONAL_KEYS: dict[str, str] = {
 """Keys that a checkpoint has only where there is something to keep."""
 
 
+VALUE = "treadle.value"
+"""The key, alone in a dict, under which a value is encoded that a file could not hold."""
+Encoding = Literal["none", "odd", "exact"]
+OF_USERS: dict[str, Encoding] = {
+    "model": "odd", "optimizer": "odd", "scheduler": "odd", "ema": "odd", "objects": "exact", "data": "exact",
+    "hooks": "exact",
+}  # fmt: skip
+"""Keys under which objects of users write, and what is encoded there."""
 _PLAIN = (bool, int, float, str)
 
 
@@ -75,6 +86,7 @@ def to_plain(
     copies: dict[Any, Any] | None = None,
     buffers: HostBuffers | None = None,
     parts: bool = False,
+    encoding: Encoding = "none",
 ) -> Any:
     """Return a copy of a state tree that is safe to save later: tensors cloned to the CPU, tuples as lists.
 
@@ -88,6 +100,8 @@ def to_plain(
         buffers: where the clones go; None takes fresh memory.
         parts: of tensors that are spread over ranks, copy this rank's :class:`treadle.distributed.shards.LocalShard`
             instead.
+        encoding: ``"odd"`` encodes values that a file cannot hold, such as a deque or an array of NumPy, which
+            :func:`from_plain` returns; ``"exact"`` tuples and ordered dicts too, so that they come back as such.
 
     Raises:
         CheckpointError: a value that ``weights_only=True`` could not load, naming its path.
@@ -97,23 +111,60 @@ def to_plain(
         {'betas': [0.9, 0.95], 'n': 3}
     """
     copies = {} if copies is None else copies
-    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts}
+    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if (
         tree is None or type(tree) in _PLAIN or isinstance(tree, torch.dtype)
     ):  # subclasses, such as an Enum of strings, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
-        return _clone_part(tree, **below) if is_dtensor(tree) else _clone(tree, path, copies, buffers)
-    if isinstance(tree, np.generic) and type(tree.item()) in _PLAIN:
+        return _clone_part(tree, copies, buffers, parts) if is_dtensor(tree) else _clone(tree, path, copies, buffers)
+    if isinstance(tree, np.generic) and encoding != "exact" and type(tree.item()) in _PLAIN:
         return tree.item()
     if isinstance(tree, Mapping):
-        for key in tree:
-            if type(key) not in (str, int):
-                raise _not_plain(f"{path}[{key!r}]", key, "a key must be a str or an int")
+        odd = [key for key in tree if type(key) not in (str, int)]
+        is_ordered = type(tree) is OrderedDict and not hasattr(tree, "_metadata")  # which the state of a module has
+        is_kept = encoding == "exact" and (is_ordered or type(tree) in (defaultdict, Counter))
+        if (is_kept or (odd and encoding != "none")) and (encoded := _encode(tree)) is not OPAQUE:
+            return {VALUE: encoded}
+        if odd:
+            raise _not_plain(f"{path}[{odd[0]!r}]", odd[0], "a key must be a str or an int")
         return {key: to_plain(value, f"{path}.{key}" if path else str(key), **below) for key, value in tree.items()}
-    if type(tree) in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+    is_tuple = isinstance(tree, tuple) and (type(tree) is tuple or hasattr(tree, "_fields"))
+    if encoding == "exact" and is_tuple and (encoded := _encode(tree)) is not OPAQUE:
+        return {VALUE: encoded}
+    if type(tree) is list or is_tuple:
         return [to_plain(value, f"{path}[{index}]", **below) for index, value in enumerate(tree)]
+    if encoding != "none" and (encoded := _encode(tree)) is not OPAQUE:
+        return {VALUE: encoded}
     raise _not_plain(path, tree, "checkpoints hold tensors, numbers, strings, bools, None, lists and dicts only")
+
+
+def _encode(value: Any) -> Any:
+    return encode(value, deep=True, largest=sys.maxsize, alone=True)
+
+
+def from_plain(tree: Any) -> Any:
+    """Return a tree that :func:`to_plain` returned with the values that it encoded.
+
+    Example:
+        >>> from_plain(to_plain({"at": (1, 2)}, encoding="exact"))
+        {'at': (1, 2)}
+    """
+    if isinstance(tree, Mapping):
+        if is_encoded(tree):
+            return decode(tree[VALUE])
+        return {key: from_plain(value) for key, value in tree.items()}
+    return [from_plain(value) for value in tree] if type(tree) is list else tree
+
+
+def is_encoded(value: Any) -> bool:
+    """Return whether a value of a checkpoint is one that :func:`to_plain` encoded.
+
+    Example:
+        >>> is_encoded(to_plain(range(2), encoding="odd")), is_encoded({})
+        (True, False)
+    """
+    return isinstance(value, Mapping) and len(value) == 1 and VALUE in value
 
 
 def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None, parts: bool) -> Tensor | LocalShard:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treadle.checkpoint.attributes import CachedFunction
 from treadle.checkpoint.introspection import Named, has_state, is_of_a_run, is_users_class, names_used_by
+from treadle.checkpoint.library_values import NAMESPACES
 from treadle.checkpoint.plain_values import GENERATORS, is_plain_object
 
 _INSTALLED = ("site-packages", "dist-packages")  # parts of paths below which nobody's own code is
@@ -129,7 +130,7 @@ def _is_own_code(code: Any) -> bool:
 
 
 def _is_variable(value: Any) -> bool:
-    return isinstance(value, (*_KINDS, CachedFunction)) or is_plain_object(value)
+    return isinstance(value, (*_KINDS, *NAMESPACES, CachedFunction)) or is_plain_object(value)
 
 
 def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

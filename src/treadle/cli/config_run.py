@@ -89,9 +89,12 @@ def _run(file: Path, settings: Sequence[str], *, messages: Console, trackers: st
         return
     if target.get("seed") is None:
         _log.info("%s gives no seed, so a fresh run starts from other weights each time; seed: 0 would fix them", file)
-    with tracked(trackers, lambda: target), observing(_Keeper(RunRecordHook(file, settings, target))):
+    record = RunRecordHook(file, settings, target)
+    with tracked(trackers, lambda: target), observing(_Keeper(record)):
         started = time.perf_counter()
         trainer = train_from(target, file.parent)
+        if isinstance(trainer, Engine):
+            record.warn_of_unused(trainer)
         if distributed.rank() == 0:
             _log.info("%s", _end_block(trainer, seconds=time.perf_counter() - started))
 

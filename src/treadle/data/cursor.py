@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from treadle import distributed
+from treadle.checkpoint.schema import from_plain
 from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.amount import Amount, batches_in
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
@@ -226,7 +227,7 @@ class Cursor:
         _set_generators(self._loader, opening["generators"])
         RngState.from_plain(opening["rng"]).restore()
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
-        state = loaded.get("loader") if keeps_state else None
+        state = from_plain(loaded.get("loader")) if keeps_state else None
         self._iterator = self._iterate(skip=self.position - self._passed, state=state)
         if not self._num_workers:
             # A generator may be shared with the dataset; without prefetching its state is known exactly.

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from treadle.checkpoint.attributes import Attributes, beside
-from treadle.checkpoint.introspection import attributes_of, behind, has_state, is_users
+from treadle.checkpoint.introspection import attributes_of, behind, has_state, is_of_a_run, is_users, offered
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import GENERATORS, same
-from treadle.checkpoint.schema import to_plain
+from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import generators_of, samplers_of_nodes
@@ -56,12 +56,17 @@ def owners_of(loader: Any) -> dict[str, Any]:
 
 
 def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
-    if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or hasattr(owner, "eval_cursor"):
+    if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or is_of_a_run(owner):
         return  # the last is an engine or a trainer that the user's data know: its state holds that of the data
     if isinstance(owner, (list, tuple)):
         for number, item in enumerate(owner[:_DEEPEST]):
             if _is_part(item):
                 _walk(f"{path}[{number}]", item, found, seen, depth - 1)
+        return
+    if isinstance(owner, dict):
+        for key, item in list(owner.items())[:_DEEPEST]:
+            if _is_part(item):
+                _walk(f"{path}.{key}", item, found, seen, depth - 1)
         return
     if isinstance(owner, (types.MethodType, functools.partial)):
         for name, item in behind(owner):
@@ -75,8 +80,7 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
     if isinstance(owner, nn.Module) or (isinstance(owner, IterableDataset) and has_state(owner)):
         return  # the state of a stream is that of all that it is made of
     for name, value in held.items():
-        items = value[:_DEEPEST] if isinstance(value, (list, tuple)) else [value]
-        if name in _PARTS_OF_DATA or any(_is_part(item) for item in items):
+        if name in _PARTS_OF_DATA or any(_is_part(item) for item in _items_of(value)):
             _walk(f"{path}.{name}", value, found, seen, depth - 1)
 
 
@@ -84,7 +88,7 @@ def _is_part(value: Any) -> bool:
     """Return whether what an object of the data holds may have state: other parts of data, and the user's objects."""
     if type(value).__module__.startswith("webdataset."):  # its stages hold generators and count epochs
         return True
-    if isinstance(value, (Sampler, Dataset)) or callable(getattr(value, "set_epoch", None)) or has_state(value):
+    if isinstance(value, (Sampler, Dataset)) or callable(offered(value, "set_epoch")) or has_state(value):
         return True
     if isinstance(value, (types.MethodType, functools.partial)):
         return True
@@ -97,7 +101,7 @@ def set_epoch(loader: Any, epoch: int) -> bool:
     """Call ``set_epoch`` of a loader and of all that it is made of; return whether a data set has one."""
     of_data = False
     for path, owner in {"": loader, **owners_of(loader)}.items():
-        method = getattr(owner, "set_epoch", None)
+        method = offered(owner, "set_epoch")
         if callable(method):
             method(epoch)
             of_data = of_data or path.startswith(("dataset", "collate_fn"))
@@ -145,7 +149,7 @@ class LoaderState:
             if path in self._attributes:
                 states["attributes"] = beside(states.get("state"), self._attributes[path].changed())
             if kept := {name: state for name, state in states.items() if state}:
-                found[path] = to_plain(kept, f"data.objects.{path}")
+                found[path] = to_plain(kept, f"data.objects.{path}", encoding="exact")
         return found
 
     def _beyond_state(self, path: str) -> dict[str, Any]:
@@ -166,8 +170,8 @@ class LoaderState:
                 attributes.restore(entry.get("attributes", {}))
                 continue
             with contextlib.nullcontext() if attributes is None else attributes.completing(entry.get("attributes", {})):
-                if "state" in entry and not same(entry["state"], to_plain(owner.state_dict(), path)):
-                    owner.load_state_dict(to_plain(entry["state"], path))
+                if "state" in entry and not same(entry["state"], to_plain(owner.state_dict(), path, encoding="exact")):
+                    owner.load_state_dict(from_plain(to_plain(entry["state"], path)))
             if path in self._modules:
                 self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
 

@@ -52,6 +52,7 @@ def load_model_state(
     """
     check_model_state(model, saved, what=what, kept=kept)
     target = unwrap(model)
+    _fill_buffers(target, saved)
     own = target.state_dict()
     live = {clean_name(name): (name, value) for name, value in own.items()}
     fitting = {
@@ -95,12 +96,34 @@ def state_mismatches(
     saved = without_wrappers(saved, live)
     resized = _resized_by_loading(unwrap(model))
     wrong = [f"missing {name}" for name in live if name not in saved and name not in kept]
-    wrong += [f"unexpected {name}" for name in saved if name not in live]
+    unfilled = _unfilled_buffers(unwrap(model))
+    wrong += [f"unexpected {name}" for name in saved if name not in live and name not in unfilled]
     for name, value in live.items():
         other = getattr(saved.get(name), "shape", None)
         if isinstance(value, Tensor) and other is not None and value.shape != other and name not in resized:
             wrong.append(f"{name} is {tuple(other)} in the checkpoint and {tuple(value.shape)} in the {what}")
     return "; ".join(wrong[:8]) + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else "")
+
+
+def _unfilled_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return the persistent buffers that are None, which a state dict leaves out until the model fills them."""
+    return {
+        clean_name(f"{prefix}.{name}".lstrip(".")): (module, name)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _fill_buffers(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Make the buffers that are None here and not in a checkpoint."""
+    unfilled = _unfilled_buffers(model)
+    beside = next(model.parameters(), None)
+    for name, value in without_wrappers(saved, model.state_dict()).items() if unfilled else ():
+        if name in unfilled:
+            module, key = unfilled[name]
+            made = placed_like(value, None).clone()
+            module._buffers[key] = made if beside is None else made.to(beside.device)
 
 
 def _resized_by_loading(model: nn.Module) -> set[str]:

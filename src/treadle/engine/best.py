@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, Literal
 
+from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
 
 Mode = Literal["min", "max"]
@@ -71,6 +72,7 @@ class BestRule:
         (0.5, 2, True)
     """
 
+    @checked
     def __init__(
         self,
         metric: str,
@@ -173,6 +175,7 @@ class EarlyStopping:
         [False, False, True, False, False, True]
     """
 
+    @checked
     def __init__(self, patience: int = 10, min_delta: float = 0.0, mode: Mode = "min", *, start_epoch: int = 1):
         self.rule = BestRule("value", mode, min_delta, patience, start_epoch)
         self.epoch = 0

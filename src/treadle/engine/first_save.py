@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from treadle.checkpoint.schema import to_plain
+from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.engine.parts import PARTS
 from treadle.engine.state_part import Saved
 from treadle.errors import CheckpointError
@@ -52,7 +52,7 @@ def _try_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
             f"optimizer: the state_dict of this {type(optimizer).__name__} is empty although it holds state; give "
             "the class its own state_dict() and load_state_dict()"
         )
-    for lost in rehearse(optimizer, state):
+    for lost in rehearse(optimizer, from_plain(state)):
         raise CheckpointError(f"optimizer: {type(optimizer).__name__} does not load what it saves: {lost}")
 
 
@@ -96,9 +96,9 @@ def try_optimizer(optimizer: Any) -> None:
             f"optimizer: the state_dict of {name} has the memory addresses of parameters for keys, which another "
             "process does not have; use their order, as torch's optimizers do"
         )
-    state = to_plain(first.state_dict(), "optimizer")
+    state = to_plain(first.state_dict(), "optimizer", encoding="odd")
     try:
-        second.load_state_dict(copy.deepcopy(state))
+        second.load_state_dict(from_plain(copy.deepcopy(state)))
     except Exception as error:
         raise CheckpointError(
             f"optimizer: {name}.load_state_dict does not take what its state_dict gives: {type(error).__name__}: "
@@ -137,7 +137,7 @@ def _try_objects(engine: Engine, saved: Mapping[str, Any]) -> None:
         if double is None:
             continue
         try:
-            double.load_state_dict(to_plain(state, path))
+            double.load_state_dict(from_plain(to_plain(state, path)))
         except Exception as error:
             raise CheckpointError(f"{path}: {type(owner).__name__} does not load what it saves: {error}") from error
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import logging
+import math
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -100,28 +101,72 @@ class EpochMetrics:
         for metric in self._named.values():
             metric.update(prediction, target)
 
-    def try_first_batch(self) -> None:
-        """Apply functions to the one batch that was added, before step 1, and forget it.
+    def try_batch(self, outputs: Any) -> list[str] | None:
+        """Apply the metrics to one batch before step 1, and forget it.
+
+        Returns:
+            The names of their values, or None where they are known after a whole evaluation only.
 
         Raises:
             ConfigError: one fails, or returns no number.
         """
-        for metric in self._named.values():
-            if isinstance(metric, FunctionMetric):
-                metric.try_first_batch()
         self.reset()
+        try:
+            for name, metric in self._named.items():
+                _tried(functools.partial(metric.update, *outputs), name, metric)
+            results = {name: self._try_result(name, metric) for name, metric in self._named.items()}
+        finally:
+            self.reset()
+        return None if None in results.values() else list(self._flat(results))
+
+    def _try_result(self, name: str | None, metric: Any) -> Any:
+        if isinstance(metric, FunctionMetric):
+            return metric.try_first_batch()
+        if distributed.world_size() > 1:  # compute() would gather
+            return None
+        if isinstance(metric, ClassMetric):
+            return _tried(metric.compute, name, metric)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return metric.compute()
+        except Exception:  # noqa: BLE001  (it may need more rows)
+            return None
 
     def compute(self) -> Mapping[str, Any]:
         """Return the values by name: numbers, and lists where a metric gives more than one."""
+        values = self._flat({name: metric.compute() for name, metric in self._named.items()})
+        return {name: _plain(value) for name, value in values.items()}
+
+    def _flat(self, results: Mapping[str | None, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for name, metric in self._named.items():
-            result = metric.compute()
+        for name, result in results.items():
             if isinstance(result, Mapping):
                 inner = {"/".join(path): value for path, value in flatten_nested_dict(result).items()}
                 values.update({key if name is None else f"{name}/{key}": value for key, value in inner.items()})
             else:
-                values[_name_of(metric) if name is None else name] = result
-        return {name: _plain(value) for name, value in values.items()}
+                values[_name_of(self._named[name]) if name is None else name] = result
+        return values
+
+
+def _tried(call: Callable[[], Any], name: str | None, metric: Any) -> Any:
+    """Return the result of a metric on one batch before step 1.
+
+    Raises:
+        ConfigError: it fails.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about few rows
+            return call()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{name or type(metric).__name__} fails on the first batch of the evaluation: {type(error).__name__}: "
+            f"{error}",
+            argument="metrics",
+        ) from error
 
 
 class FunctionMetric:
@@ -174,24 +219,25 @@ class FunctionMetric:
         with torch.no_grad():
             return self._checked(self._function(outputs, targets))
 
-    def try_first_batch(self) -> None:
-        """Apply the function to the batches so far. A ValueError is a warning: few rows may lack a class.
+    def try_first_batch(self) -> Any:
+        """Return the result on the batches so far, or None. A ValueError is a warning: few rows may lack a class.
 
         Raises:
             ConfigError: it fails otherwise, or returns no number.
         """
         batches = [batch for batch in self._batches if batch is not None]
         if not batches:
-            return
+            return None
         outputs, targets = joined(batches)
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about few rows
-                self._checked(self._function(outputs, targets))
+                return self._checked(self._function(outputs, targets))
         except ConfigError:
             raise
         except ValueError as error:
             _log.warning("metrics: %s fails on the first batch alone: %s", self._name, error)
+            return None
         except Exception as error:
             raise ConfigError(
                 f"{self._name}(outputs, targets) fails on the first batch: {type(error).__name__}: {error}",
@@ -245,7 +291,8 @@ class ClassMetric:
         """
         shape = self._shape_of(prediction, target)
         if shape[0] != "classes":
-            rows = prediction.flatten(1).squeeze(1) if prediction.shape != target.shape else prediction
+            one_each = prediction.shape != target.shape or math.prod(prediction.shape[1:]) == 1
+            rows = prediction.flatten(1).squeeze(1) if one_each and prediction.dim() > 1 else prediction
             self._rows.update(rows, target.reshape(rows.shape))
             return
         self._shape = shape
@@ -285,6 +332,12 @@ class ClassMetric:
         )
 
     def _of_rows(self, scores: Tensor, targets: Tensor) -> Any:
+        if ((targets != 0) & (targets != 1)).any():
+            raise ConfigError(
+                f"{self._name} needs classes, or targets of 0 and 1 where outputs and targets have one shape; give a "
+                "metric of numbers, such as 'mae', or targets that are whole numbers of shape (N, ...)",
+                argument="metrics",
+            )
         scores = scores.double()
         if self._logits is True:
             scores = scores.sigmoid()

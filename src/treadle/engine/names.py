@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import re
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from treadle.checkpoint.introspection import names_used_by
+from treadle.errors import ConfigError
 
 FOREIGN = {
     "_train_step": "train_step", "_build_model": "build_model", "_build_optimizer": "build_optimizer",
@@ -15,8 +18,15 @@ FOREIGN = {
     "configure_optimizers": "build_optimizer and build_lr_scheduler", "train_dataloader": "build_data_loader",
     "get_train_dataloader": "build_data_loader", "create_optimizer": "build_optimizer",
     "create_scheduler": "build_lr_scheduler", "configure_callbacks": "build_hooks",
+    "validation_step": "forward, or give eval_step to a ValidationHook",
+    "val_dataloader": "build_hooks, with a ValidationHook over the loader",
+    "build_scheduler": "build_lr_scheduler", "build_val_data_loader": "build_eval_data_loader",
+    "get_eval_dataloader": "build_eval_data_loader",
 }  # fmt: skip
 """Methods of other libraries, and their counterparts here."""
+_LIKE_AN_EVENT = re.compile(
+    "on_(after|before|train|val|test|fit|epoch|step|batch|save|load|log|eval|predict|optimizer|exception)"
+)
 
 
 def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign: Mapping[str, str]) -> Iterator[str]:
@@ -45,10 +55,57 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
     }
     called = {name for owner in kind.__mro__[: kind.__mro__.index(base)] for name in names_used_in(owner)}
     for name in own.keys() - called:
+        if name in known:  # by a command
+            continue
         if name in foreign:
-            yield f"{kind.__name__}.{name}: nothing calls it; override {foreign[name]}"
+            hint = foreign[name] if foreign[name].startswith("pass ") else f"override {foreign[name]}"
+            yield f"{kind.__name__}.{name}: nothing calls it; {hint}"
+        elif _LIKE_AN_EVENT.match(name):
+            yield f"{kind.__name__}.{name}: nothing calls it; events are methods of a hook: pass one in hooks=[...]"
         elif meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             yield f"{kind.__name__}.{name}: nothing calls it; did you mean {meant[0]!r}?"
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with so many arguments; True where its signature is not known.
+
+    Example:
+        >>> takes(lambda batches, epoch: {}, 3)
+        False
+    """
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def refuse_signatures(owner: Any, counts: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise for an override that cannot be called as the trainer calls it, before it is.
+
+    Args:
+        owner: the user's trainer.
+        counts: for each method, the numbers of arguments that it may be called with.
+
+    Raises:
+        ConfigError: one takes other arguments.
+
+    Example:
+        >>> class Mine:
+        ...     def evaluate(self, loader): ...
+        >>> refuse_signatures(Mine(), {"evaluate": (1,)})
+    """
+    for name, allowed in counts.items():
+        method = getattr(owner, name)
+        if not callable(method) or any(takes(method, count) for count in allowed):
+            continue
+        raise ConfigError(
+            f"{type(owner).__name__}.{name}{inspect.signature(method)}: is called with "
+            f"{' or '.join(map(str, allowed))} argument{'s' if allowed != (1,) else ''}; take as many as the method "
+            "that it overrides"
+        )
 
 
 def names_used_in(owner: type) -> Iterator[str]:

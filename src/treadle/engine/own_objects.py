@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
 from treadle.checkpoint.introspection import (
+    LIBRARIES,
     Named,
     attributes_of,
     behind,
@@ -25,7 +26,7 @@ from treadle.checkpoint.introspection import (
 )
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object, unequal
-from treadle.checkpoint.schema import to_plain
+from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.distributed.state_names import clean_name
 from treadle.engine.hook import BaseHook
@@ -42,6 +43,10 @@ OF_OPTIMIZERS = (
 )  # fmt: skip
 """Attributes of every optimizer, which its state dict holds or which are no state."""
 _DEEPEST = 6
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # where a tensor keeps its hooks
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # of the standard library
+_SCALARS = (bool, int, float, str, type(None))
 _MOST = 256  # items of a container that are looked at
 _OF_MODULES = ("tensors", "attributes")  # what is written of their state beyond the state dict
 _LARGE = 64 * 2**20  # bytes of a frozen module above which its fingerprint is kept and not its weights
@@ -58,6 +63,7 @@ class OwnObjects:
         roots: where to look, by path.
         known: ids of objects that are left out.
         whole: paths of roots that are looked into though they have state dicts.
+        hidden: further roots, whose attributes are kept elsewhere: what offers a state dict in them counts alone.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class OwnObjects:
         *,
         known: Collection[int] = (),
         whole: Collection[str] = (),
+        hidden: Mapping[str, Any] | None = None,
     ):
         self._kept = set(known)  # ids of objects that live as long as this one
         self._whole = frozenset(whole)
@@ -79,6 +86,7 @@ class OwnObjects:
         self._roots = dict(roots)
         self.functions: list[types.FunctionType] = []  # of the user, for the variables that they use
         self._look(self._roots)
+        self._look(hidden or {}, plain_too=False)
 
     def add(self, path: str, owner: Any) -> None:
         """Look into one more root, and restore it from the checkpoint that was loaded before it came."""
@@ -154,9 +162,9 @@ class OwnObjects:
             self.functions.append(owner)
         if isinstance(owner, (list, tuple)):
             for number, item in enumerate(owner[:_MOST]):
-                if not _is_written_whole(item):
+                if path in self._roots or not _is_written_whole(item):
                     self._walk(f"{path}[{number}]", item, depth - 1, found)
-        elif type(owner) is dict and len(owner) <= _MOST:
+        elif isinstance(owner, dict) and len(owner) <= _MOST:
             for key, item in owner.items():
                 if not _is_written_whole(item):
                     self._walk(f"{path}.{key}", item, depth - 1, found)
@@ -194,7 +202,7 @@ class OwnObjects:
             if isinstance(owner, nn.Module):
                 found |= self._of_module(path, owner)
             elif state := owner.state_dict():
-                found[path] = {"state": to_plain(state, f"objects.{path}")}
+                found[path] = {"state": to_plain(state, f"objects.{path}", encoding="exact")}
         for path, entry in self.attributes().items():
             known = found.get(path, {})
             if other := beside(known.get("state"), entry["attributes"]):
@@ -256,7 +264,7 @@ class OwnObjects:
         with contextlib.nullcontext() if attributes is None else attributes.completing(entry.get("attributes", {})):
             if (state := entry.get("state")) is not None:
                 try:
-                    owner.load_state_dict(to_plain(state, path))
+                    owner.load_state_dict(from_plain(to_plain(state, path)))
                 except Exception as error:
                     raise CheckpointError(
                         f"{path}: {type(owner).__name__}.load_state_dict does not take the state of the checkpoint: "
@@ -293,8 +301,8 @@ class OwnObjects:
         """Yield where a state, once loaded, is not what the checkpoint holds."""
         for path, entry in saved.items():
             if "state" in entry and path in self.owners:
-                now = to_plain(self.owners[path].state_dict(), f"objects.{path}")
-                yield from unequal(entry["state"], now, f"objects.{path}")
+                now = to_plain(self.owners[path].state_dict(), f"objects.{path}", encoding="odd")
+                yield from unequal(to_plain(from_plain(entry["state"]), encoding="odd"), now, f"objects.{path}")
 
     def lost(self) -> Iterator[str]:
         """Yield the names of attributes that changed since this was last asked and that no checkpoint holds."""
@@ -316,7 +324,9 @@ def objects_of(engine: Engine) -> OwnObjects:
     """Return the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
     roots = _roots(engine)
     known = {id(part) for part in _parts_of(engine)}
-    found = OwnObjects({**roots, **_callables_of(engine)}, known=known, whole=tuple(roots))
+    found = OwnObjects(
+        {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), hidden=_hidden_in(engine.model)
+    )
     parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
     found.add_variables("variables", [*parts, *found.owners.values(), *found.plain.values(), *found.functions])
     return found
@@ -353,12 +363,26 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
         if is_users(scheduler):
             found |= {f"{path}.{name}": value for name, value in attributes_of(scheduler).items()
                       if name not in ("optimizer", "lr_lambdas")}  # fmt: skip
-    owners = {f"model.{clean_name(name)}".rstrip("."): module for name, module in engine.model.named_modules()}
-    for path, owner in {**owners, "optimizer": engine.optimizer}.items():
-        for name, value in vars(owner).items():
+    model = engine.model
+    owners = {f"model.{clean_name(name)}".rstrip("."): module for name, module in model.named_modules()}
+    parameters = {f"model.{clean_name(name)}": one for name, one in model.named_parameters()}
+    for path, owner in {**owners, **parameters, "optimizer": engine.optimizer}.items():
+        held = vars(owner) if path not in parameters else {name: getattr(owner, name, None) for name in _OF_TENSORS}
+        for name, value in held.items():
             if name.endswith("_hooks") and isinstance(value, Mapping):
                 found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
     return {path: owner for path, owner in found.items() if not is_ours(owner)}
+
+
+def _hidden_in(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the user's modules that may hold a module which is not registered, as in a list."""
+    return {
+        f"model.{clean_name(f'{path}.{name}'.lstrip('.'))}": value
+        for path, module in model.named_modules()
+        if is_users(module)
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and not isinstance(value, (Tensor, *_SCALARS))
+    }
 
 
 def _parts_of(engine: Engine) -> Iterator[Any]:
@@ -400,21 +424,11 @@ def _is_looked_into(owner: Any) -> bool:
         return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
     if isinstance(owner, Named):
         return True
-    foreign = (
-        type,
-        types.ModuleType,
-        types.FunctionType,
-        types.MethodType,
-        Tensor,
-        Dataset,
-        Sampler,
-        DataLoader,
-        Optimizer,
-    )
+    foreign = (type, types.ModuleType, types.MethodType, Tensor, Dataset, Sampler, DataLoader, Optimizer, dict)
     if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
         return False
     root = type(owner).__module__.partition(".")[0]
-    return root not in ("builtins", "torch", "numpy", "logging", "pathlib", "collections", "functools", "torchmetrics")
+    return is_ours(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

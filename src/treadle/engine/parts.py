@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.checkpoint.attributes import beside
 from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.files import FORMAT_NAME
-from treadle.checkpoint.plain_values import unequal
-from treadle.checkpoint.schema import FORMAT_VERSION, KEYS, OPTIONAL_KEYS, to_plain, versions
+from treadle.checkpoint.plain_values import digest, unequal
+from treadle.checkpoint.schema import (
+    FORMAT_VERSION,
+    KEYS,
+    OPTIONAL_KEYS,
+    from_plain,
+    is_encoded,
+    to_plain,
+    versions,
+)
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import placed_like, placed_state
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
@@ -42,6 +51,7 @@ from treadle.seed import RngState, mix_seed
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
+_OF_PARTS = {*KEYS, *OPTIONAL_KEYS}
 _OWN_DATA = ("opening", "generators", "loader", "objects")
 
 
@@ -121,7 +131,7 @@ class ModelPart(StatePart):
         check_model_state(engine.model, saved.tree["model"], kept=saved.kept)
 
     def load(self, engine: Engine, saved: Saved) -> None:
-        load_model_state(engine.model, saved.tree["model"], kept=saved.kept)
+        load_model_state(engine.model, from_plain(saved.tree["model"]), kept=saved.kept)
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         live = model_state(engine.model)
@@ -133,14 +143,17 @@ class SchedulerPart(StatePart):
     """State of the learning-rate scheduler."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        tree["scheduler"] = scheduler_state(engine.lr_scheduler) if engine.lr_scheduler is not None else None
+        scheduler: Any = engine.lr_scheduler
+        state = tree["scheduler"] = None if scheduler is None else scheduler_state(scheduler)
+        if state is not None and type(scheduler).state_dict is not LRScheduler.state_dict:
+            tree["scheduler"] = to_plain(state, "scheduler", encoding="exact")
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if engine.lr_scheduler is not None and saved.get("scheduler") is not None:
-            refuse_another_schedule(engine.lr_scheduler, saved.get("scheduler"))
+            refuse_another_schedule(engine.lr_scheduler, from_plain(saved.get("scheduler")))
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
-        scheduler, state = engine.lr_scheduler, saved.get("scheduler")
+        scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
         if scheduler is not None and state is not None:
             yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state))
             if not any(path.startswith("scheduler.lr_lambdas") for path in saved.part("objects")):
@@ -155,7 +168,7 @@ class SchedulerPart(StatePart):
         state = saved.get("scheduler")
         if engine.lr_scheduler is None or state is None:
             return
-        engine.lr_scheduler.load_state_dict(as_built(engine.lr_scheduler, state))
+        engine.lr_scheduler.load_state_dict(as_built(engine.lr_scheduler, from_plain(state)))
         if saved.part("progress").get("applied_steps"):
             # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -163,7 +176,8 @@ class SchedulerPart(StatePart):
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         state = saved.get("scheduler")
         if engine.lr_scheduler is not None and state is not None and saved.same_torch:
-            yield from unlike(state, to_plain(scheduler_state(engine.lr_scheduler), "scheduler"), "scheduler")
+            now = to_plain(scheduler_state(engine.lr_scheduler), "scheduler", encoding="odd")
+            yield from unlike(to_plain(from_plain(state), encoding="odd"), now, "scheduler")
 
 
 class OptimizerPart(StatePart):
@@ -191,6 +205,7 @@ class OptimizerPart(StatePart):
         if saved.get("optimizer") is not None:
             state = dict(saved.part("optimizer"))
             attributes = state.pop("attributes", {})
+            state = from_plain(state)
             kept = engine.state.optimizer_attributes
             if type(engine.optimizer).state_dict is Optimizer.state_dict:
                 load_optimizer_state(engine.optimizer, engine.model, state)
@@ -272,7 +287,7 @@ class AveragesPart(StatePart):
         known = saved.part("ema")
         for name, ema in engine.averages.items():
             if name in known:
-                ema.restore(known[name], kept=saved.kept)
+                ema.restore(from_plain(known[name]), kept=saved.kept)
             else:
                 ema.restart_from(engine.model)
 
@@ -331,7 +346,7 @@ class HooksPart(StatePart):
                 )
 
         for key, attributes in engine.state.hook_attributes.items():
-            if changed_here := attributes.changed():
+            if changed_here := beside(tree["hooks"].get(key), attributes.changed()):
                 tree.setdefault("objects", {})[_of_hook(key)] = {"attributes": changed_here}
 
     def _add_attributes(self, engine: Engine, key: str, tree: dict[str, Any]) -> None:
@@ -355,7 +370,7 @@ class HooksPart(StatePart):
         ]
         without = [hook for hook in stateful if "hooks" in saved.tree and hook.state_key not in kept]
         # A user's hook may keep its state under a key of its own, beside the hooks' or among them.
-        own_keys = set(saved.tree) - set(KEYS) - set(OPTIONAL_KEYS)
+        own_keys = set(saved.tree) - _OF_PARTS
         if unknown and any(not is_ours(hook) for hook in without):
             return
         for key in unknown:
@@ -370,11 +385,13 @@ class HooksPart(StatePart):
                 objects.check(_objects_of(saved, key))
 
     def load(self, engine: Engine, saved: Saved) -> None:
+        own = {key: from_plain(value) for key, value in saved.tree.items() if key == "hooks" or key not in _OF_PARTS}
+        tree = {**saved.tree, **own}
         for hook in engine.hooks:
             attributes = engine.state.hook_attributes.get(hook.state_key)
             entry = saved.part("objects").get(_of_hook(hook.state_key)) or {}
             with contextlib.nullcontext() if attributes is None else attributes.completing(entry.get("attributes", {})):
-                hook.on_load_state_dict(engine, saved.tree)
+                hook.on_load_state_dict(engine, tree)
         for key, objects in engine.state.hook_objects.items():
             objects.restore(_objects_of(saved, key))
 
@@ -393,12 +410,20 @@ class RngPart(StatePart):
             "rng": RngState.capture().to_plain(),
             "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
             "epoch_means": tree["progress"]["epoch_means"],
+            "attributes": {name: digest(value) for name, value in _attributes_in(tree)},
         }
         if distributed.world_size() == 1:
             tree["rng"] = [own["rng"]]
             return
-        everyone = distributed.gather_objects(to_plain(own, "rank"))
+        everyone = distributed.gather_objects(to_plain(own, "rank", encoding="exact"))
         tree["rng"] = [each["rng"] for each in everyone]
+        for name in {name: None for each in everyone for name in each["attributes"]}:
+            if len({each["attributes"].get(name) for each in everyone}) > 1:
+                engine.state.warn_once(
+                    engine,
+                    f"{name} differs between ranks, and all of them load what rank 0 saves: a resume is exact only if "
+                    "nothing depends on it. Keep it equal, or in the data set, whose attributes each rank keeps",
+                )
         tree["data"]["ranks"] = [each["data"] for each in everyone]
         tree["progress"]["epoch_means"] = {
             **tree["progress"]["epoch_means"], "ranks": [each["epoch_means"] for each in everyone],
@@ -433,6 +458,18 @@ MOVED_BY_STEPS = tuple(
 """The parts that a step changes."""
 
 
+def _attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of the user's objects, which rank 0 writes for all ranks, by name."""
+    groups = {f"hook {key}: ": (entry or {}).get("objects", {}) if isinstance(entry, Mapping) else {}
+              for key, entry in tree["hooks"].items()}  # fmt: skip
+    for prefix, objects in {"": tree.get("objects", {}), **groups}.items():
+        for path, entry in objects.items():
+            for name, value in entry.get("attributes", {}).items():
+                yield prefix + f"{path}.{name}".lstrip("."), value
+    for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
+        yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())
+
+
 def _of_hook(key: str) -> str:
     """Return the path under which the attributes of a hook are kept that its own state leaves out."""
     return f"hooks.{key}"
@@ -457,6 +494,9 @@ def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Itera
             yield f"{path}.{key}", "nothing there after loading"
             continue
         live = now[key]
+        if is_encoded(value):
+            yield from unequal(value, to_plain(live, path, encoding="exact"), f"{path}.{key}")
+            continue
         if isinstance(value, Mapping) and isinstance(live, Mapping):
             yield from unlike(value, live, f"{path}.{key}")
             for extra in live.keys() - value.keys():

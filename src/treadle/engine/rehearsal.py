@@ -27,6 +27,7 @@ from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.engine.metrics import EpochMetrics
 from treadle.errors import ConfigError
+from treadle.nested import flatten_nested_dict
 from treadle.optim.precision import Precision
 from treadle.optim.schedules import scheduler_state
 from treadle.seed import forked_rng
@@ -70,7 +71,7 @@ def try_schedule(engine: Engine) -> None:
             "is; add them, or use one of torch.optim.lr_scheduler",
             argument="scheduler",
         )
-    to_plain(scheduler_state(scheduler), "scheduler")  # what no checkpoint can hold is named now
+    to_plain(scheduler_state(scheduler), "scheduler", encoding="odd")  # what no checkpoint can hold is named now
     arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
     try:
         inspect.signature(scheduler.step).bind(*arguments)
@@ -134,6 +135,14 @@ def check_length_of_schedule(engine: Engine) -> None:
             f"total_steps={scheduler.last_epoch + moves}",
             argument="scheduler",
         )
+    by_epochs, steps = engine.scheduler_interval == "epoch", engine.target.total_steps(engine)
+    for name, length, _ in [*_lengths(scheduler), *_one_cycle(scheduler)] if by_epochs else []:
+        if steps is not None and length == steps > scheduler.last_epoch + moves:
+            engine.logger.warning(
+                "scheduler: %s is as long as this run has steps, and it moves with each of the %d epochs; build it for "
+                "epochs, or let it move with steps",
+                name, scheduler.last_epoch + moves,
+            )  # fmt: skip
     for name, length, effect in _lengths(scheduler):
         if scheduler.last_epoch + moves > length:
             engine.logger.warning(
@@ -149,6 +158,11 @@ def _moves_left(engine: Engine) -> int | None:
         return None if engine.target.epochs is None else engine.target.epochs - engine.epoch
     total = engine.target.total_steps(engine)
     return None if total is None else total - engine.progress.step
+
+
+def _one_cycle(scheduler: Any) -> Iterator[tuple[str, int, str]]:
+    if isinstance(scheduler, OneCycleLR):
+        yield f"OneCycleLR(total_steps={scheduler.total_steps})", scheduler.total_steps, "raises"
 
 
 def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, str]]:
@@ -185,8 +199,11 @@ def try_folders(engine: Engine) -> None:
 
 def try_evaluation(
     model: nn.Module, loader: Iterable[Any], task: Task | None, *, precision: Precision, eval_seed: int = 0
-) -> None:
+) -> list[str] | None:
     """Read the first batch of a loader and evaluate it, with the metrics if there are any; keep nothing of it.
+
+    Returns:
+        The names of records and metrics; None where they are not known.
 
     Args:
         model: on the device of ``precision``.
@@ -196,7 +213,7 @@ def try_evaluation(
         eval_seed: seeds the random numbers of the evaluation.
     """
     if isinstance(loader, Iterator):
-        return
+        return None
     cursor = Cursor()
     with evaluation_rules(model, loader, eval_seed=eval_seed):
         try:
@@ -204,16 +221,20 @@ def try_evaluation(
             cursor.open(loader)
             batches = cursor.take(1).batches
             if task is None or not batches:
-                return
+                return None
             metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
             if metrics:
                 metrics.reset()
             with precision.autocast():
                 output = as_step_output(task.step(model, batches[0]), training=False)
-            if metrics and output.outputs is not None:
+            records = ["/".join(path) for path in flatten_nested_dict(output.records or {})]
+            if not metrics or output.outputs is None:
+                return records if not metrics else None
+            if not isinstance(metrics, EpochMetrics):
                 update_of(metrics)(output.outputs)
-                if isinstance(metrics, EpochMetrics):
-                    metrics.try_first_batch()
                 metrics.reset()
+                return None
+            measured = metrics.try_batch(output.outputs)
+            return None if measured is None else [*records, *measured]
         finally:
             cursor.close()

@@ -17,7 +17,7 @@ from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
-from treadle.checkpoint.schema import KEYS, to_plain
+from treadle.checkpoint.schema import KEYS, OF_USERS, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
@@ -169,7 +169,7 @@ class RunState:
         written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
         settings = [getattr(engine.settings, name) for name in MOVABLE]
         modules = self.modules.collect(engine.model)
-        return to_plain([self.objects.collect(), modules, groups, written, settings])
+        return to_plain([self.objects.collect(), modules, groups, written, settings], encoding="odd")
 
     def record_length_checked(self) -> None:
         """Record that the schedule was found long enough for this run, or was named."""
@@ -212,7 +212,10 @@ class RunState:
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
-        plain = {key: to_plain(value, key, buffers=buffers, parts=parts) for key, value in tree.items()}
+        plain = {
+            key: to_plain(value, key, buffers=buffers, parts=parts, encoding=OF_USERS.get(key, "none"))
+            for key, value in tree.items()
+        }
         if self.training and not self._rehearsed and not parts and distributed.world_size() == 1:
             self._rehearsed = True
             try_loading(engine, plain)

@@ -19,6 +19,7 @@ from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
+from treadle.errors import ConfigError
 from treadle.faces.default_hooks import shows_progress, with_default_hooks
 from treadle.faces.parallel import ParallelConfig, spread
 from treadle.hooks.progress import ProgressHook
@@ -67,6 +68,8 @@ def place(
         ('cpu', 0.1)
     """
     where = get_device(device)
+    if not isinstance(model, nn.Module):
+        raise ConfigError("must be a model: an object of a subclass of nn.Module", argument="model", value=model)
     moved = model.to(where)
     made = optimizer(moved) if callable(optimizer) else optimizer
     checkpoint_model(moved, gradient_checkpointing)

@@ -48,6 +48,7 @@ class EpochTrainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] | None = None
         self.improved = False
+        self.scoring = False  # whether an evaluation runs, or has failed
         self.deadline: Deadline | None = None  # of a call that runs the engine several times
         engine.state_parts.append(self)
 
@@ -151,22 +152,27 @@ class EpochTrainer:
     def _try_before_step_1(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> None:
         """Evaluate ``num_sanity_eval_steps`` batches and log the results, or try one batch."""
         if not self.engine.settings.limits.num_sanity_eval_steps:
-            for loader in val_loader.values() if isinstance(val_loader, Mapping) else [val_loader]:
-                self._try_evaluation(loader)
+            named = val_loader if isinstance(val_loader, Mapping) else {"": val_loader}
+            self._check_names({name: self._try_evaluation(loader) for name, loader in named.items()})
             return
         with self.engine.evaluations_limited_to(self.engine.settings.limits.sanity):
             results = numbers_of(self.evaluate_each(val_loader))
         self.engine.logger.info("evaluated before step 1: %s", results, extra={"topic": "sanity"})
 
-    def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
-        """Evaluate one batch before step 1, or only reads it where a subclass evaluates in another way."""
-        own = type(self).evaluate is not EpochTrainer.evaluate
-        self._try_batch(val_loader, None if own else self.engine.task)
+    def _check_names(self, names: Mapping[str, list[str] | None]) -> None:
+        """Look at the names of results of each loader, as far as they are known before step 1; a face may do more."""
 
-    def _try_batch(self, val_loader: Iterable[Any], task: Task | None) -> None:
+    def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
+        """Return the names of results, of one batch before step 1; only read it where a subclass evaluates itself."""
+        own = type(self).evaluate is not EpochTrainer.evaluate
+        return self._try_batch(val_loader, None if own else self.engine.task)
+
+    def _try_batch(self, val_loader: Iterable[Any], task: Task | None) -> list[str] | None:
         engine = self.engine
         with self.scored_weights():
-            try_evaluation(engine.model, val_loader, task, precision=engine.precision, eval_seed=engine.eval_seed)
+            return try_evaluation(
+                engine.model, val_loader, task, precision=engine.precision, eval_seed=engine.eval_seed
+            )
 
     def scored_weights(self) -> AbstractContextManager[None]:
         """Put the weights that evaluations score into the model inside the block."""
@@ -182,7 +188,9 @@ class EpochTrainer:
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
+            self.scoring = True  # and so it stays if the evaluation fails
             self.metrics = self.evaluate_each(val_loader)
+            self.scoring = False
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
@@ -190,6 +198,11 @@ class EpochTrainer:
         if self.best is not None:
             value = self.best.value_in(record)
             self.improved = self.best.update(record["epoch"], value)
+            if math.isnan(value):
+                engine.logger.warning(
+                    "epoch %d: %s is NaN, so it cannot be the best; look for NaN in the data or the outputs",
+                    record["epoch"], self.best.metric,
+                )  # fmt: skip
         elif val_loader is not None:
             first = f"{next(iter(val_loader))}_" if isinstance(val_loader, Mapping) else ""
             value = float(record.get(f"{self.prefix}{first}{self.loss_name}", value))

@@ -200,6 +200,12 @@ class CheckpointFolder:
             )  # fmt: skip
         else:
             source = self.find(source)
+            if source.is_dir() and (files := list(self.candidates(source))):
+                raise ConfigError(
+                    f"is the folder of a run; name one of its files, such as {str(files[0])!r}, or pass 'auto' and "
+                    f"{self._argument}={str(source)!r} for the furthest one",
+                    argument="resume_from", value=str(source),
+                )  # fmt: skip
             self.restore(open_on_ranks(source), source)
         return None
 

@@ -26,6 +26,8 @@ def check_loader(loader: Any, argument: str) -> None:
         >>> check_loader([[0.5, 1.5]], "train_dataloader")
     """
     refuse_dataset(loader, argument)
+    if isinstance(loader, (str, bytes)) or (loader is None and argument.startswith("train")):
+        raise ConfigError("must be a DataLoader or another iterable of batches", argument=argument, value=loader)
     if isinstance(loader, (list, tuple)) and any(isinstance(one, DataLoader) for one in loader):
         raise ConfigError(
             "is a list of loaders, whose items would be taken for batches; evaluate several as a dict of names and "

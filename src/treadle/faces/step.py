@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,13 +20,14 @@ from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
+from treadle.engine.arguments import checked
 from treadle.engine.attempt import Attempt
 from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
-from treadle.engine.names import FOREIGN, is_own_helper, uncalled_methods
+from treadle.engine.names import FOREIGN, is_own_helper, refuse_signatures, uncalled_methods
 from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
@@ -56,7 +59,9 @@ _PARTS: dict[str, type] = {
 _OVERRIDABLE = (
     "build_data_loader", "build_model", "build_optimizer", "build_lr_scheduler", "build_grad_scaler", "build_hooks",
     "forward", "train_step", "evaluate", "log", "log_images",
+    "build_eval_data_loader", "build_predict_data_loader", "predict_step",  # for the commands evaluate and predict
 )  # fmt: skip
+_ARGUMENTS = {**dict.fromkeys(_OVERRIDABLE[:6], (0,)), "forward": (1,), "train_step": (1,)}
 
 
 class BaseTrainer(Engine):
@@ -121,6 +126,7 @@ class BaseTrainer(Engine):
     hooks: Any
     data_loader: Any
 
+    @checked
     def __init__(
         self,
         max_steps: int,
@@ -200,6 +206,11 @@ class BaseTrainer(Engine):
 
     def train(self) -> None:
         """Train to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
+        if "max_steps" not in vars(self):
+            raise ConfigError(
+                f"{type(self).__name__}.__init__() did not call super().__init__(max_steps=...); call it, before "
+                "anything that uses the trainer"
+            )
         with failing_by_name(self):
             self.prepare()
         self.run(self.data_loader, max_steps=self.max_steps)
@@ -332,15 +343,17 @@ class BaseTrainer(Engine):
         """Build data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time.
 
         Raises:
-            ConfigError: a subclass has assigned an attribute under the name of a part of the engine.
+            ConfigError: a subclass has assigned an attribute under the name of a part or a method of the engine.
         """
         if self.hooks is None:
             self._refuse_replaced_parts()
+            refuse_signatures(self, _ARGUMENTS)
             for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
                 self.logger.warning("%s", warning)
             announce_building(self)
             # A helper that a subclass calls itself has the name by chance.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
+            self._refuse_replaced_parts()  # the methods that build may assign too
             if self.hooks is None:
                 raise ConfigError(
                     f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call it, "
@@ -381,6 +394,13 @@ class BaseTrainer(Engine):
                 raise ConfigError(
                     f"{type(self).__name__}.{name}={value!r}: the engine keeps its {kind.__name__} under this name; "
                     "give the attribute of the subclass another one"
+                )
+        functions = (types.FunctionType, types.MethodType, partial)  # which may replace a method on purpose
+        for name, value in vars(self).items():
+            if callable(getattr(BaseTrainer, name, None)) and not isinstance(value, functions):
+                raise ConfigError(
+                    f"{type(self).__name__}.{name}: a {type(value).__name__} was assigned to this attribute, which "
+                    f"hides the method {name}() of BaseTrainer; give the attribute another name"
                 )
 
     def _built(self, method: str) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from treadle.data.amount import batches_in
+from treadle.engine.arguments import check_argument
 from treadle.engine.best import BestRule, EarlyStopping, Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
-from treadle.engine.names import overridden_on_instance, uncalled_methods
+from treadle.engine.names import overridden_on_instance, refuse_signatures, takes, uncalled_methods
 from treadle.errors import ConfigError
 from treadle.faces.loaders import (
     EvalLoaders,
@@ -201,13 +202,28 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None =
 
 
 def check_call(
+    trainer: Any,
     num_epochs: Any,
     save_freq: Any,
     *,
     callbacks: Sequence[Callable[..., Any]] | None,
     loaders: tuple[Iterable[Any], EvalLoaders | None],
+    paths: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for an argument of ``train`` that is out of range; the loaders are those of both kinds."""
+    """Raise ConfigError for an argument of ``train`` that is out of range; warn of methods that nothing calls.
+
+    Args:
+        trainer: whose call it is.
+        num_epochs: as given.
+        save_freq: as given.
+        callbacks: as given.
+        loaders: those to train on and to evaluate.
+        paths: arguments that are paths, by name.
+    """
+    for warning in unused_names(trainer, trainer._face):
+        _log.warning("%s", warning)
+    for name, path in paths.items():
+        check_argument(name, path, str | Path | None)
     train_loader, eval_loader = loaders
     check_loader(train_loader, "train_dataloader")
     if isinstance(train_loader, Mapping):
@@ -222,7 +238,7 @@ def check_call(
         raise ConfigError(
             "must be >= 1 epoch, or None or 0 to write no numbered files", argument="save_freq", value=save_freq
         )
-    if callable(callbacks):
+    if callbacks is not None and not isinstance(callbacks, (Sequence, Set)):
         raise ConfigError("must be a list of functions; write [callback]", argument="callbacks", value=callbacks)
     for callback in callbacks or ():
         check_callback(callback)
@@ -246,22 +262,6 @@ def check_callback(callback: Any) -> None:
         f"{callback!r} cannot be called with (trainer, epoch, metrics){instead or '; write a function of these'}",
         argument="callbacks",
     )
-
-
-def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with so many arguments; True where its signature is not known.
-
-    Example:
-        >>> takes(lambda batches, epoch: {}, 3)
-        False
-    """
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError:
-        return False
-    except ValueError:
-        return True
-    return True
 
 
 def eval_losses(loader: EvalLoaders | None) -> list[str]:
@@ -333,6 +333,7 @@ def rule_for(
         >>> rule_for("accuracy", None, patience=2, min_delta=0.0, loaders=[], known=None)().metric
         'eval_accuracy'
     """
+    check_argument("best_model_metric", metric, str | None)
     metric = selected_key(metric, loaders)
     if metric is None:
         if patience is not None:
@@ -358,27 +359,40 @@ def rule_for(
     return make
 
 
-_METHODS = (
-    "train_step", "train_epoch", "eval_step", "evaluate", "_prepare_batch", "_forward_pass", "_compute_loss",
-    "_loss_weight",
-)  # fmt: skip
+_ARGUMENTS = {
+    "train_step": (1,), "train_epoch": (3, 2), "eval_step": (1,), "evaluate": (1,), "_prepare_batch": (1,),
+    "_forward_pass": (1,), "_compute_loss": (2,), "_loss_weight": (3,),
+}  # fmt: skip
 _LOOKED_UP_ON_THE_CLASS = ("train_step", "eval_step")
 _FOREIGN = {
     "training_step": "train_step or _compute_loss", "_train_step": "train_step", "compute_loss": "_compute_loss",
     "validation_step": "eval_step", "_run_step": "train_step", "_evaluate": "evaluate",
-    "_train_epoch": "train_epoch", "forward": "_forward_pass", "prediction_step": "_forward_pass",
+    "_train_epoch": "train_epoch", "forward": "_forward_pass", "_forward": "_forward_pass",
+    "prediction_step": "_forward_pass", "test_step": "eval_step", "predict_step": "_forward_pass",
+    "configure_optimizers": "pass optimizer= and scheduler= to the trainer",
+    "create_optimizer": "pass optimizer= to the trainer",
+    "train_dataloader": "pass the loader to train()",
+    "get_train_dataloader": "pass the loader to train()",
+    "val_dataloader": "pass eval_dataloader= to train()",
+    "get_eval_dataloader": "pass eval_dataloader= to train()",
+    "compute_metrics": "evaluate, or pass metrics= to the trainer",
 }  # fmt: skip
 
 
 def unused_names(trainer: Any, base: type) -> list[str]:
     """Return warnings about methods of a trainer that nothing calls: misspelt, of another library, or on the object.
 
+    Raises:
+        ConfigError: an override takes other arguments than it will be called with.
+
     Example:
         >>> unused_names(object(), object)
         []
     """
+    if hasattr(trainer, "train_epoch"):
+        refuse_signatures(trainer, _ARGUMENTS)
     set_on_it = [] if not hasattr(trainer, "__dict__") else overridden_on_instance(trainer, _LOOKED_UP_ON_THE_CLASS)
-    return [*uncalled_methods(type(trainer), base, known=_METHODS, foreign=_FOREIGN), *set_on_it]
+    return [*uncalled_methods(type(trainer), base, known=_ARGUMENTS, foreign=_FOREIGN), *set_on_it]
 
 
 def say_if_finished(epochs: FaceEpochs, num_epochs: int) -> None:

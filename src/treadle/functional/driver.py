@@ -230,10 +230,29 @@ class FaceEpochs(SelectingEpochs):
             values = numbers_from("evaluate", own_evaluate(first))
         return _as_record(values)
 
-    def _try_evaluation(self, val_loader: Iterable[Any]) -> None:
+    def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
         """Evaluate one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
         with temporarily(self, _evaluating=True):
-            self._try_batch(val_loader, self._task if self._find_evaluate() is None else None)
+            names = self._try_batch(val_loader, self._task if self._find_evaluate() is None else None)
+        return ["loss", *names] if names is not None and self._task.gives_loss else names
+
+    def _check_names(self, names: Mapping[str, list[str] | None]) -> None:
+        """Raise for a metric to select by that no epoch's record will have.
+
+        Raises:
+            ConfigError: it is not among the results of the first batches.
+        """
+        known = {f"{loader}_{name}" if loader else name for loader, found in names.items() for name in found or ()}
+        metric = "train_" if self.best is None else self.best.metric
+        bare = metric.removeprefix(PREFIX)
+        if None in names.values() or bare == "lr" or metric.startswith("train_"):
+            return
+        if bare not in {name.removeprefix(PREFIX) for name in known}:
+            there = ", ".join(sorted(PREFIX + name.removeprefix(PREFIX) for name in known))
+            raise ConfigError(
+                f"no epoch's record will have it; it will have {there}, and train_loss",
+                argument="best_model_metric", value=metric,
+            )  # fmt: skip
 
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
         """Return the weighted means over a loader by the engine's own evaluation.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from treadle import distributed
-from treadle.checkpoint.order import is_aside
+from treadle.checkpoint.order import Reach, is_aside
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
 from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.engine.start_log import short_path
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
+from treadle.faces.epochs import EpochTrainer
 from treadle.faces.folder import CheckpointFolder
 from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
 
@@ -130,10 +131,15 @@ class NumberedFolder(CheckpointFolder):
         on_rank_0(self._prune)
 
     def write_changed(self, best: float | None) -> None:
-        """Write the numbered checkpoint of an epoch again, after callbacks that changed what it holds."""
-        if self.path is not None and self._is_due():
+        """Write the state of an epoch again, after callbacks that changed what its file holds.
+
+        The best one stays as it was scored; where the epoch has no other file, the state goes into the last one.
+        """
+        now = Reach(self.engine.step, self.engine.epoch)
+        if self.path is not None and self._on_disk == now:
             self.before_write()
-            self._save(epoch_file(self.path, self.engine.epoch), self.engine.epoch, best)
+            path = epoch_file(self.path, self.engine.epoch) if self._is_due() else self.path / LAST
+            self._save(path, self.engine.epoch, best)
             self.record_written()
 
     def _prune(self) -> None:
@@ -162,6 +168,17 @@ class NumberedFolder(CheckpointFolder):
             text = "saved %s at step %d, epoch %d; run it again with resume_from='auto' to train on from there"
             path = short_path(self.engine.state.saved)
             self.engine.logger.info(text, path, self.engine.step, self.engine.epoch)
+
+    @contextlib.contextmanager
+    def saving_what_an_evaluation_breaks(self, epochs: EpochTrainer) -> Iterator[None]:
+        """Save the epoch that was trained where its evaluation fails inside the block, as at a signal; one process."""
+        epochs.scoring = False
+        try:
+            yield
+        except Exception:
+            if epochs.scoring and self.path is not None and distributed.world_size() == 1:
+                self.save_and_log()
+            raise
 
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model

@@ -51,8 +51,9 @@ class Moves:
 
     def __init__(self, optimizer: Optimizer, scheduler: Any):
         self.steps = 0
-        self._scheduler = scheduler
+        self._optimizer, self._scheduler = optimizer, scheduler
         self._count = self._schedule_count()
+        self._version = self._weights_version()
         self._handle = optimizer.register_step_post_hook(self._stepped)
 
     def close(self) -> None:
@@ -63,6 +64,15 @@ class Moves:
         """Begin to count."""
         self.steps = 0
         self._count = self._schedule_count()
+        self._version = self._weights_version()
+
+    @property
+    def weights_moved(self) -> bool:
+        """Whether anything was written into the weights since :meth:`start`, by this optimizer or by other code."""
+        return bool(self.steps) or self._weights_version() != self._version
+
+    def _weights_version(self) -> int:
+        return sum(one._version for group in self._optimizer.param_groups for one in group["params"])
 
     @property
     def schedule_moved(self) -> bool:
@@ -97,7 +107,7 @@ class ReplacedStep:
         """Run the override and record its results and the steps that it made.
 
         Returns:
-            ``"applied"`` where it stepped the optimizer, else ``"skipped"``.
+            ``"applied"`` where it moved the weights, by the optimizer or otherwise, else ``"skipped"``.
 
         Raises:
             ConfigError: it returned no dict with a loss.
@@ -109,9 +119,11 @@ class ReplacedStep:
         begin_attempt(engine, group)
         engine.attempt.info["lr"] = rates
         engine.attempt.record_output(step_output(batch, result))
-        if not self._moves.steps:
+        if not self._moves.weights_moved:
             engine.attempt.info["reason"] = "the override of train_step did not step the optimizer"
             return "skipped"
+        if not self._moves.steps:  # torch would warn of a schedule that moves before its optimizer
+            engine.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._moves.schedule_moved:
             with engine.temporarily(lr_scheduler=None):
                 return apply_step_effects(engine)
@@ -194,12 +206,20 @@ class OwnSteps:
         self._engine = engine
         self._rates = LearningRates()
         self._counting = False
-        self._handle = engine.optimizer.register_step_pre_hook(self._count)
+        self._inside: Optimizer | None = None  # whose step is running: one that it calls is a part of it
+        inner = [one for one in vars(engine.optimizer).values() if isinstance(one, Optimizer)]  # SAM steps its own
+        self._handles = [
+            handle
+            for optimizer in (engine.optimizer, *inner)
+            for handle in (
+                optimizer.register_step_pre_hook(self._count), optimizer.register_step_post_hook(self._leave)
+            )
+        ]  # fmt: skip
 
     def start(self) -> None:
         """Begin to count, with an epoch."""
         self.moves.start()
-        self._counting = True
+        self._counting, self._inside = True, None
 
     def stop(self) -> None:
         """End counting, after an epoch."""
@@ -207,11 +227,17 @@ class OwnSteps:
 
     def close(self) -> None:
         """Stop counting for good."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self.moves.close()
 
-    def _count(self, *_: Any) -> None:
-        progress = self._engine.progress
+    def _leave(self, optimizer: Optimizer, *_: Any) -> None:
+        self._inside = None if self._inside is optimizer else self._inside
+
+    def _count(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._inside is not None:
+            return
+        self._inside, progress = optimizer, self._engine.progress
         if self._counting and not progress.in_step:  # a step through train_step counts itself
             progress.begin_step()
             progress.micro_steps += 1
@@ -227,8 +253,8 @@ def warn_of_replaced_step(settings: TrainingSettings) -> None:
     """
     _refuse_precision(settings, "train_step")
     _log.warning(
-        "train_step: the override replaces this trainer's step. A call is a step, applied where it steps the "
-        "optimizer; %s. Its loss weighs each batch by its samples. Gradients are not clipped, not checked for being "
+        "train_step: the override replaces this trainer's step. A call is a step, applied where it moves the "
+        "weights; %s. Its loss weighs each batch by its samples. Gradients are not clipped, not checked for being "
         "finite and not shown to hooks%s",
         _SAVED, _idle(settings),
     )  # fmt: skip

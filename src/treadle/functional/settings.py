@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import logging
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -16,9 +14,11 @@ from typing import Any, get_args
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
 from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
+from treadle.engine.arguments import check_argument
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
 from treadle.faces.build import EngineArguments
+from treadle.functional.user_config import UserConfig
 from treadle.optim.precision import PrecisionName
 from treadle.optim.schedules import ScheduleShape
 
@@ -138,7 +138,10 @@ class TrainingSettings:
             Limits.among(vars(self))  # refuses bad values now
         except ConfigError as error:
             raise error.renamed(f"{_WHERE}.{error.argument}") from None
-        for name in ("max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta"):
+        for name in (
+            "max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta",
+            "min_lr_scale",
+        ):  # fmt: skip
             self._check(name, Real, 0, math_name="a number")
         for name in ("max_non_finite_grad_retries", "log_interval"):
             self._check(name, Integral, 0, math_name="a whole number")
@@ -167,6 +170,7 @@ class TrainingSettings:
                     argument=f"{_WHERE}.{name}",
                     value=getattr(self, name),
                 )
+        check_argument(f"{_WHERE}.lr_scheduler", self.lr_scheduler, str | None)
         try:
             _ = self.schedule
         except ConfigError as error:
@@ -240,25 +244,11 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
         >>> read_settings(None) == read_settings({}) == TrainingSettings()
         True
     """
-    part = _part_of(config, "training")
-    if part is None and config is not None and not isinstance(config, Mapping):
-        _warn_of_flat_settings(config)
-    values = {} if part is None else _fields_of(part)
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
-    if part is None and isinstance(config, Mapping):
-        _warn_of_misspelt_part(config)
-    misplaced = [name for name in known if isinstance(config, Mapping) and name in config]
-    if misplaced and part is None:
-        raise ConfigError(
-            f"only its part 'training' is read, and it has none: write {{'training': {{{misplaced[0]!r}: ...}}}}, or "
-            f"pass {misplaced[0]}= to the trainer",
-            argument="config",
-        )
-    if misplaced:
-        _log.warning(
-            "config: only its 'training' part is read, and %r is outside of it: write {'training': {%r: ...}}",
-            misplaced[0], misplaced[0],
-        )  # fmt: skip
+    whole = _config_of(config)
+    part = whole.part("training")
+    values = {} if part is None else part.fields()
+    _refuse_misplaced(whole, known, has_part=part is not None)
     refuse_unknown(_WHERE, values, [*known, *_UNUSED, *_OF_FILES, *_NOWHERE])
     for name in values.keys() & _NOWHERE.keys():
         _log.warning("config.training.%s=%s is not read: %s", name, values[name], _NOWHERE[name])
@@ -275,13 +265,20 @@ def read_run_defaults(config: Any) -> RunDefaults:
         >>> read_run_defaults({"training": {"checkpoint_dir": "runs"}})
         RunDefaults(checkpoint_dir='runs', save_interval=None)
     """
-    part = _part_of(config, "training")
-    values = {} if part is None else _fields_of(part)
+    part = _config_of(config).part("training")
+    values = {} if part is None else part.fields()
     return RunDefaults(**{name: values[name] for name in _OF_FILES if name in values})
 
 
-def _part_of(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+def _config_of(config: Any) -> UserConfig:
+    if isinstance(config, (str, bytes, int, float, Path)) or (isinstance(config, (list, set)) and config):
+        raise ConfigError(
+            "must be a dict, or an object, with a part 'training'; read a file first, for example by "
+            "treadle.config.load_config",
+            argument="config", value=config,
+        )  # fmt: skip
+    known = [field.name for field in dataclasses.fields(TrainingSettings)]
+    return UserConfig({} if config is None else config, "config", [*known, *_UNUSED, *_OF_FILES, *_NOWHERE])
 
 
 def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
@@ -291,96 +288,29 @@ def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict
     return dict(keywords)
 
 
-def _warn_of_flat_settings(config: Any) -> None:
-    """Warn of an object without a part ``training`` that has settings of it as its own attributes."""
-    known = {field.name for field in dataclasses.fields(TrainingSettings)}
-    outside = sorted(known & _fields_of(config, closed=True).keys())
-    if outside:
-        _log.warning(
-            "config: only its 'training' part is read, and this %s has none; %s %s not read: put them into "
-            "SimpleNamespace(training=...) or {'training': {...}}",
-            type(config).__name__, ", ".join(outside), "is" if len(outside) == 1 else "are",
-        )  # fmt: skip
-
-
-def _warn_of_misspelt_part(config: Mapping[Any, Any]) -> None:
-    """Warn of a key that is almost ``training``; a config may well hold other parts, which are not read."""
-    for key in difflib.get_close_matches("training", [key for key in config if isinstance(key, str)], n=1, cutoff=0.7):
-        if key != "training":
-            _log.warning("config: has no part 'training', and %r is not read; did you mean 'training'?", key)
-
-
-def _fields_of(part: Any, *, closed: bool = False) -> dict[str, Any]:
-    """Return the public fields of a mapping or of an object with attributes, its classes' included.
-
-    Args:
-        part: the object.
-        closed: whether it may show none.
+def _refuse_misplaced(config: UserConfig, known: Sequence[str], *, has_part: bool) -> None:
+    """Refuse settings outside of the part ``training`` if there is none; else, and of a part misspelt, warn.
 
     Raises:
-        ConfigError: it has no fields.
+        ConfigError: the config has settings of the trainer and no part for them.
     """
-    if isinstance(part, Mapping):
-        return dict(part)
-    if dataclasses.is_dataclass(part):
-        return {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-    for names in ("model_fields", "__attrs_attrs__"):  # pydantic's classes, and those of attrs
-        declared = getattr(type(part), names, None)
-        if declared:
-            return {name: getattr(part, name) for name in (getattr(one, "name", one) for one in declared)}
-    if isinstance(part, type):
-        return _public(_attributes_of(part))
-    if callable(getattr(part, "keys", None)) and hasattr(type(part), "__getitem__"):  # as ml_collections' ConfigDict
-        return {str(name): part[name] for name in part.keys()}  # noqa: SIM118  (it need not be iterable)
-    if hasattr(type(part), "__iter__") and hasattr(type(part), "__getitem__"):  # as qurious' Config
-        return {str(name): part[name] for name in part}
-    attributes = _attributes_of(part)
-    found = {**_served_by(part), **_public(attributes)}
-    # A bare namespace, or an object with nothing but hidden attributes that serves no key either.
-    if not found and not closed and type(part) is not types.SimpleNamespace and (not attributes or _serves(part)):
-        _refuse_closed(part)
-    return found
-
-
-def _public(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if not name.startswith("_") and not _is_method(value)}
-
-
-def _serves(part: Any) -> bool:
-    return hasattr(type(part), "__getattr__") or "__getattribute__" in vars(type(part))
-
-
-def _served_by(part: Any) -> dict[str, Any]:
-    """Return the settings that an object gives by ``__getattr__``, which has no list of them."""
-    if not _serves(part):
-        return {}
-    found = {}
-    for name in (*(field.name for field in dataclasses.fields(TrainingSettings)), *_UNUSED, *_OF_FILES, *_NOWHERE):
-        with contextlib.suppress(AttributeError, KeyError):
-            value = getattr(part, name)
-            if value is not None and not _is_method(value):
-                found[name] = value
-    return found
-
-
-def _attributes_of(part: Any) -> dict[str, Any]:
-    owners = [*reversed(part.__mro__ if isinstance(part, type) else type(part).__mro__), part]
-    found: dict[str, Any] = {}
-    for owner in owners:
-        slots = vars(owner).get("__slots__", ()) if isinstance(owner, type) else ()
-        held = [name for name in ((slots,) if isinstance(slots, str) else slots) if hasattr(part, name)]
-        found.update({name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in held})
-        found.update({name: getattr(part, name) for name in held})
-    return {name: value for name, value in found.items() if not (name.startswith("__") and name.endswith("__"))}
-
-
-def _refuse_closed(part: Any) -> None:
-    raise ConfigError(
-        f"a {type(part).__name__} shows neither keys nor attributes, so its settings cannot be read; "
-        "pass a dict, a dataclass or an object with attributes",
-        argument=_WHERE,
-    )
-
-
-def _is_method(value: Any) -> bool:
-    return callable(value) or isinstance(value, (property, classmethod, staticmethod, types.MemberDescriptorType))
+    there = config.names()
+    misplaced = [name for name in known if name in there]
+    if misplaced and not has_part:
+        raise ConfigError(
+            f"only its part 'training' is read, and it has none: write {{'training': {{{misplaced[0]!r}: ...}}}} or "
+            f"SimpleNamespace(training=...), or pass {misplaced[0]}= to the trainer",
+            argument="config",
+        )
+    if misplaced:
+        _log.warning(
+            "config: only its 'training' part is read, and %r is outside of it: write {'training': {%r: ...}}",
+            misplaced[0], misplaced[0],
+        )  # fmt: skip
+    if has_part or not there:
+        return
+    near = difflib.get_close_matches("training", there, n=1, cutoff=0.7)
+    _log.warning(
+        "config: has no part 'training', so nothing of it is read (it has %s)%s",
+        ", ".join(there), "; did you mean 'training'?" if near else "",
+    )  # fmt: skip

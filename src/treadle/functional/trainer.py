@@ -21,7 +21,7 @@ from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
-from treadle.engine.names import replaces
+from treadle.engine.names import replaces, takes
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.faces.build import EngineArguments, build_engine, place
@@ -41,8 +41,6 @@ from treadle.functional.checks import (
     say_if_finished,
     scheduler_for,
     set_length,
-    takes,
-    unused_names,
     warn_of_idle_interval,
 )
 from treadle.functional.driver import FaceEpochs
@@ -326,16 +324,18 @@ class Trainer(EpochFace):
             ConfigError: an argument is out of range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
-        for warning in unused_names(self, self._face):
-            _log.warning("%s", warning)
-        check_call(num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader))
+        check_call(
+            self, num_epochs, save_freq, callbacks=callbacks, loaders=(train_dataloader, eval_dataloader),
+            paths={"save_dir": save_dir, "resume_from": resume_from},
+        )  # fmt: skip
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
             loaders=eval_dataloader, known=self._known_keys(eval_dataloader),
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))
-        with speaking(self._engine), self._folder.training():
+        breaking = self._folder.saving_what_an_evaluation_breaks(self._epochs)
+        with speaking(self._engine), self._folder.training(), breaking:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)

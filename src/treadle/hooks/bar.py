@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.engine.voice import VOICE
 from treadle.errors import ConfigError, MissingExtraError
@@ -59,6 +60,7 @@ class ProgressBarHook(BaseHook):
     writes = True
     writes_in_workspace_alone = True
 
+    @checked
     def __init__(
         self,
         *,

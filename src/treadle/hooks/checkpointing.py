@@ -18,6 +18,7 @@ from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
+from treadle.engine.arguments import checked
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
 from treadle.hooks.files import in_workspace
@@ -106,6 +107,7 @@ class CheckpointingHook(SavingHook):
         >>> hook = CheckpointingHook(interval=1000, keep_previous=2)
     """
 
+    @checked
     def __init__(
         self,
         interval: int,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.checkpoint.store import write_text
+from treadle.engine.arguments import checked
 from treadle.hooks.files import append_lines, in_workspace, next_free
 from treadle.hooks.tracking import TrackerHook
 
@@ -29,6 +30,7 @@ class CsvHook(TrackerHook):
         >>> hook = CsvHook("metrics.csv")
     """
 
+    @checked
     def __init__(self, path: str | Path = "metrics.csv"):
         super().__init__()
         self.path = Path(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from treadle.engine.arguments import checked
 from treadle.hooks.averaging import AveragingHook
 from treadle.optim.ema import Ema, check_average
 
@@ -28,6 +29,7 @@ class EmaHook(AveragingHook):
 
     _kind = "ema"
 
+    @checked
     def __init__(
         self,
         decay: float = 0.9999,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from treadle import distributed
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, RanksDifferError
 
@@ -34,6 +35,7 @@ class EqualRanksHook(BaseHook):
         >>> hook = EqualRanksHook(100)
     """
 
+    @checked
     def __init__(self, interval: int = 100):
         if interval < 1:
             raise ConfigError("must be at least 1 step", argument="interval", value=interval)

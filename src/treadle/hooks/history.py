@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import next_free
 from treadle.hooks.files import to_json as to_json
@@ -40,6 +41,7 @@ class HistoryHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         path: str | Path,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 from treadle.hooks.files import in_workspace
@@ -41,6 +42,7 @@ class ImageFileLoggerHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         interval: int = 1,

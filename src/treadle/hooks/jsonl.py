@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.hooks.files import continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import TrackerHook
 
@@ -26,6 +27,7 @@ class JsonlHook(TrackerHook):
         >>> hook = JsonlHook("metrics.jsonl")
     """
 
+    @checked
     def __init__(self, path: str | Path = "metrics.jsonl"):
         super().__init__()
         self.path = Path(path)

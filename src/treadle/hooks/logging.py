@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
 from treadle.hooks.reporting import IntervalHook
 
@@ -29,6 +30,7 @@ class LoggingHook(IntervalHook):
         >>> hook = LoggingHook(interval=100)
     """
 
+    @checked
     def __init__(self, interval: int = 10, sync: bool = True):
         super().__init__(interval, sync=sync)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import flat_settings, require
@@ -44,6 +45,7 @@ class MlflowHook(TrackerHook):
         >>> hook = MlflowHook(experiment="digits", params={"lr": 1e-3})
     """
 
+    @checked
     def __init__(
         self,
         experiment: str | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 from treadle.hooks.tracking import epoch_records
@@ -38,6 +39,7 @@ class OptunaPruningHook(BaseHook):
         >>> #     return min(trainer.train(loader, 10, eval_loader)["eval_loss"])
     """
 
+    @checked
     def __init__(self, trial: Any, metric: str):
         for method in ("report", "should_prune"):
             if not callable(getattr(trial, method, None)):

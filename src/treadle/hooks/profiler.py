@@ -10,6 +10,7 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.store import replacing
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 from treadle.hooks.files import in_workspace
@@ -41,6 +42,7 @@ class ProfilerHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(self, path: str | Path = "profile", wait: int = 10, warmup: int = 2, active: int = 3, repeat: int = 1):
         self._schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
         for name, value in self._schedule.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.hooks.reporting import IntervalHook
 from treadle.hooks.values import hours
 from treadle.nested import flatten_nested_dict
@@ -34,6 +35,7 @@ class ProgressHook(IntervalHook):
 
     _may_report_late = True
 
+    @checked
     def __init__(self, interval: int = 1, with_records: bool = False, sync: bool = False, eta_warmup: int = 10):
         super().__init__(interval, sync=sync)
         self.with_records = with_records

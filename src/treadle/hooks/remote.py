@@ -16,6 +16,7 @@ from treadle import distributed
 from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.remote import RemoteWorkspace
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
 
@@ -51,6 +52,7 @@ class RemoteWorkspaceHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         url: str,

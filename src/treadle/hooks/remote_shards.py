@@ -12,6 +12,7 @@ from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import on_rank_0, together, writers_group
 from treadle.checkpoint.remote_claim import RemoteClaim
+from treadle.engine.arguments import checked
 from treadle.engine.signals import ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.saving import SavingHook, equal_names
@@ -45,6 +46,7 @@ class RemoteShardsHook(SavingHook):
         >>> hook = RemoteShardsHook("memory://runs/7/shards", interval=1000)
     """
 
+    @checked
     def __init__(
         self,
         url: str,

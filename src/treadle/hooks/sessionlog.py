@@ -14,6 +14,7 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.schema import versions
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard
@@ -48,6 +49,7 @@ class SessionLogHook(BaseHook):
     writes = True
     _may_fail_to_write = True  # and warns of it: the log of sessions is worth no run
 
+    @checked
     def __init__(self, path: str | Path = "sessions.jsonl"):
         self.path = Path(path)
         self._guard = Guard()

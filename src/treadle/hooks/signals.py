@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 
@@ -32,6 +33,7 @@ class SignalHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(
         self,
         write: Callable[[], Any],

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.device.on_the_way import OnTheWay
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
@@ -159,6 +160,7 @@ class StepLogHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(self, path: str | Path = "steps.jsonl", interval: int = 100):
         if interval < 1:
             raise ConfigError("must be at least 1 step", argument="interval", value=interval)

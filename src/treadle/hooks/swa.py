@@ -10,6 +10,7 @@ from torch import nn
 
 from treadle.data.sources import refuse_dataset
 from treadle.distributed import unwrap
+from treadle.engine.arguments import checked
 from treadle.engine.evaluation import for_each_batch
 from treadle.hooks.averaging import AveragingHook
 from treadle.optim.ema import check_average
@@ -45,6 +46,7 @@ class SwaHook(AveragingHook):
 
     _kind = "swa"
 
+    @checked
     def __init__(
         self,
         start: int,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from treadle.engine.arguments import checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import flat_settings, require
@@ -32,6 +33,7 @@ class TensorBoardHook(TrackerHook):
         >>> hook = TensorBoardHook("tensorboard")
     """
 
+    @checked
     def __init__(self, path: str | Path = "tensorboard", **writer_kwargs: Any):
         super().__init__()
         self.path = Path(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
 
@@ -31,6 +32,7 @@ class ThroughputHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(self, interval: int = 10):
         if interval < 1:
             raise ConfigError("must be at least 1 step", argument="interval", value=interval)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.hooks.files import RunNotes
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import require
@@ -36,6 +37,7 @@ class TrackioHook(TrackerHook):
         >>> hook = TrackioHook(project="digits", config={"lr": 1e-3})
     """
 
+    @checked
     def __init__(
         self,
         project: str = "treadle",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
+import types
 from collections.abc import Sequence
 from typing import Any
 
 from treadle.engine.hook import BaseHook
-from treadle.engine.names import names_used_in
+from treadle.engine.names import names_used_in, takes
 from treadle.errors import ConfigError
 
 _log = logging.getLogger("treadle.hooks")
@@ -38,8 +40,25 @@ def check_hooks(hooks: Any) -> list[BaseHook]:
                 f"must be a hook, and this is {_kind(hook)}; make an object of a subclass of BaseHook",
                 argument=f"hooks[{number}]",
             )
+        _refuse_uncallable_events(hook)
         _warn_of_misspelt_events(hook)
     return list(hooks)
+
+
+def _refuse_uncallable_events(hook: BaseHook) -> None:
+    """Raise ConfigError for an event that would fail when it comes, or never run its code."""
+    for event in _EVENTS:
+        method = getattr(hook, event)
+        where = f"{type(hook).__name__}.{event}"
+        parameters = list(inspect.signature(getattr(BaseHook, event)).parameters)[1:]
+        call = f"{event}({', '.join(parameters)})"
+        if not callable(method):
+            raise ConfigError(f"{where}={method!r}: is no method; define {event}(self, {', '.join(parameters)})")
+        if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+            kind = "an async function" if inspect.iscoroutinefunction(method) else "a generator function"
+            raise ConfigError(f"{where}: is {kind}, whose body no call of it runs; make it a plain function")
+        if not takes(method, len(parameters)):
+            raise ConfigError(f"{where}{inspect.signature(method)}: is called as {call}; take these arguments")
 
 
 def _kind(value: Any) -> str:
@@ -50,11 +69,12 @@ def _warn_of_misspelt_events(hook: BaseHook) -> None:
     kind = type(hook)
     own = [owner for owner in kind.__mro__ if issubclass(owner, BaseHook) and owner.__module__ != BaseHook.__module__]
     used = {name for owner in own for name in names_used_in(owner)}
-    for name in {name for owner in own for name in vars(owner)} - set(vars(BaseHook)) - used:
+    on_it = {name for name, value in vars(hook).items() if isinstance(value, types.FunctionType)}
+    for name in ({name for owner in own for name in vars(owner)} | on_it) - set(vars(BaseHook)) - used:
         meant = difflib.get_close_matches(name, _EVENTS, n=1, cutoff=0.8)
         if not meant and name.startswith(("before_", "after_")):
             meant = [event for event in _EVENTS if event == f"on_{name}"]
         if meant:
             _log.warning("%s.%s: no event calls it; did you mean %r?", kind.__name__, name, meant[0])
-        elif name.startswith("on_") and callable(getattr(kind, name)):
+        elif name.startswith("on_") and callable(getattr(hook, name)):
             _log.warning("%s.%s: no event calls it; the events are %s", kind.__name__, name, ", ".join(_EVENTS))

@@ -15,6 +15,7 @@ from treadle.checkpoint.files import name_also
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
 from treadle.data.sources import refuse_dataset
+from treadle.engine.arguments import checked
 from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import BaseHook
@@ -73,6 +74,7 @@ class ValidationHook(BaseHook):
     writes = True
     writes_in_workspace_alone = True
 
+    @checked
     def __init__(
         self,
         loader: Iterable[Any] | Mapping[str, Iterable[Any]],

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from treadle.engine.arguments import checked
 from treadle.hooks.files import RunNotes
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import as_image, require
@@ -34,6 +35,7 @@ class WandbHook(TrackerHook):
         >>> hook = WandbHook(project="my-project", name="experiment-1", config={"lr": 1e-3}, tags=None)
     """
 
+    @checked
     def __init__(
         self,
         project: str | None = None,

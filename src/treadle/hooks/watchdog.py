@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from treadle import distributed
+from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook, read_only
 from treadle.errors import ConfigError
 from treadle.hooks.thread_activity import stack_of, thread_activity
@@ -54,6 +55,7 @@ class StuckRankHook(BaseHook):
 
     writes = True
 
+    @checked
     def __init__(self, timeout: float = 300.0, interval: float | None = None):
         if not timeout > 0:
             raise ConfigError("must be more than 0 seconds", argument="timeout", value=timeout)

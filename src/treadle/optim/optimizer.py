@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from treadle.checkpoint.schema import to_plain
 from treadle.distributed import unwrap
 from treadle.distributed.shards import placed_state
 from treadle.distributed.state_names import clean_name
@@ -144,7 +145,20 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     for saved, live in zip(state["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**saved, "param_names": [names.get(id(parameter), "") for parameter in live["params"]]})
     inner = {path: one.state_dict() for path, one in inner_optimizers(optimizer).items()}
-    return {**state, "param_groups": groups, **({INNER: inner} if inner else {})}  # it may keep more than the first two
+    entries = {index: _exactly(entry) for index, entry in state["state"].items()}
+    # It may keep more than the first two.
+    return {**state, "state": entries, "param_groups": groups, **({INNER: inner} if inner else {})}
+
+
+def _exactly(entry: Any) -> Any:
+    """Return the state of a parameter, of which tuples come back as tuples."""
+    if not isinstance(entry, dict):
+        return entry
+    plain = (Tensor, int, float, str, type(None))
+    return {
+        key: value if isinstance(value, plain) else to_plain(value, str(key), encoding="exact")
+        for key, value in entry.items()
+    }
 
 
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:

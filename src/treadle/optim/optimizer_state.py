@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle.errors import CheckpointError
+from treadle.nested import map_nested_tensor
 
 OWN = "own"
 """Key of the state of an optimizer with its own format."""
@@ -96,7 +97,7 @@ def shared_groups(optimizer: Any, inner: Mapping[str, Optimizer]) -> dict[tuple[
 
 
 def load_exactly(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load a state dict; where torch would cast a tensor to its parameter's dtype, the saved one is kept."""
+    """Load a state dict; what torch would cast to its parameter's dtype, or take apart, is kept as it was saved."""
     optimizer.load_state_dict(state)
     if getattr(type(optimizer), "load_state_dict", None) is not Optimizer.load_state_dict:
         return
@@ -105,8 +106,15 @@ def load_exactly(optimizer: Any, state: dict[str, Any]) -> None:
             own, entries = optimizer.state.get(parameter), state["state"].get(index)
             if isinstance(own, dict) and isinstance(entries, Mapping):
                 for key, value in entries.items():
-                    if isinstance(value, Tensor) and isinstance(own.get(key), Tensor) and own[key].dtype != value.dtype:
+                    if not isinstance(value, Tensor):
+                        own[key] = copy.deepcopy(_beside(value, parameter))
+                    elif isinstance(own.get(key), Tensor) and own[key].dtype != value.dtype:
                         own[key] = value.detach().clone().to(own[key].device)
+
+
+def _beside(value: Any, parameter: Tensor) -> Any:
+    """Return a value whose tensors are on the device of a parameter."""
+    return map_nested_tensor(lambda inner: inner.to(parameter.device), value)
 
 
 def added_groups(optimizer: Any, names: Mapping[str, nn.Parameter], saved: list[Any]) -> list[dict[str, Any]]:

@@ -56,6 +56,14 @@ class RunRecordHook(BaseHook):
             config = None if entries[-1]["config"] is None else to_json(self.config)
             write_record(trainer.workspace, {"face": trainer.face, "config": config, "entries": entries})
 
+    def warn_of_unused(self, trainer: Engine) -> None:
+        """Warn of settings that differ from those of a finished run, which was left as it was."""
+        if distributed.rank() != 0 or trainer.workspace is None:
+            return
+        entries = read_entries(trainer.workspace / RUN_FILE)
+        if entries and not _same(entries[-1], self._entry):
+            _say_changes(entries[-1], self._entry, f"{trainer.workspace} (it is finished: they have no effect)")
+
 
 class SessionKeeper:
     """Observer of the trainers of a command: each with a folder gets a SessionLogHook, unless it has one."""

@@ -22,8 +22,20 @@ def unmasked(X: NDArray[Any]) -> NDArray[Any]:
     return X
 
 
+def as_array(X: Any, name: str) -> Any:
+    """Return a table of pandas or polars as a NumPy array; anything else as it is.
+
+    Raises:
+        TypeError: it is sparse.
+    """
+    if callable(getattr(X, "toarray", None)):
+        raise TypeError(f"{name} is sparse ({type(X).__name__}); pass {name}.toarray()")
+    return X.to_numpy() if callable(getattr(X, "to_numpy", None)) else X
+
+
 def as_float64(X: object, name: str) -> Tensor:
     """A float64 tensor with the values of ``X``; a tensor stays on its device where float64 exists there."""
+    X = as_array(X, name)
     if isinstance(X, Tensor):
         if X.is_complex():
             raise ValueError(f"{name} has dtype {X.dtype} but must hold real numbers; pass its modulus")

@@ -24,6 +24,12 @@ class Estimator:
         {'by': 2.0}
     """
 
+    _learns, _transforms = True, False  # what fit and transform do, for the tags
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
+        return f"{type(self).__name__}({settings})"
+
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the settings by name.
 
@@ -50,13 +56,14 @@ class Estimator:
 
     def __sklearn_tags__(self) -> Any:
         """Return the tags that scikit-learn looks up: no target is needed."""
-        from sklearn.utils import InputTags, Tags, TargetTags
+        from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
 
         return Tags(
             estimator_type=None,
             target_tags=TargetTags(required=False),
-            transformer_tags=None,
+            transformer_tags=TransformerTags() if self._transforms else None,
             classifier_tags=None,
             regressor_tags=None,
             input_tags=InputTags(),
+            requires_fit=self._learns,
         )

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.spectra.arrays import Spectra, as_float64, centre, device_of, like, per_row, take, write_into
+from treadle.spectra.arrays import Spectra, as_array, as_float64, centre, device_of, like, per_row, take, write_into
 from treadle.spectra.augment import SpectraAugmenter
 from treadle.spectra.estimator import Estimator
 
@@ -54,6 +54,8 @@ class SNVScaler(Estimator):
         self.copy = copy
         self.transform_stats = transform_stats
 
+    _learns, _transforms = False, True
+
     def fit(self, X: object = None, y: object = None) -> SNVScaler:
         """Return self; there is nothing to fit (for pipelines)."""
         return self
@@ -67,16 +69,17 @@ class SNVScaler(Estimator):
         """Scale every row.
 
         Args:
-            X: (L,) or (N, L), NumPy or torch, real numbers. NaN stays within its row.
+            X: (L,) or (N, L), NumPy, torch or a table of pandas, real numbers. NaN stays within its row.
 
         Returns:
-            Y like ``X``; with ``transform_stats`` the tuple ``(Y, mu, sd)`` in the same container and dtype,
-            mu and sd of shape (N, 1), or 0-d for one spectrum, sd = std + eps.
+            Y like ``X``, of a table an array; with ``transform_stats`` the tuple ``(Y, mu, sd)`` in the same container
+            and dtype, mu and sd of shape (N, 1), or 0-d for one spectrum, sd = std + eps.
 
         Raises:
             TypeError: When ``X`` is neither a NumPy array nor a tensor.
             ValueError: When ``X`` is not real, has other than 1 or 2 dimensions, or rows without channels.
         """
+        X = as_array(X, "X")
         work = as_float64(X, "X")
         if work.dim() not in (1, 2) or work.shape[-1] == 0:
             raise ValueError(
@@ -128,6 +131,7 @@ class SNVScaler(Estimator):
             array([[1., 2., 3.],
                    [4., 6., 8.]])
         """
+        Y = as_array(Y, "Y")
         work = as_float64(Y, "Y")
         mu_column = per_row(mu, "mu", work)
         return like(work * per_row(sd, "sd", work) + mu_column, Y)

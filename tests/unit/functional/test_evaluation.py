@@ -272,3 +272,9 @@ def test_other_numbers_than_the_loss_are_means_over_the_targets(size, weights, r
     history = trainer.train(data, 1)
     assert history["train_loss"] == [pytest.approx(loss)]
     assert history["train_accuracy"] == [pytest.approx(right)]
+
+
+def test_an_epoch_whose_metric_is_nan_is_named(caplog):
+    x, y = torch.ones(4, 4), torch.full((4, 1), torch.nan)
+    assert make().train(loader(), 1, [(x, y)])["epoch"] == [1]
+    assert "epoch 1: eval_loss is NaN, so it cannot be the best" in caplog.text

@@ -247,3 +247,76 @@ def test_limits_of_batches_and_trials_hold_in_it(caplog):
     assert make(Counts, fast_dev_run=1).train(loader(), 5)["train_loss"] == [1.0]
     make(Loop, grad_clip_value=0.5)
     assert "grad_clip_value=0.5" in caplog.text
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as its public form has it: two steps, of which the second calls the inner one."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, settings)
+        self.inner = torch.optim.SGD(self.param_groups, **settings)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            self.state[weight]["ascent"] = 0.05 * weight.grad
+            weight.add_(self.state[weight]["ascent"])
+
+    @torch.no_grad()
+    def second_step(self):
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            weight.sub_(self.state[weight]["ascent"])
+        self.inner.step()
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+def sharp(trainer, batch):
+    x, y = trainer._prepare_batch(batch)
+    for move in (trainer.optimizer.first_step, trainer.optimizer.second_step):
+        trainer.optimizer.zero_grad()
+        loss = trainer._compute_loss(trainer._forward_pass(x), y)
+        loss.backward()
+        move()
+    return {"loss": loss.item()}
+
+
+class SharpStep(treadle.Trainer):
+    def train_step(self, batch):
+        return sharp(self, batch)
+
+
+class SharpLoop(treadle.Trainer):
+    def train_epoch(self, train_dataloader, eval_dataloader=None):
+        for batch in train_dataloader:
+            loss = sharp(self, batch)["loss"]
+            self.scheduler.step()
+        return {"train_loss": loss}
+
+
+class ByHand(treadle.Trainer):
+    def train_step(self, batch):
+        x, y = self._prepare_batch(batch)
+        loss = self._compute_loss(self._forward_pass(x), y)
+        self.model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.sub_(0.1 * weight.grad)
+        return {"loss": loss.item()}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # torch's, of the loop's own scheduler.step()
+@pytest.mark.parametrize("cls", [SharpStep, SharpLoop, ByHand])
+def test_steps_that_move_the_weights_by_another_way_are_applied(cls, caplog):
+    model = net()
+    optimizer = Sam(model.parameters(), lr=0.1) if cls is not ByHand else torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    config = {"training": {"scheduler_step_per_batch": True}}
+    trainer = cls(model, optimizer, nn.MSELoss(), config, "cpu", schedule)
+    trainer.train(loader(), 2)
+    assert (trainer.step, trainer._engine.progress.applied_steps) == (6, 6)
+    assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+    assert "no step changed the weights" not in caplog.text

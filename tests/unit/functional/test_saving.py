@@ -7,6 +7,7 @@ import signal
 import sys
 
 import pytest
+import torch
 
 import treadle
 from functional_kit import constant, evaluations, loader, make, same_weights, scalar
@@ -159,3 +160,58 @@ def test_a_hooks_further_state_wins_over_the_best_epoch(tmp_path):
     trainer.train(loader(40, 4, shuffle=True), 0, save_dir=tmp_path / "p", save_freq=None, resume_from="auto")
     assert trainer.step == 17  # and not 10, where the best epoch is
     assert same_weights(straight, run())
+
+
+@pytest.mark.parametrize("save_freq", [None, 1, 2])
+def test_what_a_callback_changes_after_the_best_epoch_was_written_is_resumed(tmp_path, save_freq):
+    def halve(trainer, epoch, metrics):
+        with torch.no_grad():
+            trainer.model[0].weight.mul_(0.5)
+
+    def run(folder, epochs):
+        trainer = make()
+        trainer.train(loader(), epochs, loader(), folder, save_freq, callbacks=[halve], resume_from="auto")
+        return trainer
+
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "cut", 1)
+    assert same_weights(run(tmp_path / "cut", 4), whole)
+
+
+class Breaks(torch.utils.data.Dataset):
+    """Rows of which the last cannot be read until it is mended."""
+
+    def __init__(self, mended):
+        self.rows, self.mended = loader().dataset, mended
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        if index == len(self) - 1 and not self.mended:
+            raise KeyError("no such file")
+        return self.rows[index]
+
+
+def test_an_epoch_whose_evaluation_fails_is_saved_and_evaluated_by_the_next_call(tmp_path):
+    def run(folder, mended=True):
+        trainer = make()
+        val = torch.utils.data.DataLoader(Breaks(mended), 8)
+        trainer.train(loader(shuffle=True), 2, val, folder, resume_from="auto")
+        return trainer
+
+    with pytest.raises(KeyError, match="no such file"):
+        run(tmp_path / "cut", mended=False)
+    saved = load_checkpoint(tmp_path / "cut" / "last.pt")
+    assert (saved["global_step"], saved["epoch"]) == (3, 0)
+    resumed, whole = run(tmp_path / "cut"), run(tmp_path / "whole")
+    assert same_weights(resumed, whole)
+    assert resumed.history == whole.history
+
+
+def test_the_folder_of_a_run_is_no_checkpoint_and_a_message_names_its_files(tmp_path):
+    make().train(loader(), 1, save_dir=tmp_path)
+    with pytest.raises(
+        treadle.ConfigError, match=r"resume_from=.*is the folder of a run.*checkpoint_epoch_1.pt.*'auto'"
+    ):
+        make().train(loader(), 2, resume_from=tmp_path)

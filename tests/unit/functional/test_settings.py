@@ -98,10 +98,12 @@ def test_a_config_that_forgot_the_training_part_is_refused_and_one_beside_it_war
         read_settings({"max_grad_norm": 1.0, "lr": 3})
     read_settings({"max_grad_norm": 1.0, "training": {}})
     assert "'max_grad_norm'" in caplog.text
-    caplog.clear()
-    read_settings({"model": "mine"})
-    read_settings(SimpleNamespace(seed=3))
-    assert caplog.text == ""
+    for config in ({"model": "mine"}, SimpleNamespace(seed=3), Namespace(lr=0.1, epochs=3), {"training.lr": 1}):
+        caplog.clear()
+        assert read_settings(config) == TrainingSettings()
+        assert "nothing of it is read" in caplog.text
+    with pytest.raises(ConfigError, match=r"SimpleNamespace\(training="):
+        read_settings(Namespace(max_grad_norm=1.0))
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,6 @@ def test_a_misspelt_training_part_is_a_warning_and_other_parts_are_not(caplog):
     read_settings({"trainning": {"max_grad_norm": 1.0}})
     assert "did you mean 'training'?" in caplog.text
     caplog.clear()
-    read_settings({"model": {"width": 3}, "data": {}})
     read_settings({"training": {"max_grad_norm": 1.0}, "trainings": 3})
     assert caplog.text == ""
 

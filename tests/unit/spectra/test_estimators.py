@@ -58,3 +58,50 @@ def test_a_pipeline_ends_in_the_clusters_of_its_parts():
     labels = base.clone(pipeline).fit(rows()).predict(rows())
     alone = MADE["kmeans"]().fit_predict(SNVScaler().transform(rows()))
     assert torch.equal(torch.as_tensor(labels), torch.as_tensor(alone))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_table_gives_what_its_array_gives(name):
+    table = pytest.importorskip("pandas").DataFrame(rows(), columns=list("abcd"))
+    results = [
+        MADE[name]().fit_transform(X) if name == "scaler" else MADE[name]().fit(X).predict(X) for X in (table, rows())
+    ]
+    first, second = (result[0] if name == "scaler" else result for result in results)
+    assert torch.equal(torch.as_tensor(first), torch.as_tensor(second))
+
+
+@pytest.mark.parametrize("name", ["kmeans", "mixture"])
+def test_targets_are_not_used(name):
+    scores = pytest.importorskip("sklearn.model_selection").cross_val_score
+    labels = np.array(["a", "b", "c"])[np.arange(30) % 3]
+    assert np.array_equal(scores(MADE[name](), rows(), labels, cv=2), scores(MADE[name](), rows(), cv=2))
+    assert torch.equal(MADE[name]().fit_predict(rows(), labels), MADE[name]().fit(rows()).predict(rows()))
+
+
+def test_scikit_learn_sees_what_is_fitted():
+    check = pytest.importorskip("sklearn.utils.validation").check_is_fitted
+    for name in ("kmeans", "mixture"):
+        with pytest.raises(pytest.importorskip("sklearn.exceptions").NotFittedError):
+            check(MADE[name]())
+        check(MADE[name]().fit(rows()))
+    check(MADE["scaler"]())  # learns nothing
+
+
+def test_a_random_state_of_numpy_gives_the_seed_and_another_object_is_refused():
+    made = CosineKMeans(3, random_state=np.random.RandomState(0), device="cpu").fit(rows())
+    again = CosineKMeans(3, random_state=np.random.RandomState(0), device="cpu").fit(rows())
+    assert torch.equal(made.centroids, again.centroids)
+    with pytest.raises(ConfigError, match="random_state='x' must be a whole number"):
+        CosineKMeans(3, random_state="x", device="cpu").fit(rows())
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_what_holds_no_numbers_is_refused_by_name(make):
+    sparse = pytest.importorskip("scipy.sparse").csr_matrix(rows())
+    for X, words in ((sparse, "X is sparse"), (np.array([["a", "b", "c", "d"]] * 9), "must hold real numbers")):
+        with pytest.raises((TypeError, ValueError), match=words):
+            getattr(make().fit(X), "transform", lambda X: None)(X)
+
+
+def test_an_estimator_shows_its_settings():
+    assert repr(MADE["scaler"]()) == "SNVScaler(eps=1e-06, copy=True, transform_stats=True)"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.spectra.arrays import unmasked
+from treadle.spectra.arrays import as_array, unmasked
 
 DeviceLike: TypeAlias = str | int | torch.device | None
 RowsLike: TypeAlias = Tensor | np.ndarray[Any, Any]
@@ -47,7 +47,17 @@ def resolve_device(device: DeviceLike) -> torch.device:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return numbers as a tensor, whatever the layout and byte order of an array; masked numbers become NaN."""
+    """Return numbers as a tensor, whatever the layout and byte order of an array; masked numbers become NaN.
+
+    Raises:
+        TypeError: they are sparse, or texts.
+    """
+    values = as_array(values, "X")
+    if isinstance(values, np.ndarray) and values.dtype.kind in "OUS":
+        try:
+            values = values.astype(np.float64)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"X has dtype {values.dtype}, but must hold real numbers: {error}") from None
     if isinstance(values, np.ndarray):
         values = unmasked(values)
         native = values.dtype.newbyteorder("=")
@@ -62,14 +72,23 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def make_generator(random_state: int | None) -> torch.Generator:
-    """Return a CPU generator seeded with `random_state`; None seeds it from the operating system."""
+def make_generator(random_state: Any) -> torch.Generator:
+    """Return a CPU generator seeded with `random_state`; None seeds it from the operating system.
+
+    A RandomState or a Generator of NumPy gives its next number as the seed.
+    """
     generator = torch.Generator(device="cpu")
     if random_state is None:
         generator.seed()
-    else:
-        generator.manual_seed(random_state)
-    return generator
+        return generator
+    if isinstance(random_state, (np.random.RandomState, np.random.Generator)):
+        draw = random_state.integers if isinstance(random_state, np.random.Generator) else random_state.randint
+        random_state = draw(2**31)
+    if isinstance(random_state, bool) or not isinstance(random_state, int | np.integer):
+        raise ConfigError(
+            " must be a whole number, a random state of NumPy, or None", argument="random_state", value=random_state
+        )
+    return generator.manual_seed(int(random_state))
 
 
 def check_count(name: str, value: int, *, least: int = 1) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,8 +88,12 @@ class CosineKMeans(Estimator):
             raise RuntimeError("centroids: there are none yet; call fit(X) or load_centroids(path) first.")
         return self._centroids_KD
 
-    def fit(self, X: RowsLike, chunk: int | None = None) -> CosineKMeans:
-        """Find the centroids of X (N, D), with at most `chunk` rows on the device at once; returns self."""
+    def fit(self, X: RowsLike, chunk: int | None = None, *, y: object = None) -> CosineKMeans:
+        """Find the centroids of X (N, D), with at most `chunk` rows on the device at once; returns self.
+
+        Targets, which scikit-learn passes as the second argument, are not used.
+        """
+        chunk = None if np.ndim(chunk) else chunk  # type: ignore[arg-type]
         rows = UnitRows(X, device=self.device, chunk=chunk)
         if self.n_components > rows.n:
             raise ConfigError(
@@ -155,9 +160,12 @@ class CosineKMeans(Estimator):
                 distances_NK[part] = (1.0 - cosine_BK).clamp(0.0, 2.0).to(rows.home, rows.out_dtype)
         return (labels_N, distances_NK) if return_dist else labels_N
 
-    def fit_predict(self, X: RowsLike, chunk: int | None = None) -> Tensor:
+    def fit_predict(self, X: RowsLike, chunk: int | None = None, *, y: object = None) -> Tensor:
         """Fit X (N, D) and return its labels (N,), as `fit` followed by `predict` does."""
-        return self.fit(X, chunk).predict(X, chunk=chunk)
+        return self.fit(X, chunk).predict(X, chunk=None if np.ndim(chunk) else chunk)  # type: ignore[arg-type]
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return self._centroids_KD is not None
 
     def score(self, X: RowsLike, y: object = None) -> float:
         """Return minus the mean of 1 - cos between the rows of X (N, D) and their centroids; more is better."""

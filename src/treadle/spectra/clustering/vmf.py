@@ -183,6 +183,13 @@ class VMFMixture(Estimator):
         self._parameters = Parameters(*(t.to(rows.out_dtype).to(self.device) for t in parameters))
         return self
 
+    def fit_predict(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> Tensor:
+        """Fit X (N, D) and return its labels (N,), as `fit` followed by `predict` does."""
+        return self.fit(X, chunk=chunk).predict(X, chunk=chunk)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return self._parameters is not None
+
     def predict(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
         """Return the most probable component of each row: (N,) int64, on the device of X."""
         rows, scorer = self._rows(X, chunk), self._scorer()

@@ -1,0 +1,127 @@
+"""Values of the standard library and of NumPy as plain trees, beyond numbers, containers and constants."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import copyreg
+import datetime
+import io
+import itertools
+import statistics
+import types
+import uuid
+import warnings
+from collections import ChainMap, UserDict, UserList
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_KINDS: tuple[type, ...] = (
+    array.array, bytearray, uuid.UUID, datetime.time, datetime.timezone, statistics.NormalDist, ChainMap, UserDict,
+    UserList, io.BytesIO, io.StringIO, itertools.count, *NAMESPACES,
+)  # fmt: skip
+_BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _KINDS}
+LIBRARY_VALUES = frozenset(("reduced", "elements", "objects", "masked"))
+
+
+def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) -> Any:
+    """Return a value as a tree, ``opaque`` where a part of it has none, and None where it is of another kind.
+
+    Args:
+        value: any.
+        encode: applied to its parts.
+        opaque: what ``encode`` returns for a value that cannot be written.
+
+    Example:
+        >>> encode_library_value(array.array("i", [1, 2]), lambda part: part, "opaque")["arguments"]
+        ('i', [1, 2])
+    """
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        return _encoded_array(np.asarray(value), encode, opaque, is_scalar=isinstance(value, np.generic))
+    if type(value) is np.ma.MaskedArray:
+        parts = [encode(value.data), encode(np.ma.getmaskarray(value))]
+        return opaque if any(part is opaque for part in parts) else {"masked": parts}
+    if type(value) not in _KINDS:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, which Python 3.14 no longer reduces
+        try:
+            function, given, state = (*value.__reduce_ex__(2), None)[:3]
+        except TypeError:
+            return opaque
+    is_new = function is copyreg.__newobj__  # type: ignore[attr-defined]
+    arguments, state = encode(tuple(given[1:] if is_new else given)), encode(state)
+    if arguments is opaque or state is opaque or not (is_new or function is type(value)):
+        return opaque
+    path = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"reduced": path, "made": "new" if is_new else "called", "arguments": arguments, "state": state}
+
+
+def _encoded_array(value: Any, encode: Callable[[Any], Any], opaque: Any, *, is_scalar: bool) -> Any:
+    shape = list(value.shape)
+    if value.dtype == object:
+        items = encode(value.reshape(-1).tolist())
+        return opaque if items is opaque else {"objects": items, "shape": shape}
+    if value.dtype.hasobject:
+        return opaque
+    elements = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
+    counted = encode(elements)
+    form = encode(np.lib.format.dtype_to_descr(value.dtype))
+    if counted is opaque or form is opaque:
+        return opaque
+    return {"elements": elements, "dtype": form, "shape": shape, "scalar": is_scalar}
+
+
+def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any], held: Any) -> Any:
+    """Return the value that :func:`encode_library_value` was given.
+
+    Args:
+        value: what it returned.
+        decode: applied to its parts.
+        held: what is in its place now; an array of the same form is filled.
+    """
+    (kind, inner), *_ = value.items()
+    if kind == "masked":
+        return np.ma.MaskedArray(*(decode(part) for part in inner))
+    if kind == "reduced":
+        return _filled(held, _rebuilt(_BY_PATH[inner], value, decode))
+    if kind == "objects":
+        made = np.empty(len(inner), dtype=object)
+        made[:] = decode(inner)
+    else:
+        made = np.frombuffer(inner.numpy().tobytes(), dtype=np.lib.format.descr_to_dtype(decode(value["dtype"])))
+    made = made.reshape(value["shape"])
+    return made[()] if value.get("scalar") else _filled(held, made.copy())
+
+
+def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) -> Any:
+    arguments, state = decode(value["arguments"]), decode(value["state"])
+    made = kind.__new__(kind, *arguments) if value["made"] == "new" else kind(*arguments)
+    if state and hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    elif state:
+        plain, slots = state if isinstance(state, tuple) else (state, None)
+        for name, item in {**(plain or {}), **(slots or {})}.items():
+            object.__setattr__(made, name, item)
+    return made
+
+
+def _filled(held: Any, made: Any) -> Any:
+    """Fill an array or a namespace that is there, which others may hold too; else return the new value."""
+    if type(held) is not type(made):
+        return made
+    if isinstance(made, NAMESPACES):
+        vars(held).clear()
+        vars(held).update(vars(made))
+        return held
+    if isinstance(made, (array.array, bytearray)):
+        held[:] = made
+        return held
+    if type(made) is np.ndarray and held.shape == made.shape and held.dtype == made.dtype and held.flags.writeable:
+        held[...] = made
+        return held
+    return made

@@ -1,0 +1,241 @@
+"""What users put in the place of other parts while training, and what no checkpoint holds, is refused or named."""
+
+from __future__ import annotations
+
+import array
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from helpers import MeanSquare, through_a_file
+from ranks import run_on_ranks
+from strangers.bench import Points, net, points_loader
+from strangers.models import AtStep
+from treadle import BaseTrainer, CheckpointError, ConfigError, Engine, StepOutput, Trainer
+from treadle.hooks import BaseHook
+
+
+def engine_of(*hooks: BaseHook, task: Any = None) -> Engine:
+    model = net()
+    return Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), task or MeanSquare(), device="cpu", hooks=[*hooks]
+    )
+
+
+class Saves(BaseHook):
+    """Makes a checkpoint after every step."""
+
+    def on_after_step(self, trainer: Any) -> None:
+        trainer.request_write(trainer.state_dict)
+
+
+# -- parts in the place of others ---------------------------------------------------------------------------------
+
+
+def another_optimizer(trainer: Any) -> None:
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
+
+
+def another_model(trainer: Any) -> None:
+    trainer.model = net()
+
+
+def another_schedule(trainer: Any) -> None:
+    trainer.lr_scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1)
+
+
+def another_layer(trainer: Any) -> None:
+    trainer.model[0] = nn.Sequential(trainer.model[0])
+
+
+def another_parameter(trainer: Any) -> None:
+    trainer.model[0].weight = nn.Parameter(trainer.model[0].weight.detach().clone())
+    trainer.optimizer.add_param_group({"params": [trainer.model[0].weight]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (another_optimizer, "optimizer: it was a SGD when the run began and is another SGD now"),
+        (another_model, "model: it was a Sequential when the run began"),
+        (another_schedule, "scheduler: it was a NoneType when the run began and is another StepLR"),
+        (another_layer, r"model: since the run began it has gained 0\.0\.bias, 0\.0\.weight and lost 0\.bias"),
+        (another_parameter, r"optimizer: it holds 0\.weight, which was put into the place of another parameter"),
+    ],
+)
+def test_a_part_that_was_replaced_is_refused_at_the_next_save(change: Any, message: str) -> None:
+    engine = engine_of(AtStep(2, change), Saves())
+    with pytest.raises(CheckpointError, match=message):
+        engine.run(points_loader(), max_steps=3)
+    assert engine.step == 2
+
+
+def test_parts_that_are_replaced_between_two_runs_are_not() -> None:
+    engine = engine_of(Saves())
+    engine.run(points_loader(), max_steps=1)
+    another_optimizer(engine)
+    engine.run(points_loader(), max_steps=2)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.01
+
+
+class Fit(BaseTrainer):
+    def build_model(self) -> nn.Module:
+        return net()
+
+    def build_optimizer(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+    def build_data_loader(self) -> Any:
+        return points_loader()
+
+    def forward(self, input: Any) -> Any:
+        return self.model(input[0]).square().mean(), {}
+
+
+def another_task(trainer: Any) -> None:
+    trainer.task = MeanSquare()
+
+
+def another_loader(trainer: Any) -> None:
+    trainer.data_loader = points_loader()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (another_task, "task: it has been replaced by another MeanSquare"),
+        (another_loader, "data_loader: it has been replaced by another DataLoader"),
+    ],
+)
+def test_another_task_or_loader_is_named_once(change: Any, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    Fit(max_steps=4, device="cpu", hooks=[AtStep(2, change), Saves()]).train()
+    assert caplog.text.count(message) == 1
+
+
+def test_another_loss_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(net(), None, nn.MSELoss(), device="cpu", hooks=[Saves()])
+    trainer.train(points_loader(), 2, callbacks=[lambda of, epoch, metrics: setattr(of, "loss_fn", nn.L1Loss())])
+    assert caplog.text.count("loss_fn: it has been replaced by L1Loss") == 1
+
+
+@pytest.mark.parametrize("name", ["run", "train_means", "step_group"])
+def test_an_attribute_that_hides_a_method_is_named(name: str) -> None:
+    class Mine(Fit):
+        def build_model(self) -> nn.Module:
+            setattr(self, name, nn.Linear(1, 1))
+            return net()
+
+    with pytest.raises(ConfigError, match=f"Mine.{name}: a Linear was assigned.*hides the method {name}"):
+        Mine(max_steps=1, device="cpu").train()
+
+
+def test_a_function_in_the_place_of_a_method_is_not_refused() -> None:
+    trainer = Fit(max_steps=1, device="cpu")
+    trainer.validate = lambda loader: {}
+    trainer.train()
+    assert trainer.step == 1
+
+
+# -- state of callbacks, and iterators ----------------------------------------------------------------------------
+
+
+class Lowers:
+    """A callback that counts, and lowers the rate by the count."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __call__(self, trainer: Any, epoch: int, metrics: Any) -> None:
+        self.epochs += 1
+        trainer.optimizer.param_groups[0]["lr"] /= self.epochs
+
+
+def test_the_state_of_a_callback_is_carried(tmp_path: Any) -> None:
+    def train(epochs: int, folder: str, seed: int) -> tuple[torch.Tensor, int]:
+        torch.manual_seed(seed)
+        trainer = Trainer(net(), None, nn.MSELoss(), device="cpu")
+        lowers = Lowers()
+        trainer.train(points_loader(), epochs, save_dir=tmp_path / folder, callbacks=[lowers], resume_from="auto")
+        return trainer.model[0].weight.detach(), lowers.epochs
+
+    straight, _ = train(3, "straight", 0)
+    train(2, "stopped", 0)
+    resumed, epochs = train(3, "stopped", 1)
+    assert epochs == 3
+    assert torch.equal(straight, resumed)
+
+
+def test_an_iterator_on_the_trainer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(Fit):
+        def forward(self, input: Any) -> Any:
+            if not hasattr(self, "unlabelled"):
+                self.unlabelled = iter(points_loader())
+            return super().forward(input)
+
+    Mine(max_steps=3, device="cpu", hooks=[Saves()]).train()
+    assert caplog.text.count("trainer.unlabelled has changed, or moves, and no checkpoint holds it") == 1
+
+
+# -- attributes of ranks ------------------------------------------------------------------------------------------
+
+
+class CountsRank(MeanSquare):
+    def __init__(self) -> None:
+        self.of_rank, self.steps = 0, 0
+
+    def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
+        self.of_rank, self.steps = self.of_rank + dist.get_rank(), self.steps + 1
+        return super().step(model, batch)
+
+
+class RankHook(BaseHook):
+    seen = 0
+
+    def on_after_step(self, trainer: Any) -> None:
+        self.seen += dist.get_rank()
+
+
+def attributes_of_ranks() -> list[str]:
+    torch.manual_seed(0)
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("treadle").addHandler(handler)
+    model = nn.parallel.DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, optimizer, CountsRank(), device="cpu", hooks=[RankHook(), Saves()])
+    engine.run(points_loader(), max_steps=3)
+    return [line.split(" differs between ranks")[0] for line in lines if "differs between ranks" in line]
+
+
+def test_attributes_that_differ_between_ranks_are_named_once() -> None:
+    named = run_on_ranks(attributes_of_ranks, 2)
+    assert sorted(named[0]) == ["hook RankHook: seen", "task.of_rank"]
+
+
+# -- the cost of large containers ---------------------------------------------------------------------------------
+
+
+def test_a_large_nested_container_is_walked_once_and_then_named(caplog: pytest.LogCaptureFixture) -> None:
+    reads = array.array("i", [0])
+
+    class Item:
+        """An object that counts how often it is looked at."""
+
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            reads[0] += 1
+            return {}
+
+    task = MeanSquare()
+    task.items = {number: [Item()] for number in range(30_000)}
+    engine = engine_of(task=task)
+    engine.run(points_loader(Points()), max_steps=1)
+    reads[0] = 0
+    through_a_file(engine.state_dict())
+    through_a_file(engine.state_dict())
+    assert reads[0] < 1000
