@@ -46,7 +46,7 @@ class _Slow(_Square):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     made = _Clock()
-    for module in ("treadle.hooks.bar.time", "treadle.hooks.progress.time"):
+    for module in ("treadle.hooks.bar.time", "treadle.hooks.progress.time", "treadle.hooks.reporting.time"):
         monkeypatch.setattr(module, made)
     return made
 

@@ -128,7 +128,7 @@ def test_hooks_that_do_nothing_cost_nothing():
 def test_hooks_that_have_nothing_to_do_at_a_step_ask_little(tmp_path):
     without, others = calls_of_ten_steps()
     checkpointing, others_too = calls_of_ten_steps([CheckpointingHook(1000, path=tmp_path, load=None)])
-    assert 20 <= checkpointing - without <= 60  # its method, the properties it reads, whether this is the last step
+    assert 20 <= checkpointing - without <= 65  # its methods, the properties it reads, whether this is the last step
     assert others_too == others
 
 

@@ -220,7 +220,7 @@ def test_without_cuda_true_is_an_error_before_any_step_and_auto_says_why(caplog)
 
 
 def test_another_value_is_an_error_at_once():
-    with pytest.raises(ConfigError, match="capture='yes': use True, False or 'auto'"):
+    with pytest.raises(ConfigError, match="capture='yes': must be True or False or 'auto'"):
         BaseTrainer(max_steps=1, capture="yes")
 
 

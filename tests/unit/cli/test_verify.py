@@ -93,8 +93,11 @@ def test_what_was_arranged_is_said(verify):
 
 
 UNSEEDED = "np.random.default_rng().normal()"
-# Of a hook with an object that was made late and cannot be written, as a file is, no attribute is kept.
-IN_HOOK = "def on_{event}(self, trainer):\n        self.count += 1\n        self.late = object()\n        {action}"
+# A generator that a hook made late cannot be written.
+IN_HOOK = (
+    "def on_{event}(self, trainer):\n        self.late = getattr(self, 'late', None) or (i for i in range(1, 99))\n"
+    "        self.count = next(self.late)\n        {action}"
+)
 # fault -> (places of the script, name of the cause, part that differs first, words of the report)
 FAULTS = {
     "unseeded_numpy_in_getitem": (

@@ -109,7 +109,7 @@ def test_a_hook_without_a_folder_and_bad_numbers_are_refused_by_name(url):
     with pytest.raises(ConfigError, match="lease=0"):
         RemoteWorkspaceHook(url, lease=0)
     trainer = Fit(2, device="cpu", hooks=[RemoteWorkspaceHook(url)])
-    trainer.build_hooks = list
+    trainer.build_hooks = lambda: []
     with pytest.raises(ConfigError, match="workspace"):
         trainer.train()
 
