@@ -78,6 +78,8 @@ def timeless(tree):
     records = tree.get("history") or []
     shown = {**tree, "history": [{k: v for k, v in record.items() if k != "time"} for record in records]}
     shown.pop("config")
+    # An evaluation that a signal broke off is not made again, so the hook has one result less.
+    shown["hooks"] = {key: state for key, state in tree["hooks"].items() if key != "Evaluates"}
     return shown
 
 
