@@ -108,10 +108,13 @@ def test_an_upload_that_fails_is_warned_of_and_is_an_error_at_the_end_only(url, 
 def test_a_hook_without_a_folder_and_bad_numbers_are_refused_by_name(url):
     with pytest.raises(ConfigError, match="lease=0"):
         RemoteWorkspaceHook(url, lease=0)
-    trainer = Fit(2, device="cpu", hooks=[RemoteWorkspaceHook(url)])
-    trainer.build_hooks = lambda: []
+
+    class Bare(Fit):
+        def build_hooks(self):
+            return []
+
     with pytest.raises(ConfigError, match="workspace"):
-        trainer.train()
+        Bare(2, device="cpu", hooks=[RemoteWorkspaceHook(url)]).train()
 
 
 def test_a_state_that_was_not_uploaded_before_a_kill_is_when_the_run_starts_again(url, tmp_path):
