@@ -56,6 +56,14 @@ IGNORED = {
 }
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_table_begins_with_its_header(path):
+    lines = BLOCK.sub("", path.read_text(encoding="utf-8")).splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("|")]
+    first = [number for number in rows if number - 1 not in rows]
+    assert [lines[number] for number in first if not re.match(r"\|[ :]*-", lines[number + 1])] == []
+
+
 def blocks(page):
     """Yields language, title and text of each block of a page."""
     for indent, language, title, body in BLOCK.findall(PAGES[page]):
