@@ -32,7 +32,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "coming-from"
 
 def lines():
     for page in ("qurious", "mini", "trainloop", "mspe"):
-        listed = (PAGES / f"{page}.md").read_text(encoding="utf-8").split("## What is different")[1]
+        listed = (PAGES / f"{page}.md").read_text(encoding="utf-8").split("## Differences")[1]
         for name in re.findall(r"^- \*\*(.+?)\*\*:", listed, flags=re.MULTILINE):
             yield f"{page}_{name.lower().replace(' ', '_')}"
 
