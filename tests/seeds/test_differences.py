@@ -1,4 +1,4 @@
-"""Every line under "What is different" of four pages, one function each, named after the line."""
+"""Every line under "Differences" of four pages, one function each, named after the line."""
 
 from __future__ import annotations
 
