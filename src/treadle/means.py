@@ -282,7 +282,7 @@ class RunningMeans:
         return [part for entry in self._sums.values() for part in entry.parts()]
 
     def sums(self, *path: str) -> tuple[float, float]:
-        """Return the weighted sum and the total weight of one record; read the device, changes nothing.
+        """Return the weighted sum and the total weight of one record; read the device, change nothing.
 
         Example:
             >>> means = RunningMeans()

@@ -180,7 +180,7 @@ def _rows_of_ranks(own: Tensor) -> Tensor:
 
 
 def _pass_on(own: Tensor, others: Tensor, distance: int) -> None:
-    """Send a tensor to the rank so far before this one, and receives that of the rank so far after it."""
+    """Send a tensor to the rank so far before this one, and receive that of the rank so far after it."""
     group, size = control_group(), world_size()
     sent = dist.isend(own, dst=(rank() - distance) % size, group=group, tag=_TAG)
     dist.recv(others, src=(rank() + distance) % size, group=group, tag=_TAG)
