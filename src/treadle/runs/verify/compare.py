@@ -79,7 +79,7 @@ class Comparison:
     Attributes:
         parts: the result of each part, in the order of ``PARTS``.
         records: how many records were compared.
-        unseeded: generators that start from a different state in each run and are not compared: ``"python"``, ``"numpy"``.
+        unseeded: generators not compared, since their state differs between starts: ``"python"``, ``"numpy"``.
     """
 
     def __init__(self, reference: Iterable[Mapping[str, Any]]):
