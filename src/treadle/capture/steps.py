@@ -283,6 +283,7 @@ class CapturedSteps(RunsAhead):
                 kept.restore()
                 step.prepare()
                 step.check_rows()
+                step.record_several(kept)
                 kept.restore()
                 problem = what_differs(engine, step, group, kept)
             if self._flags is not None:
