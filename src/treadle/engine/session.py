@@ -20,8 +20,8 @@ from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
+from treadle.engine.objects_part import warn_of_lost
 from treadle.engine.out_of_memory import explaining_out_of_memory
-from treadle.engine.own_objects import warn_of_lost
 from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.signals import ExitPlan
 from treadle.engine.single_samples import explaining_single_samples
