@@ -50,7 +50,7 @@ class Source(Protocol):
         ...
 
     def finish(self, iterator: Iterator[Any]) -> None:
-        """Called after the last batch where the length is exact: lets the loader find its end, as a plain loop does."""
+        """Let the loader find its end after the last batch of an exact length, as a plain loop does."""
         ...
 
     def is_over_at(self, position: int) -> bool:

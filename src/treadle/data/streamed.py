@@ -320,7 +320,7 @@ class StreamInit:
         self.user_fn = user_fn
 
     def __call__(self, worker_id: int) -> None:
-        """Numbers the worker as when the epoch began, seeds it, and calls the user's function."""
+        """Number the worker as when the epoch began, seed it, and call the user's function."""
         info: Any = get_worker_info()
         worker = self.stream.worker
         # WorkerInfo refuses setattr; a data set takes its share of files by this number.
