@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from treadle.capture.graph import SEVERAL, Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
-from treadle.checkpoint.plain_values import same_bits
+from treadle.checkpoint.comparison import same_bits
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.device.handover import wait_for_work
