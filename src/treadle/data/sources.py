@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from treadle.checkpoint.comparison import same, same_bits
 from treadle.checkpoint.introspection import has_state, is_users
-from treadle.checkpoint.plain_values import same, same_bits
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
 from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
 from treadle.data.rows import RowLoader

@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from treadle.checkpoint.comparison import same
 from treadle.checkpoint.introspection import has_state
-from treadle.checkpoint.plain_values import same
 from treadle.checkpoint.schema import to_plain
 from treadle.data.indexed import Workers, seed_worker
 from treadle.errors import CheckpointError

@@ -20,8 +20,8 @@ from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
+from treadle.engine.objects_part import warn_of_lost
 from treadle.engine.out_of_memory import explaining_out_of_memory
-from treadle.engine.own_objects import warn_of_lost
 from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.signals import ExitPlan
 from treadle.engine.single_samples import explaining_single_samples
@@ -112,7 +112,10 @@ def finite_guard(engine: Engine) -> FiniteGuard:
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
-    return FiniteGuard(deferred=deferred, plan=plan, agreed=engine.exchange.equal, num_ranks=engine.num_ranks)
+    return FiniteGuard(
+        deferred=deferred, can_wait=not must_know_now, plan=plan, agreed=engine.exchange.equal,
+        num_ranks=engine.num_ranks,
+    )  # fmt: skip
 
 
 def resume_from_hooks(engine: Engine) -> None:

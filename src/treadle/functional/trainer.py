@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.capture.compile import Compile
-from treadle.checkpoint.plain_values import same
+from treadle.checkpoint.comparison import same
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import to_device
 from treadle.engine import Engine
