@@ -52,7 +52,9 @@ from treadle.engine.state import RunState
 ENDED, FAILED, FULL = 0, 1, 3
 _LEFT = 128 + signal.SIGTERM
 _GRACE = 15.0  # seconds that the other ranks have once one has ended badly
-_ROOM = 3.0  # times the undisturbed folder: files of two steps more, and copies of the best
+# Times the undisturbed folder. Of two kept states there may be five files: also the one that the run resumed from, one
+# that a kill came to before it was pruned, and one half written.
+_ROOM = 3.5
 _HANGS = 120.0  # seconds after which a start hangs
 _COUNTED = ("kills", "terms", "full", "copies", "runs")
 _BAD = ("different", "unreadable", "older", "litter", "too large", "hung")
@@ -265,8 +267,10 @@ class Case:
         for path in errors:
             path.unlink()
         self.note("hung", [] if status is not None else ["no end"])
-        size = size_of(self.folder.rglob("*"))
-        self.note("too large", [] if size <= self.room else [f"{size} bytes, at most {self.room:.0f}"])
+        files = [path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        if (size := size_of(files)) > self.room:
+            listed = ", ".join(f"{path.name} {path.stat().st_size}" for path in sorted(files))
+            self.note("too large", [f"{size} bytes, at most {self.room:.0f}: {listed}"])
         notes = Path(f"{self.folder}{_MARK}.notes")
         lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
         before, self.furthest = self.furthest, {run: furthest_step(run) for run in self.face.runs_in(self.folder)}
