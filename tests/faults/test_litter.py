@@ -69,3 +69,17 @@ def test_the_rerun_of_a_finished_run_removes_what_its_last_save_left(tmp_path, n
     (tmp_path / name).symlink_to("nothing")
     scalar_engine(hooks=[CheckpointingHook(1, path=tmp_path)]).run([1.0], max_steps=2)
     assert not os.path.lexists(tmp_path / name)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_folder_that_stepped_aside_goes_or_goes_back(tmp_path, whole):
+    aside = tmp_path / ".pretrained.old"
+    for folder in (aside, *([tmp_path / "pretrained"] if whole else [])):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"new" if folder != aside else b"old")
+    (tmp_path / ".mine.old").mkdir()  # of the user's
+    lock = RunLock()
+    lock.take(tmp_path)
+    assert (tmp_path / "pretrained" / "model.safetensors").read_bytes() == (b"new" if whole else b"old")
+    assert (aside.exists(), (tmp_path / ".mine.old").exists()) == (False, True)
+    lock.release()

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FORMAT_NAME = "treadle"
 STORED = "treadle.stored"  # {STORED: key} replaces the tensor of that key
 TEMPORARY = ".treadle-tmp"
+EXPORTED = "pretrained"
+"""Folder in that of a run with the weights as their library exports them."""
 TRIAL = ".trial"
 """End of the name of a link that tries whether a folder can hold links."""
 _CHUNK = 1 << 20  # bytes
@@ -150,10 +152,10 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     No system call puts a folder over another one. The old one steps aside for a moment as ``.NAME.old``; if a crash
     falls into that moment, the next call puts it back first.
     """
-    aside = target.with_name(f".{target.name}.old")
+    aside = _aside(target)
     make_folder(target.parent)
     _remove_stale(target)
-    _settle(target, aside)
+    settle(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
     try:
         os.mkdir(temporary)
@@ -166,15 +168,20 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             _remove_tree(temporary)
         with contextlib.suppress(OSError):
-            _settle(target, aside)
+            settle(target)
         raise
     _confirm(target)
     with contextlib.suppress(OSError):  # the next call tries again
         _remove_tree(aside)
 
 
-def _settle(target: Path, aside: Path) -> None:
-    """End a replacement that was cut off: the old folder goes back, or go if the new one is in its place."""
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def settle(target: Path) -> None:
+    """End a replacement of a folder that was cut off: put the old one back, or remove it if the new one is there."""
+    aside = _aside(target)
     if aside.exists() and not target.exists():
         os.rename(aside, target)
     _remove_tree(aside)

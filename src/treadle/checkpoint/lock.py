@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import TEMPORARY, TRIAL, make_folder, remove_leftover, reported
+from treadle.checkpoint.files import EXPORTED, TEMPORARY, TRIAL, make_folder, remove_leftover, reported, settle
 from treadle.errors import CheckpointError
 
 try:
@@ -113,6 +113,8 @@ def remove_leftovers(folder: Path) -> None:
     free = [path for path in inside if not path.name.endswith(TEMPORARY) and holder(path) is None]
     for leftover in (path for place in (folder, *free) for path in leftovers(place)):
         remove_leftover(leftover)
+    with contextlib.suppress(OSError):  # the next start tries again
+        settle(folder / EXPORTED)
 
 
 def leftovers(folder: Path) -> list[Path]:
