@@ -15,6 +15,7 @@ from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.limits import Deadline
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.rehearsal import try_evaluation
+from treadle.errors.arguments import checked
 from treadle.optim.evaluation_point import has_modes
 from treadle.optim.schedules import check_plateau
 from treadle.task import Task
@@ -41,6 +42,7 @@ class EpochTrainer:
 
     loss_name = "loss"
 
+    @checked
     def __init__(self, engine: Engine, *, best: BestRule | None = None, prefix: str = "val_"):
         self.engine = engine
         self.best = best

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from treadle.data.amount import batches_in
-from treadle.engine.arguments import check_argument
 from treadle.engine.best import BestRule, EarlyStopping, Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.names import overridden_on_instance, refuse_signatures, takes, uncalled_methods
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_argument
 from treadle.faces.loaders import (
     EvalLoaders,
     check_eval_loaders,

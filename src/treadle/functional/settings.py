@@ -14,9 +14,9 @@ from typing import Any, get_args
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
 from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
-from treadle.engine.arguments import check_argument
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import check_argument
 from treadle.faces.build import EngineArguments
 from treadle.functional.user_config import UserConfig
 from treadle.optim.precision import PrecisionName

@@ -15,6 +15,7 @@ from treadle.data.graph_sizes import count_sizes, note_sizes
 from treadle.data.host_copies import host_of
 from treadle.device import to_device
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.masks import counted_rows
@@ -129,6 +130,7 @@ class GraphTask:
         >>> # Engine(model, optimizer, GraphTask(device, "regression", loss_fn=loss_fn, metrics=metrics))
     """
 
+    @checked
     def __init__(
         self,
         device: torch.device,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.checkpoint.store import write_text
-from treadle.engine.arguments import checked
+from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, in_workspace, next_free
 from treadle.hooks.tracking import TrackerHook
 

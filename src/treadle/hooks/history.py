@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
+from treadle.errors.arguments import checked
 from treadle.hooks.files import next_free
 from treadle.hooks.files import to_json as to_json
 

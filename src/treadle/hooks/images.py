@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import Guard
 from treadle.hooks.values import as_image, require

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
+from treadle.errors.arguments import checked
 from treadle.hooks.files import continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import TrackerHook
 

@@ -14,8 +14,8 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.schema import versions
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
+from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard
 

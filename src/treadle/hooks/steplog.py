@@ -12,9 +12,9 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.device.on_the_way import OnTheWay
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
+from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
 from treadle.hooks.tracking import Guard
 from treadle.means import read_scalars

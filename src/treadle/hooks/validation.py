@@ -15,7 +15,6 @@ from treadle.checkpoint.files import name_also
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
 from treadle.data.sources import refuse_dataset
-from treadle.engine.arguments import checked
 from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import BaseHook
@@ -24,6 +23,7 @@ from treadle.engine.predictions import scored_weights
 from treadle.engine.rehearsal import try_evaluation
 from treadle.engine.session import leave_on_signal
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, to_json
 from treadle.hooks.tracking import Guard
 from treadle.nested import flatten_nested_dict

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.spectra.arrays import Spectra, as_array, as_float64, centre, device_of, like, per_row, take, write_into
 from treadle.spectra.augment import SpectraAugmenter
 from treadle.spectra.estimator import Estimator
@@ -175,6 +176,7 @@ def _derivative(spectra: NDArray[np.float64], order: int) -> NDArray[np.float64]
     return spectra
 
 
+@checked
 def cosine_fps_downsample(
     X: NDArray[Any] | Tensor,
     *,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import checked
 
 _NODE_ALIASES = {"lap_pe": "lap", "lappe": "lap"}
 _NODE_TYPES = ("lap", "rwse", "hks", "role", "combined", "none")
@@ -64,6 +65,7 @@ class RoleConfig:
         _check_words("role.features", self.features, ("degree", "clustering", "kcore"))
 
 
+@checked
 @dataclass(frozen=True)
 class NodePEConfig:
     """What every node is given.
@@ -176,6 +178,7 @@ class RelativePEConfig:
         return widths.get(self.type, self.num_buckets)
 
 
+@checked
 @dataclass(frozen=True)
 class PEConfig:
     """The encodings of a data set; None leaves out those of nodes or of pairs, and so does the type ``"none"``.
@@ -214,6 +217,7 @@ class PEConfig:
 PEConfigLike: TypeAlias = "PEConfig | Mapping[str, Any] | str | None"
 
 
+@checked
 def parse_pe_config(config: PEConfigLike) -> PEConfig:
     """Read the settings of encodings and check every key and value.
 
