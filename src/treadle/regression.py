@@ -178,6 +178,7 @@ class KernelStack:
         True
     """
 
+    @checked
     def __init__(
         self,
         views: Views,

@@ -199,8 +199,9 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
         raise ConfigError(
             "must be 'mean' or 'sum', the reduction of the loss", argument="reduction", value=output.reduction
         )
-    if type(output.weight) is not float or not output.weight >= 0:
-        _check_weight(output.weight)
+    weight = output.weight
+    if weight is not None and type(weight) is not Tensor and (type(weight) is not float or not weight >= 0):
+        _check_weight(weight)
     if type(output.records) is not dict and not isinstance(output.records, Mapping):
         raise ConfigError("must be a dict of numbers by name, or {}", argument="records", value=output.records)
     loss = output.loss
@@ -221,7 +222,7 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
 
 
 def _check_weight(weight: Any) -> None:
-    if weight is None or isinstance(weight, Tensor):
+    if isinstance(weight, Tensor):
         return
     if isinstance(weight, bool) or not isinstance(weight, Real) or not float(weight) >= 0:
         raise ConfigError(

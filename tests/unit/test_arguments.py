@@ -68,7 +68,7 @@ def test_the_message_names_argument_value_and_rule(make, message):
     [
         (np.int64(3), int), (np.float32(3), float), (3, float), ("runs", Path | None), (None, Path | None),
         (Path("runs"), str | Path), ((1, 2), Sequence[int]), ({1}, Sequence[int]), ("min", Literal["min"]),
-        (object(), BaseHook), ([object()], Sequence[BaseHook]), (object(), str | BaseHook), (np.bool_(1), bool),
+        (object(), BaseHook), (object(), Sequence[BaseHook]), (object(), str | BaseHook), (np.bool_(1), bool),
     ],
 )  # fmt: skip
 def test_what_fits_or_is_not_known_is_left_alone(value, hint):

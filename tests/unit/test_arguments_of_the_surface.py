@@ -52,7 +52,9 @@ def cases():
             continue
         _, hints = _annotated(inspect.unwrap(taking), inspect.unwrap(taking).__module__ or target.__module__)
         for argument, hint in hints.items():
-            if argument != "return" and all(map(_is_known, _parts_of(hint))):
+            kind = inspect.signature(inspect.unwrap(taking)).parameters.get(argument)
+            variable = kind is None or kind.kind in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)
+            if not variable and all(map(_is_known, _parts_of(hint))):
                 yield name, target, argument
 
 
@@ -92,7 +94,7 @@ def optimizer():
         (lambda: treadle.EpochTrainer(MODEL), "^engine=Linear.*must be a treadle.Engine"),
         (lambda: treadle.set_seed("1"), "^seed='1': must be a whole number"),
         (lambda: treadle.load_weights(True), "^path=True: must be a path"),
-        (lambda: treadle.spectra.ChemoMAE(seq_len=64, nhead=-1), "^nhead=-1: must be >= 1"),
+        (lambda: treadle.spectra.ChemoMAE(seq_len=64, nhead=-1), "^nhead=-1 must be 1 or more"),
         (lambda: treadle.spectra.TrainerConfig(ema_decay="0.9"), "^ema_decay='0.9': must be a number"),
         (lambda: treadle.astro.TrainingConfig(epochs=1.5), "^epochs=1.5: must be a whole number"),
         (lambda: treadle.graphs.PadBucket(graphs=0, rows=1, row_length=1, edges=1), "^graphs=0: must be >= 1"),

@@ -120,6 +120,7 @@ def read_columns(
     return {name: np.concatenate([block[name] for block in blocks])[:max_rows] for name in blocks[0]}
 
 
+@checked
 def read_survey(
     path: str | os.PathLike[str],
     name: str,

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, nearest
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -99,7 +99,15 @@ def check_argument(name: str, value: Any, hint: Any) -> None:
         >>> check_argument("save_dir", "runs", str | Path | None)
     """
     if not any(_fits(value, part) for part in _parts_of(hint)):
-        raise ConfigError(f"must be {_in_words(hint)}", argument=name, value=value)
+        raise ConfigError(f"must be {_in_words(hint)}{_meant(value, hint)}", argument=name, value=value)
+    if Path in _parts_of(hint) and isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)
+        if text == "":
+            raise ConfigError("an empty text is no path; write '.' for the current folder", argument=name, value=value)
+        if isinstance(text, str) and text.startswith("~"):
+            raise ConfigError(
+                "'~' is a home folder to a shell alone; pass pathlib.Path(...).expanduser()", argument=name, value=value
+            )
 
 
 def check_least(least: float, **values: float | None) -> None:
@@ -188,9 +196,17 @@ def _is_settings(kind: Any) -> bool:
 
 
 def _is_known(hint: Any) -> bool:
-    """Return whether the values of an annotation are checked."""
+    """Return whether the values of an annotation are checked; lists are where their items are."""
     kind = get_origin(hint) or hint
+    if kind in _LISTS:
+        return all(map(_is_known, get_args(hint)))
     return isinstance(kind, Hashable) and (kind in _KINDS or _shape_of(kind) is not None or _is_settings(kind))
+
+
+def _meant(value: Any, hint: Any) -> str:
+    words = [word for part in _parts_of(hint) if get_origin(part) is Literal for word in get_args(part)]
+    close = nearest(value, words) if isinstance(value, str) and all(isinstance(word, str) for word in words) else ""
+    return f"; {close}" if close.startswith("did you mean") else ""
 
 
 def _in_words(hint: Any) -> str:

@@ -74,6 +74,7 @@ def columns(batch: Any, name: str) -> int:
     return 0 if index is None else int(index.shape[1])
 
 
+@checked
 def plan_buckets(
     graphs: Iterable[Any],
     batch_size: int,

@@ -125,10 +125,13 @@ class GraphTask:
 
     Attributes:
         step_outputs: outputs of the training steps since they were last taken; see `TrainOutputsHook`.
+        reads_masks: True, as batches are counted by their masks.
 
     Example:
         >>> # Engine(model, optimizer, GraphTask(device, "regression", loss_fn=loss_fn, metrics=metrics))
     """
+
+    reads_masks = True
 
     @checked
     def __init__(

@@ -16,6 +16,7 @@ _NODE_TYPES = ("lap", "rwse", "hks", "role", "combined", "none")
 _RELATIVE_TYPES = ("spd", "bfs", "diffusion", "resistance", "landmark", "none")
 
 
+@checked
 @dataclass(frozen=True)
 class LapConfig:
     """Settings of the Laplacian eigenvectors."""
@@ -30,6 +31,7 @@ class LapConfig:
         _check_word("lap.sign_invariant", self.sign_invariant, ("abs", "square", "flip"))
 
 
+@checked
 @dataclass(frozen=True)
 class RWSEConfig:
     """Settings of the return probabilities of a random walk."""
@@ -43,6 +45,7 @@ class RWSEConfig:
             _check_whole("rwse.scales", scale, at_least=1)
 
 
+@checked
 @dataclass(frozen=True)
 class HKSConfig:
     """Settings of the heat kernel signature."""
@@ -54,6 +57,7 @@ class HKSConfig:
         _check_times("hks.scales", self.scales)
 
 
+@checked
 @dataclass(frozen=True)
 class RoleConfig:
     """Settings of the structural role of a node."""
@@ -135,6 +139,7 @@ class NodePEConfig:
         return self.blocks.get("lap", 0) if self.lap.sign_invariant == "flip" else 0
 
 
+@checked
 @dataclass(frozen=True)
 class RelativePEConfig:
     """What every pair of nodes is given.
