@@ -21,15 +21,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from machine import describe, write_result
-from science import add_training, as_markdown, kept, options_of, parsed, spread
+from science import add_training, as_markdown, kept, options_of, parsed, pool_of, spread
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -691,7 +689,7 @@ def main() -> None:
         options.model, options.max_rows, options.trees = {"d_model": 16, "n_layers": 1, "d_ff": 16}, 150, 5
         options.tokens = {"v_image": 4, "scalar_bins": 4, "v_spectra": 4}
         options.kernels = {"widths": (0.1, 1.0), "noises": (0.1,)}
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+    with pool_of(options.jobs) as pool:
         runs = {
             seed: [pool.submit(train_member, seed, member, options) for member in range(options.members)]
             for seed in options.seeds

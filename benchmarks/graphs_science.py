@@ -31,15 +31,13 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import describe, write_result
 from peers_pyg import WALK_WIDTH, PeerGNN, PeerGPS
-from science import kept, options_of, parsed, spread
+from science import kept, options_of, parsed, pool_of, spread
 from torch import Tensor, nn
 
 from treadle import load_weights
@@ -253,8 +251,7 @@ def main() -> None:
     ways = [(name, way, lr) for name in options.sets for way in options.ways for lr in options.rates]
     asked = [(*each, seed) for seed in options.seeds for each in ways]
     asked.sort(key=lambda each: each[1:3] in LEAST_LIKELY)
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, spawn) as ours, ProcessPoolExecutor(options.peer_jobs, spawn) as peers:
+    with pool_of(options.jobs) as ours, pool_of(options.peer_jobs) as peers:
         futures = [(ours if each[1] in OURS else peers).submit(run, *each, options) for each in asked]
         found = [future.result() for future in futures]
     rows = rows_of([result for result in found if result is not None], len(options.seeds))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from treadle.checkpoint.plain_values import same, unequal
+from treadle.checkpoint.comparison import same, unequal
 
 LARGE = {"a dict": {number: str(number) for number in range(5000)}, "a list": [float(number) for number in range(5000)]}
 

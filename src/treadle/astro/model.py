@@ -175,7 +175,7 @@ class CausalTransformerLM(nn.Module):
         return normed_BLD
 
     def gradient_checkpointing_enable(self) -> None:
-        """From now on keeps only the input of each layer for the backward pass, and computes the rest again there.
+        """Keep only the input of each layer for the backward pass, and recompute the rest there.
 
         The numbers stay the same to the bit, dropout included. Memory for one tensor per layer remains, for the price
         of a second forward pass.

@@ -17,8 +17,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from treadle.checkpoint.comparison import same
 from treadle.checkpoint.introspection import attributes_of, has_state, set_attribute
-from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, same
+from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode
 
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
 CachedFunction = type(cache(len))

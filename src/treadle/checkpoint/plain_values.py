@@ -1,18 +1,17 @@
-"""Values of attributes as plain trees: how they are written and restored, and whether two are equal to the bit."""
+"""Values of attributes as plain trees: how they are written and restored."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from treadle.checkpoint.comparison import SCALARS
 from treadle.checkpoint.constants import (
     CONSTANTS,
     class_at,
@@ -21,15 +20,14 @@ from treadle.checkpoint.constants import (
     encode_constant,
     has_path,
 )
+from treadle.checkpoint.generators import GENERATORS, generator_like, set_state, state_of
 from treadle.checkpoint.introspection import attributes_of, has_state, is_users, is_users_class
 from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_value, encode_library_value
 from treadle.errors import CheckpointError
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 OPAQUE = object()  # what a value is encoded to that cannot be written
 _AS_PYTHONS = (np.float64, np.int64, np.bool_, np.str_)  # which compute as Python's own numbers do
 _LAYOUTS = (torch.strided, torch.sparse_coo)
-_SCALARS = frozenset((bool, int, float, str, type(None)))
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _DERIVED = (*_DICTS, list, set, deque, tuple, frozenset, int, float, str)  # what users derive classes from
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}  # of a defaultdict
@@ -63,12 +61,12 @@ def encode(
         >>> encode((1, "a"), deep=True)
         {'tuple': [1, 'a']}
     """
-    if type(value) in _SCALARS:
+    if type(value) in SCALARS:
         return value
-    if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in _SCALARS:
+    if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in SCALARS:
         return value.item() if isinstance(value, _AS_PYTHONS) else {"scalar": value.item(), "dtype": value.dtype.name}
     if isinstance(value, GENERATORS):
-        return {"generator": _state_of(value)}
+        return {"generator": state_of(value)}
     if (constant := encode_constant(value)) is not None:
         return constant
     return _Encoder(largest, known, held=held, alone=alone).of(value) if deep else OPAQUE
@@ -87,7 +85,7 @@ class _Encoder:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _SCALARS or isinstance(value, GENERATORS):
+        if kind in SCALARS or isinstance(value, GENERATORS):
             return encode(value)
         if isinstance(value, Tensor):
             is_models = isinstance(value, nn.Parameter) and not self._held  # it may be one that the model has
@@ -155,7 +153,7 @@ class _Encoder:
         return self._largest >= 0
 
     def _of_items(self, items: list[Any]) -> Any:
-        if len(items) <= LONGEST and _SCALARS.issuperset(map(type, items)):
+        if len(items) <= LONGEST and SCALARS.issuperset(map(type, items)):
             return items
         self._left -= len(items)
         if self._left < 0 or self._depth == _DEEPEST:
@@ -242,37 +240,45 @@ def decode(value: Any, held: Any = None) -> Any:
         return _in_place(held, list, _decoded_items(value, held))
     if not isinstance(value, Mapping):
         return value
-    (kind, inner), *_ = value.items()
-    if kind == "generator":
-        generator = held if isinstance(held, GENERATORS) else _generator_like(inner)
-        _set_state(generator, inner)
-        return generator
-    if kind == "tensor":
-        beside = held.device if isinstance(held, Tensor) else torch.device(value["device"])
-        return _decoded_tensor(inner.to(beside), held)
-    if kind == "array":
-        return _decoded_array(inner.numpy(), held)
-    if kind == "scalar":
-        return np.dtype(value["dtype"]).type(inner)
-    if kind in ("dict", "pairs"):
-        pairs = inner.items() if kind == "dict" else [(decode(key), item) for key, item in inner]
-        known = held if isinstance(held, _DICTS) else {}
-        decoded = {key: decode(item, known.get(key)) for key, item in pairs}
-        return _in_place(held, _DICTS, decoded) if isinstance(held, _DICTS) else _dict_like(value, decoded)
-    if kind in CONSTANTS:
-        return decode_constant(value, held)
-    if kind in LIBRARY_VALUES:
-        return decode_library_value(value, decode, held)
-    if kind == "parameter":
-        made = nn.Parameter(_decoded_tensor(inner, held.data if isinstance(held, nn.Parameter) else None))
-        return held if isinstance(held, nn.Parameter) and held.shape == made.shape else made
-    if kind == "derived":
-        return _decoded_derived(value, held)
-    if kind in ("record", "object"):
-        return _decoded_object(value, held)
-    kinds: dict[str, Any] = {"tuple": tuple, "deque": deque, "set": set, "frozenset": frozenset}
+    return _DECODERS[next(iter(value))](value, held)
+
+
+def _decoded_generator(value: Mapping[str, Any], held: Any) -> Any:
+    generator = held if isinstance(held, GENERATORS) else generator_like(value["generator"])
+    set_state(generator, value["generator"])
+    return generator
+
+
+def _decoded_elsewhere(value: Mapping[str, Any], held: Any) -> Any:
+    """Return a tensor of another device than the CPU."""
+    device = held.device if isinstance(held, Tensor) else torch.device(value["device"])
+    return _decoded_tensor(value["tensor"].to(device), held)
+
+
+def _decoded_scalar(value: Mapping[str, Any], held: Any) -> Any:
+    return np.dtype(value["dtype"]).type(value["scalar"])
+
+
+def _decoded_dict(value: Mapping[str, Any], held: Any) -> Any:
+    pairs = value["dict"].items() if "dict" in value else [(decode(key), item) for key, item in value["pairs"]]
+    known = held if isinstance(held, _DICTS) else {}
+    decoded = {key: decode(item, known.get(key)) for key, item in pairs}
+    return _in_place(held, _DICTS, decoded) if isinstance(held, _DICTS) else _dict_like(value, decoded)
+
+
+def _decoded_parameter(value: Mapping[str, Any], held: Any) -> Any:
+    made = nn.Parameter(_decoded_tensor(value["parameter"], held.data if isinstance(held, nn.Parameter) else None))
+    return held if isinstance(held, nn.Parameter) and held.shape == made.shape else made
+
+
+def _decoded_container(value: Mapping[str, Any], held: Any) -> Any:
+    """Return a tuple, a deque or a set."""
+    kind, inner = next(iter(value.items()))
     items = _decoded_items(inner, held)
-    return _in_place(held, (deque, set), deque(items, value.get("maxlen")) if kind == "deque" else kinds[kind](items))
+    if kind == "deque":
+        return _in_place(held, (deque, set), deque(items, value.get("maxlen")))
+    kinds: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+    return _in_place(held, (deque, set), kinds[kind](items))
 
 
 def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
@@ -322,11 +328,12 @@ def _decoded_items(values: list[Any], held: Any) -> list[Any]:
     return [decode(item, now) for item, now in zip(values, known, strict=True)]
 
 
-def _decoded_array(value: Any, held: Any) -> Any:
-    if type(held) is np.ndarray and held.shape == value.shape and held.dtype == value.dtype and held.flags.writeable:
-        held[...] = value
+def _decoded_array(value: Mapping[str, Any], held: Any) -> Any:
+    array = value["array"].numpy()
+    if type(held) is np.ndarray and held.shape == array.shape and held.dtype == array.dtype and held.flags.writeable:
+        held[...] = array
         return held
-    return value.copy()
+    return array.copy()
 
 
 @torch.no_grad()
@@ -345,142 +352,12 @@ def _in_place(held: Any, kinds: Any, value: Any) -> Any:
     return held
 
 
-def _generator_like(state: Any) -> Any:
-    """Return a new generator of the kind that a state is of."""
-    if isinstance(state, Tensor):
-        return torch.Generator()
-    if isinstance(state, list):
-        return random.Random()
-    if "has_gauss" in state:
-        return np.random.RandomState()
-    return np.random.Generator(getattr(np.random, state["bit_generator"])())
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        version, state, gauss = generator.getstate()
-        return [version, list(state), gauss]
-    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(False)
-    return _without_arrays(state)
-
-
-def _without_arrays(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _without_arrays(value) for key, value in state.items()}
-    return {"array": torch.from_numpy(state.astype(np.int64))} if isinstance(state, np.ndarray) else state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate((state[0], tuple(state[1]), state[2]))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _with_arrays(state)
-    else:
-        generator.set_state(_with_arrays(state))
-
-
-def _with_arrays(state: Any) -> Any:
-    if not isinstance(state, Mapping):
-        return state
-    if "array" in state:
-        array = state["array"].numpy()
-        return (
-            array.astype(np.uint64)
-            if array.max(initial=0) >= 2**32 or array.min(initial=0) < 0
-            else array.astype(np.uint32)
-        )
-    return {key: _with_arrays(value) for key, value in state.items()}
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return whether two plain trees are equal to the bit: kinds, keys, and tensors with their dtypes; NaN is NaN.
-
-    Example:
-        >>> same({"a": [1.0, torch.ones(1)]}, {"a": [1.0, torch.ones(1)]}), same(1, 1.0)
-        (True, False)
-    """
-    return next(unequal(one, other), None) is None
-
-
-def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the paths at which two plain trees differ, each with the difference in words."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.dtype != other.dtype:
-            yield path, f"{one.dtype} and {other.dtype}"
-        elif one.shape != other.shape:
-            yield path, f"shape {tuple(one.shape)} and {tuple(other.shape)}"
-        elif not same_bits(one, other):
-            yield path, "other values"
-    elif isinstance(one, Mapping) and isinstance(other, Mapping):
-        if one is other or _equal_dicts_of_scalars(one, other):
-            return
-        for key in one:
-            if key not in other:
-                yield f"{path}.{key}".lstrip("."), "nothing there after loading"
-        for key, value in other.items():
-            if key in one:
-                yield from unequal(one[key], value, f"{path}.{key}".lstrip("."))
-            else:
-                yield f"{path}.{key}".lstrip("."), "nothing there in the file"
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        if len(one) != len(other):
-            yield path, f"{len(one)} and {len(other)} items"
-        elif one is not other and not _equal_scalars(one, other):
-            for number, (left, right) in enumerate(zip(one, other, strict=True)):
-                yield from unequal(left, right, f"{path}[{number}]")
-    elif type(one) is not type(other := _plain_number(other)) or not (one == other or (one != one and other != other)):
-        yield path, f"{one!r} and {other!r}"
-
-
-def _equal_scalars(one: Any, other: Any) -> bool:
-    """Return True if two lists of scalars are equal, at the speed of C; False leaves it open."""
-    kinds = list(map(type, one))
-    return _SCALARS.issuperset(kinds) and kinds == list(map(type, other)) and list(one) == list(other)
-
-
-def _equal_dicts_of_scalars(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """Return True if two dicts have equal scalars in one order, at the speed of C; False leaves it open."""
-    return list(one) == list(other) and _equal_scalars(list(one.values()), list(other.values()))
-
-
-def _plain_number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def digest(tree: Any) -> str:
-    """Return a fingerprint of a plain tree, to compare it with those of other processes.
-
-    Example:
-        >>> digest({"a": [1, torch.ones(1)]}) == digest({"a": [1, torch.zeros(1)]})
-        False
-    """
-    found = hashlib.blake2b(digest_size=8)
-    waiting = [tree]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, Tensor):
-            value = value.to_dense() if value.is_sparse else value
-            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, Mapping):
-            waiting += [part for pair in value.items() for part in pair]
-        elif isinstance(value, list) and not _SCALARS.issuperset(map(type, value)):
-            waiting += value
-        else:
-            found.update(f"{type(value).__name__}{value!r};".encode())
-    return found.hexdigest()
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape hold the same numbers, on any device; NaN equals NaN."""
-    one, other = one.detach(), other.detach().to(one.device)
-    if one.is_sparse or other.is_sparse:
-        one, other = one.to_dense(), other.to_dense()
-    if torch.equal(one, other):
-        return True
-    nan = one.is_floating_point() or one.is_complex()
-    return nan and bool(((one == other) | (one.isnan() & other.isnan())).all())
+_DECODERS: dict[str, Callable[[Mapping[str, Any], Any], Any]] = {
+    "generator": _decoded_generator, "tensor": _decoded_elsewhere, "array": _decoded_array, "scalar": _decoded_scalar,
+    "dict": _decoded_dict, "pairs": _decoded_dict, "parameter": _decoded_parameter, "derived": _decoded_derived,
+    "record": _decoded_object, "object": _decoded_object,
+    **dict.fromkeys(("tuple", "deque", "set", "frozenset"), _decoded_container),
+    **dict.fromkeys(CONSTANTS, decode_constant),
+    **dict.fromkeys(LIBRARY_VALUES, lambda value, held: decode_library_value(value, decode, held)),
+}  # fmt: skip
+"""What returns a value of each kind, by the first key of its tree."""

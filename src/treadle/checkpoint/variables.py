@@ -14,9 +14,10 @@ import numpy as np
 from torch import Tensor
 
 from treadle.checkpoint.attributes import CachedFunction
+from treadle.checkpoint.generators import GENERATORS
 from treadle.checkpoint.introspection import Named, has_state, is_of_a_run, is_users_class, names_used_by
 from treadle.checkpoint.library_values import NAMESPACES
-from treadle.checkpoint.plain_values import GENERATORS, is_plain_object
+from treadle.checkpoint.plain_values import is_plain_object
 
 _INSTALLED = ("site-packages", "dist-packages")  # parts of paths below which nobody's own code is
 _KINDS = (bool, int, float, complex, str, type(None), list, dict, set, deque, np.ndarray, Tensor, *GENERATORS)

@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from treadle.checkpoint.attributes import Attributes, beside
+from treadle.checkpoint.comparison import same
+from treadle.checkpoint.generators import GENERATORS
 from treadle.checkpoint.introspection import attributes_of, behind, has_state, is_of_a_run, is_users, offered
 from treadle.checkpoint.module_state import ModuleState
-from treadle.checkpoint.plain_values import GENERATORS, same
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.data.rows import RowLoader

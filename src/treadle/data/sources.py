@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from treadle.checkpoint.comparison import same, same_bits
 from treadle.checkpoint.introspection import has_state, is_users
-from treadle.checkpoint.plain_values import same, same_bits
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
 from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
 from treadle.data.rows import RowLoader
@@ -50,7 +50,7 @@ class Source(Protocol):
         ...
 
     def finish(self, iterator: Iterator[Any]) -> None:
-        """Called after the last batch where the length is exact: lets the loader find its end, as a plain loop does."""
+        """Let the loader find its end after the last batch of an exact length, as a plain loop does."""
         ...
 
     def is_over_at(self, position: int) -> bool:

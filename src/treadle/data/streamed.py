@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from treadle.checkpoint.comparison import same
 from treadle.checkpoint.introspection import has_state
-from treadle.checkpoint.plain_values import same
 from treadle.checkpoint.schema import to_plain
 from treadle.data.indexed import Workers, seed_worker
 from treadle.errors import CheckpointError
@@ -320,7 +320,7 @@ class StreamInit:
         self.user_fn = user_fn
 
     def __call__(self, worker_id: int) -> None:
-        """Numbers the worker as when the epoch began, seeds it, and calls the user's function."""
+        """Number the worker as when the epoch began, seed it, and call the user's function."""
         info: Any = get_worker_info()
         worker = self.stream.worker
         # WorkerInfo refuses setattr; a data set takes its share of files by this number.

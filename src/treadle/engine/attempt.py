@@ -241,7 +241,7 @@ def skip(engine: Engine, reason: str) -> Outcome:
 
 
 def refuse(engine: Engine) -> Outcome:
-    """Refuse a non-finite gradient: lowers the fp16 scale where possible, else asks a hook or for other data."""
+    """Refuse a non-finite gradient: lower the fp16 scale where possible, else ask a hook or for other data."""
     info = engine.attempt.info
     if engine.precision.refused():
         info["reason"] = "non-finite gradient: the fp16 scale was lowered"

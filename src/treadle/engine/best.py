@@ -22,7 +22,7 @@ _MAX = {
 
 
 def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:
-    """Return the direction of a metric: as given, or by the last part of its name.
+    """Return the direction of a metric: the given one, or that of the last part of its name.
 
     Args:
         metric: for example ``"val_loss"`` or ``"eval/accuracy"``.

@@ -324,7 +324,7 @@ class Engine(EngineBase):
 
     @property
     def applied_steps(self) -> int:
-        """Step that changed the weights."""
+        """Steps that changed the weights."""
         return self.progress.applied_steps
 
     @property

@@ -1,53 +1,32 @@
-"""Objects that a user keeps on the trainer or the task: what offers a state dict, and attributes that change."""
+"""State of objects that users keep beside the parts of a run: what offers a state dict, and attributes that change."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
-from treadle.checkpoint.introspection import (
-    LIBRARIES,
-    Named,
-    attributes_of,
-    behind,
-    has_state,
-    is_of_a_run,
-    is_users,
-    is_users_class,
-)
+from treadle.checkpoint.comparison import unequal
+from treadle.checkpoint.introspection import is_users
 from treadle.checkpoint.module_state import ModuleState
-from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object, unequal
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
-from treadle.distributed.state_names import clean_name
-from treadle.engine.hook import BaseHook
-from treadle.engine.state_part import Difference, Notice, Saved, StatePart
+from treadle.engine.search import OF_TRAINERS, Search
+from treadle.engine.state_part import Difference
 from treadle.errors import CheckpointError
-from treadle.optim.schedules import schedulers_in
-
-if TYPE_CHECKING:
-    from treadle.engine.loop import Engine
 
 OF_OPTIMIZERS = (
     "_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "state",
     "param_groups", "defaults",
 )  # fmt: skip
 """Attributes of every optimizer, which its state dict holds or which are no state."""
-_DEEPEST = 6
-_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # where a tensor keeps its hooks
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # of the standard library
-_SCALARS = (bool, int, float, str, type(None))
-_MOST = 256  # items of a container that are looked at
 _OF_MODULES = ("tensors", "attributes")  # what is written of their state beyond the state dict
 _LARGE = 64 * 2**20  # bytes of a frozen module above which its fingerprint is kept and not its weights
 
@@ -130,11 +109,11 @@ class OwnObjects:
             roots: where to look.
             plain_too: whether objects without a state dict count; those made later are written as parts of others.
         """
-        owners: dict[str, Any] = {}
-        plain: dict[str, Any] = {}
-        seen: set[int] = set()
+        search = Search(self._roots, known=self._kept, before=(self.owners, self._attributes), whole=self._whole)
         for path, owner in roots.items():
-            self._walk(path, owner, _DEEPEST, (owners, plain, seen))
+            search.walk(path, owner)
+        self.functions += search.functions
+        owners, plain = search.owners, search.plain
         if not plain_too:
             plain.clear()
         self._kept |= {id(owner) for owner in (*owners.values(), *plain.values())}
@@ -147,44 +126,11 @@ class OwnObjects:
                 left_out = OF_OPTIMIZERS if isinstance(owner, Optimizer) else ()
                 self._attributes[path] = self._attributes_of(owner, left_out)
         for path, owner in plain.items():
-            self._attributes[path] = self._attributes_of(owner, _OF_TRAINERS if path in self._whole else ())
+            self._attributes[path] = self._attributes_of(owner, OF_TRAINERS if path in self._whole else ())
         return {*owners, *plain}
 
     def _attributes_of(self, owner: Any, left_out: Collection[str]) -> Attributes:
         return Attributes(owner, deep=True, leave_out=left_out, stashes=True, known=self._kept)
-
-    def _walk(self, path: str, owner: Any, depth: int, found: tuple[dict[str, Any], dict[str, Any], set[int]]) -> None:
-        owners, plain, seen = found
-        if depth == 0 or id(owner) in seen:
-            return
-        is_new = id(owner) not in self._kept
-        if isinstance(owner, types.FunctionType) and is_users(owner):
-            self.functions.append(owner)
-        if isinstance(owner, (list, tuple)):
-            for number, item in enumerate(owner[:_MOST]):
-                if path in self._roots or not _is_written_whole(item):
-                    self._walk(f"{path}[{number}]", item, depth - 1, found)
-        elif isinstance(owner, dict) and len(owner) <= _MOST:
-            for key, item in owner.items():
-                if not _is_written_whole(item):
-                    self._walk(f"{path}.{key}", item, depth - 1, found)
-        elif isinstance(owner, (types.MethodType, functools.partial)):
-            for name, item in behind(owner):
-                self._walk(f"{path}.{name}", item, depth, found)
-        elif has_state(owner) and path not in self._whole:
-            if is_of_a_run(owner):
-                return
-            if is_new and path not in self.owners and (not is_ours(owner) or isinstance(owner, nn.Module)):
-                owners[path] = owner
-                seen.add(id(owner))
-        elif (is_new or path in self._roots or path in self._attributes) and _is_looked_into(owner):
-            seen.add(id(owner))
-            left_out = _OF_TRAINERS if path in self._whole else ()
-            if is_new and (isinstance(owner, Named) or not is_ours(owner)) and path not in self._attributes:
-                plain[path] = owner
-            for name, value in attributes_of(owner).items():
-                if name not in left_out:
-                    self._walk(f"{path}.{name}".lstrip("."), value, depth - 1, found)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -320,170 +266,9 @@ def _missing(path: str) -> CheckpointError:
     )
 
 
-def objects_of(engine: Engine) -> OwnObjects:
-    """Return the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
-    roots = _roots(engine)
-    known = {id(part) for part in _parts_of(engine)}
-    found = OwnObjects(
-        {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), hidden=_hidden_in(engine.model)
-    )
-    parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
-    found.add_variables("variables", [*parts, *found.owners.values(), *found.plain.values(), *found.functions])
-    return found
-
-
-def objects_of_hook(engine: Engine, hook: BaseHook) -> OwnObjects | None:
-    """Return what a user's hook holds, or None where it keeps its state itself."""
-    if _keeps_itself(hook) or is_ours(hook) or has_state(hook):
-        return None
-    known = {id(part) for part in _parts_of(engine)} - {id(hook)} | {id(engine), id(engine.task)}
-    known |= {id(owner) for owner in engine.state.objects.owners.values()}
-    return OwnObjects({"": hook}, known=known)
-
-
-def attributes_of_hook(hook: BaseHook) -> Attributes | None:
-    """Return the attributes of a user's hook that keeps its state itself, or None: it may leave some out."""
-    kinds = [kind for kind in type(hook).__mro__ if kind not in (BaseHook, object)]
-    if not _keeps_itself(hook) or not all(map(is_users_class, kinds)):
-        return None
-    return Attributes(hook, deep=True)
-
-
-def _keeps_itself(hook: BaseHook) -> bool:
-    methods = ("on_state_dict", "on_load_state_dict")
-    return any(getattr(type(hook), name) is not getattr(BaseHook, name) for name in methods)
-
-
-def _callables_of(engine: Engine) -> dict[str, Any]:
-    """Return what a schedule, the modules and the optimizer call: no state dict of theirs holds its state."""
-    found: dict[str, Any] = {}
-    for path, scheduler in schedulers_in(engine.lr_scheduler):
-        for number, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
-            found[f"{path}.lr_lambdas[{number}]"] = factor
-        if is_users(scheduler):
-            found |= {f"{path}.{name}": value for name, value in attributes_of(scheduler).items()
-                      if name not in ("optimizer", "lr_lambdas")}  # fmt: skip
-    model = engine.model
-    owners = {f"model.{clean_name(name)}".rstrip("."): module for name, module in model.named_modules()}
-    parameters = {f"model.{clean_name(name)}": one for name, one in model.named_parameters()}
-    for path, owner in {**owners, **parameters, "optimizer": engine.optimizer}.items():
-        held = vars(owner) if path not in parameters else {name: getattr(owner, name, None) for name in _OF_TENSORS}
-        for name, value in held.items():
-            if name.endswith("_hooks") and isinstance(value, Mapping):
-                found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
-    return {path: owner for path, owner in found.items() if not is_ours(owner)}
-
-
-def _hidden_in(model: nn.Module) -> dict[str, Any]:
-    """Return the attributes of the user's modules that may hold a module which is not registered, as in a list."""
-    return {
-        f"model.{clean_name(f'{path}.{name}'.lstrip('.'))}": value
-        for path, module in model.named_modules()
-        if is_users(module)
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and not isinstance(value, (Tensor, *_SCALARS))
-    }
-
-
-def _parts_of(engine: Engine) -> Iterator[Any]:
-    yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
-    yield from (scheduler for _, scheduler in schedulers_in(engine.lr_scheduler) if scheduler is engine.lr_scheduler)
-    yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
-    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose place the cursor keeps
-    yield from engine.model.modules()
-
-
-def _roots(engine: Engine) -> dict[str, Any]:
-    task = engine.task
-    trainer = getattr(task, "trainer", None)
-    found = {"trainer": trainer} if trainer is not None else {}
-    if not is_ours(engine) and trainer is not engine:
-        found["trainer"] = engine
-    return {**found, "task": task}
-
-
-def is_ours(owner: Any) -> bool:
-    """Return whether the class of an object is treadle's.
-
-    Example:
-        >>> is_ours(nn.Linear(1, 1))
-        False
-    """
-    kind = owner if isinstance(owner, types.FunctionType) else type(owner)
-    return str(kind.__module__).partition(".")[0] == "treadle"
-
-
-def _is_written_whole(item: Any) -> bool:
-    """Return whether an item of a container is a user's plain object that is written as part of the container."""
-    return is_plain_object(item) and encode(item, deep=True) is not OPAQUE
-
-
-def _is_looked_into(owner: Any) -> bool:
-    """Return whether an object is a user's, whose attributes may hold others."""
-    if isinstance(owner, types.FunctionType):
-        return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
-    if isinstance(owner, Named):
-        return True
-    foreign = (type, types.ModuleType, types.MethodType, Tensor, Dataset, Sampler, DataLoader, Optimizer, dict)
-    if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
-        return False
-    root = type(owner).__module__.partition(".")[0]
-    return is_ours(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)
-
-
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
 def _fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
     return {name: fingerprint(value) for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _trainer_names() -> frozenset[str]:
-    return frozenset({
-        "model", "optimizer", "lr_scheduler", "scheduler", "task", "precision", "settings", "logger", "config", "hooks",
-        "workspace", "should_stop", "target", "cursor", "eval_cursor", "progress", "attempt", "state", "num_ranks",
-        "declared", "events", "signals", "exchange", "guard", "steps", "stray_parameters", "max_steps", "trackers",
-        "compile_setting", "state_dict_options", "grad_scaler", "data_loader", "_given_hooks", "_engine", "_epochs",
-        "_folder", "_history_file", "device",
-    })  # fmt: skip
-
-
-_OF_TRAINERS = _trainer_names()
-
-
-def warn_of_lost(engine: Engine) -> None:
-    """Warn of what has changed in the user's objects and of iterators on them, which no checkpoint holds, once."""
-    for name in engine.state.objects.lost():
-        engine.state.warn_once(
-            engine,
-            f"{name} has changed, or moves, and no checkpoint holds it: a resume is exact only if nothing depends on "
-            "it. Keep it in an object with state_dict and load_state_dict; an iterator over data, in the __iter__ of "
-            "the loader",
-        )
-
-
-class ObjectsPart(StatePart):
-    """State of the user's own objects on the trainer and the task."""
-
-    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        if states := engine.state.objects.collect():
-            tree["objects"] = states
-        warn_of_lost(engine)
-
-    def check(self, engine: Engine, saved: Saved) -> None:
-        if engine.state.options.strict:
-            engine.state.objects.check(saved.part("objects"))
-
-    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
-        missing = engine.state.objects.without_entry(saved.part("objects"))
-        if missing:
-            yield Notice(
-                f"the checkpoint has no state of {', '.join(missing)}: these start fresh and the resume is not exact"
-            )
-
-    def load(self, engine: Engine, saved: Saved) -> None:
-        engine.state.objects.restore(saved.part("objects"))
-
-    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
-        yield from engine.state.objects.differences(saved.part("objects"))

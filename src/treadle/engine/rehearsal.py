@@ -119,7 +119,7 @@ def _copied(engine: Engine) -> Any:
 
 
 def check_length_of_schedule(engine: Engine) -> None:
-    """Raise for a schedule that raises before the run has reached its target; warns of one that ends before.
+    """Raise for a schedule that raises before the run has reached its target; warn of one that ends before.
 
     Raises:
         ConfigError: a OneCycleLR has fewer moves left than the run has steps.

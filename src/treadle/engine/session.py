@@ -22,8 +22,8 @@ from treadle.engine.failure import failing_by_name
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
 from treadle.engine.names import uncalled_methods
+from treadle.engine.objects_part import warn_of_lost
 from treadle.engine.out_of_memory import explaining_out_of_memory
-from treadle.engine.own_objects import warn_of_lost
 from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.signals import ExitPlan
 from treadle.engine.single_samples import explaining_single_samples
@@ -222,7 +222,7 @@ class BetweenRuns:
 
 
 def into_training_mode(engine: Engine) -> None:
-    """Put every module into training mode, and warns of layers with frozen running statistics.
+    """Put every module into training mode, and warn of layers with frozen running statistics.
 
     A model that is in eval mode as a whole was loaded for inference; no part of it was frozen on purpose.
     """
@@ -412,7 +412,7 @@ def interruption(engine: Engine) -> Callable[[], bool] | None:
 
 
 def leave_on_signal(engine: Engine) -> None:
-    """If a signal arrived on any rank: saves by each hook's plan, waits, and raises SystemExit."""
+    """Save by each hook's plan, wait, and raise SystemExit, if a signal arrived on any rank."""
     if engine.signals.plans:
         _leave(engine, distributed.agree(engine.signals.received or 0))
 

@@ -21,8 +21,10 @@ from treadle.checkpoint.schema import KEYS, OF_USERS, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
+from treadle.engine.hooks_part import HookStates
+from treadle.engine.objects_part import objects_of, parts_of
 from treadle.engine.origin import RunOrigin
-from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects, attributes_of_hook, objects_of, objects_of_hook
+from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
 from treadle.engine.settings import MOVABLE, EngineSettings
 from treadle.engine.state_options import StateOptions
@@ -76,8 +78,7 @@ class RunState:
         modules: state of the model that its state dict does not hold.
         built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
-        hook_objects: those that hooks without state of their own hold, by the hooks' keys.
-        hook_attributes: attributes of hooks that have state of their own, which may leave some out, by the hooks' keys.
+        hooks: what users' hooks hold beside the state that they save themselves.
         optimizer_attributes: plain attributes of an optimizer that is not torch's.
     """
 
@@ -85,8 +86,7 @@ class RunState:
     modules: ModuleState
     objects: OwnObjects
     built: Built
-    hook_objects: dict[str, OwnObjects]
-    hook_attributes: dict[str, Attributes]
+    hooks: HookStates
     optimizer_attributes: Attributes
 
     def __init__(self, options: StateOptions):
@@ -105,7 +105,7 @@ class RunState:
         self.num_runs = 0
         self.closed: str | None = None
         self.objects = OwnObjects({})
-        self.hook_objects: dict[str, OwnObjects] = {}
+        self.hooks = HookStates()
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
@@ -118,16 +118,14 @@ class RunState:
         self.modules = ModuleState(engine.model)
         self.built = Built(engine)
         self.objects = objects_of(engine)
-        objects = {hook.state_key: objects_of_hook(engine, hook) for hook in engine.hooks}
-        self.hook_objects = {key: found for key, found in objects.items() if found is not None}
-        kept = {hook.state_key: attributes_of_hook(hook) for hook in engine.hooks}
-        self.hook_attributes = {key: found for key, found in kept.items() if found is not None}
+        known = {id(part) for part in (*parts_of(engine), engine, engine.task, *self.objects.owners.values())}
+        self.hooks = HookStates(engine.hooks, known)
         owner = None if is_of_torch(engine.optimizer) else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
 
     def leave_out(self, loader: Any) -> None:
         """Leave a loader that a cursor reads out of the user's objects."""
-        for objects in (self.objects, *self.hook_objects.values()):
+        for objects in (self.objects, *self.hooks.objects.values()):
             objects.leave_out(loader)
 
     def warn_once(self, engine: Engine, text: str) -> None:
@@ -136,13 +134,18 @@ class RunState:
             self._warned.add(text)
             engine.logger.warning("%s", text, extra={"topic": "state that is lost"})
 
+    def warn_of_lost(self, engine: Engine, name: str, advice: str) -> None:
+        """Log a warning about something that changed and is in no checkpoint, once."""
+        text = f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on it. "
+        self.warn_once(engine, text + advice)
+
     def look_again(self) -> None:
         """Look for objects that hooks made before training.
 
         Raises:
             CheckpointError: the checkpoint that was loaded holds one that was not made.
         """
-        for objects in (self.objects, *self.hook_objects.values()):
+        for objects in (self.objects, *self.hooks.objects.values()):
             objects.look_again()
 
     def try_before_step_1(self, trial: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""One part of a checkpoint, a checkpoint as a run loads it, and a warning about it."""
+"""One part of a checkpoint, a checkpoint as a run loads it, and where the two differ."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from treadle.checkpoint.comparison import unequal
+from treadle.checkpoint.schema import is_encoded, to_plain
+from treadle.distributed import is_dtensor
+from treadle.distributed.shards import placed_like, placed_state
 from treadle.engine.common_state import common_state
 from treadle.errors import CheckpointError
 
@@ -84,3 +88,26 @@ class StatePart:
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         """Yield where the part, once loaded, is not what the checkpoint holds."""
         yield from ()
+
+
+def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Iterator[Difference]:
+    """Yield where a state in memory differs from a saved one; of tensors over ranks, this rank's parts count."""
+    for key, value in saved.items():
+        if key not in now:
+            yield f"{path}.{key}", "nothing there after loading"
+            continue
+        live = now[key]
+        if is_encoded(value):
+            yield from unequal(value, to_plain(live, path, encoding="exact"), f"{path}.{key}")
+            continue
+        if isinstance(value, Mapping) and isinstance(live, Mapping):
+            yield from unlike(value, live, f"{path}.{key}")
+            for extra in live.keys() - value.keys():
+                yield f"{path}.{key}.{extra}", "nothing there in the file"
+            continue
+        if is_dtensor(live) and not is_dtensor(value):
+            placed = placed_state(value, live)
+            value, live = placed.to_local() if is_dtensor(placed) else placed, live.to_local()
+        elif isinstance(live, torch.Tensor) and not isinstance(value, torch.Tensor):
+            value = placed_like(value, None)  # stored in a folder of shards
+        yield from unequal(value, live, f"{path}.{key}")

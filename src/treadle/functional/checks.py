@@ -167,7 +167,7 @@ def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settin
 
 
 def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None = None) -> None:
-    """Raise ConfigError for a loss that is not a scalar or a class, and warns of parameters that are not trained.
+    """Raise ConfigError for a loss that is not a scalar or a class, and warn of parameters that are not trained.
 
     Args:
         loss_fn: the loss, or None.

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.capture.compile import Compile
-from treadle.checkpoint.plain_values import same
+from treadle.checkpoint.comparison import same
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import to_device
 from treadle.engine import Engine
@@ -368,7 +368,8 @@ class Trainer(EpochFace):
                 return own(batches, eval_loader, epoch) if takes(own, 3) else own(batches, eval_loader)
 
             if self._replaces("train_epoch"):
-                self._epochs.fit_replaced(train_epoch, train_loader, num_epochs, after_epoch)
+                loaders = train_loader, eval_loader
+                self._epochs.fit_replaced(train_epoch, loaders, num_epochs, after_epoch)
             else:
                 self._epochs.fit_through(partial(train_epoch, train_loader), num_epochs, after_epoch)
         else:

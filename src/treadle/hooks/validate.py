@@ -18,7 +18,7 @@ _EVENTS = [name for name in vars(BaseHook) if name.startswith("on_")]
 
 
 def check_hooks(hooks: Any) -> list[BaseHook]:
-    """Return hooks as a list, and warns of a method that is named almost as an event is: nothing would call it.
+    """Return hooks as a list, and warn of a method whose name is almost an event's: nothing would call it.
 
     Args:
         hooks: a sequence of hooks.

@@ -80,7 +80,7 @@ class Journal:
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal, and cuts off one that a kill left unfinished."""
+    """Return the whole lines of a journal, and cut off one that a kill left unfinished."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

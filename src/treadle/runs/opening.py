@@ -38,7 +38,7 @@ def open_run(
     device: str | None = None,
     read_only: bool = True,
 ) -> Any:
-    """Open a run again as a trainer that validates, tests, predict and saves.
+    """Reopen a run as a trainer that validates, tests, predicts and saves.
 
     The run of a pack or of a configuration file is built again from what its folder holds; that of a script takes the
     trainer as the script makes it, or the model. A run folder is only read unless ``read_only`` is False.

@@ -472,7 +472,7 @@ class Pack(Generic[Config, Data, Trainer]):
         return any(key not in self.free for key in differences)
 
     def _look_into(self, run: Run[Config]) -> tuple[bool, Callable[[], None]]:
-        """Return whether the run of the folder resumes, and what sets aside; warns of changes, write nothing."""
+        """Return whether the folder's run resumes, and what sets it aside; warn of changes, and write nothing."""
         out = run.out
         folders.refuse_other_run(out, self.name)
         for place in (out, out / "checkpoints"):

@@ -23,7 +23,7 @@ def print_report(result: Verification, console: Console) -> None:
     if result.cause is not None:
         _line(console, "likely cause", result.cause.rule)
         _line(console, "fix", result.cause.fix)
-    for name, texts in (("note", result.notes), ("arranged", result.arranged), ("the library said", result.warnings)):
+    for name, texts in (("note", result.notes), ("arranged", result.arranged), ("warning", result.warnings)):
         for text in texts:
             _line(console, name, text)
     where = f"kept in {result.folder}" if result.verdict != "EXACT" else f"output and records are in {result.folder}"

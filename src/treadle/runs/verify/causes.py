@@ -15,7 +15,10 @@ _REGISTER = (
     "register it with self.register_buffer(name, tensor), so that it is saved, loaded and moved with the model "
     "(persistent=True, which is the default)"
 )
-_DETERMINISTIC = "call treadle.set_seed(0, deterministic=True), and do not let a value depend on the time"
+_DETERMINISTIC = (
+    "call treadle.set_seed(0, deterministic=True), and do not let a value depend on the time or on files that a run "
+    "leaves outside its folder"
+)
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ def _between_straight_runs(difference: Difference, device: str) -> Cause:
             "or draws a number of values that depends on the time",
             f"{_SEED}. Seed nowhere else",
         )
-    kernels = "kernels that add in another order each time (atomics) or " if device != "cpu" else ""
+    kernels = "kernels that sum in varying order (atomics) or " if device != "cpu" else ""
     return Cause(
         "not_deterministic",
         f"two straight runs with equal data, weights and random state differ in the {part}: {kernels}a value that "
-        "depends on the time, on an unseeded generator or on the order of a set",
+        "depends on the time, on an unseeded generator, on the order of a set or on a file that an earlier run left",
         _DETERMINISTIC,
     )
 

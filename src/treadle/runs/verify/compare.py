@@ -79,7 +79,7 @@ class Comparison:
     Attributes:
         parts: the result of each part, in the order of ``PARTS``.
         records: how many records were compared.
-        unseeded: generators that start otherwise in each run and are left out: ``"python"``, ``"numpy"``.
+        unseeded: generators not compared, since their state differs between starts: ``"python"``, ``"numpy"``.
     """
 
     def __init__(self, reference: Iterable[Mapping[str, Any]]):
@@ -89,7 +89,7 @@ class Comparison:
         self.unseeded: frozenset[str] = frozenset()
 
     def leave_out_unseeded(self, other: Sequence[Mapping[str, Any]]) -> None:
-        """Find which generators start otherwise in another straight run.
+        """Find which generators start from a different state in another straight run.
 
         A script may seed torch alone. That breaks no promise as long as nothing draws from the others, and if
         something does, what was drawn differs and is named.

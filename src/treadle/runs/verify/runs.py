@@ -246,9 +246,9 @@ class Verifier:
         result.parts, result.records, result.difference = comparison.parts, comparison.records, difference
         if comparison.unseeded:
             result.notes.append(
-                f"the generators of {' and '.join(sorted(comparison.unseeded))} start otherwise in each run and were "
-                "left out; nothing depended on them here, but seed them too: treadle.set_seed(0), or seed: 0 in a "
-                "configuration"
+                f"the generators of {' and '.join(sorted(comparison.unseeded))} start in another state in each run and "
+                "were not compared; nothing depended on them here, but seed them too: treadle.set_seed(0), or "
+                "seed: 0 in a configuration"
             )
         if difference is not None:
             result.verdict, result.cause = "NOT EXACT", likely_cause(difference, device)

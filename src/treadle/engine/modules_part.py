@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from treadle.checkpoint.plain_values import unequal
+from treadle.checkpoint.comparison import unequal
 from treadle.checkpoint.schema import to_plain
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 
@@ -30,11 +30,8 @@ class ModulesPart(StatePart):
                 "one: it may not fit. Build the model with all its layers, and freeze or bypass those to come",
             )
         for name in engine.state.modules.lost():
-            engine.state.warn_once(
-                engine,
-                f"model: {name} has changed, and no checkpoint holds it: a resume is exact only if nothing "
-                "depends on it. Make it a buffer, or give the module get_extra_state and set_extra_state",
-            )
+            advice = "Make it a buffer, or give the module get_extra_state and set_extra_state"
+            engine.state.warn_of_lost(engine, f"model: {name}", advice)
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         entry, modules = saved.part("modules"), engine.state.modules

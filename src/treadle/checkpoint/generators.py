@@ -1,0 +1,71 @@
+"""States of random generators of torch, NumPy and Python as plain values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def generator_like(state: Any) -> Any:
+    """Return a new generator of the kind that a state is of."""
+    if isinstance(state, Tensor):
+        return torch.Generator()
+    if isinstance(state, list):
+        return random.Random()
+    if "has_gauss" in state:
+        return np.random.RandomState()
+    return np.random.Generator(getattr(np.random, state["bit_generator"])())
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator as a plain tree.
+
+    Example:
+        >>> state_of(torch.Generator()).dtype
+        torch.uint8
+    """
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        version, state, gauss = generator.getstate()
+        return [version, list(state), gauss]
+    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(False)
+    return _without_arrays(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return {"array": torch.from_numpy(state.astype(np.int64))} if isinstance(state, np.ndarray) else state
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set a generator to a state that :func:`state_of` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate((state[0], tuple(state[1]), state[2]))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _with_arrays(state)
+    else:
+        generator.set_state(_with_arrays(state))
+
+
+def _with_arrays(state: Any) -> Any:
+    if not isinstance(state, Mapping):
+        return state
+    if "array" in state:
+        array = state["array"].numpy()
+        return (
+            array.astype(np.uint64)
+            if array.max(initial=0) >= 2**32 or array.min(initial=0) < 0
+            else array.astype(np.uint32)
+        )
+    return {key: _with_arrays(value) for key, value in state.items()}

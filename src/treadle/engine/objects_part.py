@@ -1,0 +1,120 @@
+"""The part of a checkpoint with the user's own objects, and where a run keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from treadle.checkpoint.introspection import attributes_of, is_users
+from treadle.distributed.state_names import clean_name
+from treadle.engine.own_objects import OwnObjects
+from treadle.engine.search import is_ours
+from treadle.engine.state_part import Difference, Notice, Saved, StatePart
+from treadle.optim.schedules import schedulers_in
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # where a tensor keeps its hooks
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def objects_of(engine: Engine) -> OwnObjects:
+    """Return the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
+    roots = _roots(engine)
+    known = {id(part) for part in parts_of(engine)}
+    found = OwnObjects(
+        {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), hidden=_hidden_in(engine.model)
+    )
+    parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
+    found.add_variables("variables", [*parts, *found.owners.values(), *found.plain.values(), *found.functions])
+    return found
+
+
+def _callables_of(engine: Engine) -> dict[str, Any]:
+    """Return what a schedule, the modules and the optimizer call: no state dict of theirs holds its state."""
+    found: dict[str, Any] = {}
+    for path, scheduler in schedulers_in(engine.lr_scheduler):
+        for number, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
+            found[f"{path}.lr_lambdas[{number}]"] = factor
+        if is_users(scheduler):
+            found |= {f"{path}.{name}": value for name, value in attributes_of(scheduler).items()
+                      if name not in ("optimizer", "lr_lambdas")}  # fmt: skip
+    model = engine.model
+    owners = {f"model.{clean_name(name)}".rstrip("."): module for name, module in model.named_modules()}
+    parameters = {f"model.{clean_name(name)}": one for name, one in model.named_parameters()}
+    for path, owner in {**owners, **parameters, "optimizer": engine.optimizer}.items():
+        held = vars(owner) if path not in parameters else {name: getattr(owner, name, None) for name in _OF_TENSORS}
+        for name, value in held.items():
+            if name.endswith("_hooks") and isinstance(value, Mapping):
+                found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
+    return {path: owner for path, owner in found.items() if not is_ours(owner)}
+
+
+def _hidden_in(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the user's modules that may hold a module which is not registered, as in a list."""
+    return {
+        f"model.{clean_name(f'{path}.{name}'.lstrip('.'))}": value
+        for path, module in model.named_modules()
+        if is_users(module)
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and not isinstance(value, (Tensor, *_SCALARS))
+    }
+
+
+def parts_of(engine: Engine) -> Iterator[Any]:
+    """Yield the parts of a run, which are parts of its checkpoints and no objects beside them."""
+    yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
+    yield from (scheduler for _, scheduler in schedulers_in(engine.lr_scheduler) if scheduler is engine.lr_scheduler)
+    yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
+    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose place the cursor keeps
+    yield from engine.model.modules()
+
+
+def _roots(engine: Engine) -> dict[str, Any]:
+    task = engine.task
+    trainer = getattr(task, "trainer", None)
+    found = {"trainer": trainer} if trainer is not None else {}
+    if not is_ours(engine) and trainer is not engine:
+        found["trainer"] = engine
+    return {**found, "task": task}
+
+
+def warn_of_lost(engine: Engine) -> None:
+    """Warn of what has changed in the user's objects and of iterators on them, which no checkpoint holds, once."""
+    for name in engine.state.objects.lost():
+        engine.state.warn_once(
+            engine,
+            f"{name} has changed, or moves, and no checkpoint holds it: a resume is exact only if nothing depends on "
+            "it. Keep it in an object with state_dict and load_state_dict; an iterator over data, in the __iter__ of "
+            "the loader",
+        )
+
+
+class ObjectsPart(StatePart):
+    """State of the user's own objects on the trainer and the task."""
+
+    def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        if states := engine.state.objects.collect():
+            tree["objects"] = states
+        warn_of_lost(engine)
+
+    def check(self, engine: Engine, saved: Saved) -> None:
+        if engine.state.options.strict:
+            engine.state.objects.check(saved.part("objects"))
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        missing = engine.state.objects.without_entry(saved.part("objects"))
+        if missing:
+            yield Notice(
+                f"the checkpoint has no state of {', '.join(missing)}: these start fresh and the resume is not exact"
+            )
+
+    def load(self, engine: Engine, saved: Saved) -> None:
+        engine.state.objects.restore(saved.part("objects"))
+
+    def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
+        yield from engine.state.objects.differences(saved.part("objects"))

@@ -1,0 +1,143 @@
+"""Search for objects of users: what has state, and what holds it, from some roots on."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from treadle.checkpoint.introspection import (
+    LIBRARIES,
+    Named,
+    attributes_of,
+    behind,
+    has_state,
+    is_of_a_run,
+    is_users,
+)
+from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object
+
+_DEEPEST = 6
+_MOST = 256  # items of a container that are looked at
+_WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # of the standard library
+
+
+class Search:
+    """Search from some roots on, through attributes, containers, methods, partials and closures.
+
+    Args:
+        roots: paths from which objects are ever searched; what is there is looked into each time.
+        known: ids of objects that are left out, or were found before.
+        before: paths of objects that were found before: those with state dicts, and the others.
+        whole: paths of roots that are looked into though they have state dicts.
+
+    Attributes:
+        owners: objects with state dicts that were found, by path.
+        plain: other objects of users, whose attributes are their state.
+        functions: of users, for the variables that they use.
+    """
+
+    def __init__(
+        self,
+        roots: Collection[str],
+        *,
+        known: Collection[int],
+        before: tuple[Collection[str], Collection[str]],
+        whole: Collection[str],
+    ):
+        self.owners: dict[str, Any] = {}
+        self.plain: dict[str, Any] = {}
+        self.functions: list[types.FunctionType] = []
+        self._roots = roots
+        self._known = known
+        self._owners_before, self._plain_before = before
+        self._whole = whole
+        self._seen: set[int] = set()
+
+    def walk(self, path: str, owner: Any, depth: int = _DEEPEST) -> None:
+        """Look at an object and at what it holds."""
+        if depth == 0 or id(owner) in self._seen:
+            return
+        if isinstance(owner, types.FunctionType) and is_users(owner):
+            self.functions.append(owner)
+        if isinstance(owner, (list, tuple)):
+            for number, item in enumerate(owner[:_MOST]):
+                if path in self._roots or not _is_written_whole(item):
+                    self.walk(f"{path}[{number}]", item, depth - 1)
+        elif isinstance(owner, dict) and len(owner) <= _MOST:
+            for key, item in owner.items():
+                if not _is_written_whole(item):
+                    self.walk(f"{path}.{key}", item, depth - 1)
+        elif isinstance(owner, (types.MethodType, functools.partial)):
+            for name, item in behind(owner):
+                self.walk(f"{path}.{name}", item, depth)
+        elif has_state(owner) and path not in self._whole:
+            self._add(path, owner)
+        else:
+            self._look_into(path, owner, depth)
+
+    def _add(self, path: str, owner: Any) -> None:
+        is_new = id(owner) not in self._known and path not in self._owners_before
+        if is_new and not is_of_a_run(owner) and (not is_ours(owner) or isinstance(owner, nn.Module)):
+            self.owners[path] = owner
+            self._seen.add(id(owner))
+
+    def _look_into(self, path: str, owner: Any, depth: int) -> None:
+        is_new = id(owner) not in self._known
+        if not (is_new or path in self._roots or path in self._plain_before) or not _is_looked_into(owner):
+            return
+        self._seen.add(id(owner))
+        left_out = OF_TRAINERS if path in self._whole else ()
+        if is_new and (isinstance(owner, Named) or not is_ours(owner)) and path not in self._plain_before:
+            self.plain[path] = owner
+        for name, value in attributes_of(owner).items():
+            if name not in left_out:
+                self.walk(f"{path}.{name}".lstrip("."), value, depth - 1)
+
+
+def is_ours(owner: Any) -> bool:
+    """Return whether the class of an object is treadle's.
+
+    Example:
+        >>> is_ours(nn.Linear(1, 1))
+        False
+    """
+    kind = owner if isinstance(owner, types.FunctionType) else type(owner)
+    return str(kind.__module__).partition(".")[0] == "treadle"
+
+
+def _is_written_whole(item: Any) -> bool:
+    """Return whether an item of a container is a user's plain object that is written as part of the container."""
+    return is_plain_object(item) and encode(item, deep=True) is not OPAQUE
+
+
+def _is_looked_into(owner: Any) -> bool:
+    """Return whether an object is a user's, whose attributes may hold others."""
+    if isinstance(owner, types.FunctionType):
+        return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
+    if isinstance(owner, Named):
+        return True
+    foreign = (type, types.ModuleType, types.MethodType, Tensor, Dataset, Sampler, DataLoader, Optimizer, dict)
+    if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
+        return False
+    root = type(owner).__module__.partition(".")[0]
+    return is_ours(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)
+
+
+def _trainer_names() -> frozenset[str]:
+    return frozenset({
+        "model", "optimizer", "lr_scheduler", "scheduler", "task", "precision", "settings", "logger", "config", "hooks",
+        "workspace", "should_stop", "target", "cursor", "eval_cursor", "progress", "attempt", "state", "num_ranks",
+        "declared", "events", "signals", "exchange", "guard", "steps", "stray_parameters", "max_steps", "trackers",
+        "compile_setting", "state_dict_options", "grad_scaler", "data_loader", "_given_hooks", "_engine", "_epochs",
+        "_folder", "_history_file", "device",
+    })  # fmt: skip
+
+
+OF_TRAINERS = _trainer_names()
+"""Attributes of trainers that are parts of a run, or say how it is run."""
