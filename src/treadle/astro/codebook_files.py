@@ -66,7 +66,6 @@ def load_codebook(
     return codebook_KD
 
 
-@checked
 def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) -> NDArray[Any]:
     """Read the first of several keys from an ``.npz`` or ``.safetensors`` file, unchanged.
 

@@ -15,14 +15,12 @@ from typing import Any
 from treadle.config.objects import REGISTRY, Registry, build_at, find_target
 from treadle.config.tree import copied, nearest_key
 from treadle.errors import ConfigError, nearest
-from treadle.errors.arguments import checked
 from treadle.seed import set_seed
 
 _SUFFIX = "_cfg"
 _OWN_KEYS = ("trainer", "imports", "seed")
 
 
-@checked
 def build_trainer(
     cfg: Mapping[str, Any], registry: Registry = REGISTRY, *, folder: str | os.PathLike[str] | None = None
 ) -> Any:

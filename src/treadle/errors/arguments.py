@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -150,8 +149,6 @@ def _fits(value: Any, hint: Any) -> bool:
     if (shape := _shape_of(kind)) is not None:
         look = _LOOKS.get(kind.__name__)
         return _has_shape(value, *shape[:2]) if look is None else look(value)
-    if _is_settings(kind):
-        return isinstance(value, kind)
     if not _is_known(hint):
         return True
     wanted, given = _KINDS[kind][0], type(value)
@@ -190,17 +187,12 @@ def _is_device(value: Any) -> bool:
 _LOOKS: dict[str, Callable[[Any], bool]] = {"Iterable": _gives_items, "device": _is_device}
 
 
-def _is_settings(kind: Any) -> bool:
-    """Return whether a class is a dataclass of this library."""
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind.__module__.startswith("treadle.")
-
-
 def _is_known(hint: Any) -> bool:
     """Return whether the values of an annotation are checked; lists are where their items are."""
     kind = get_origin(hint) or hint
     if kind in _LISTS:
         return all(map(_is_known, get_args(hint)))
-    return isinstance(kind, Hashable) and (kind in _KINDS or _shape_of(kind) is not None or _is_settings(kind))
+    return isinstance(kind, Hashable) and (kind in _KINDS or _shape_of(kind) is not None)
 
 
 def _meant(value: Any, hint: Any) -> str:
@@ -217,8 +209,6 @@ def _in_words(hint: Any) -> str:
             words += map(repr, get_args(part))
         elif (shape := _shape_of(kind)) is not None:
             words.append(shape[2])
-        elif _is_settings(kind):
-            words.append(f"a {kind.__name__}")
         else:
             items = get_args(part) if kind in _LISTS else ()
             words.append(_KINDS[kind][1] + (f" of {_PLURALS.get(items[0], 'items')}" if items else ""))

@@ -15,7 +15,6 @@ import torch
 from treadle.capture.compile import check_compile
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import checked
 from treadle.faces.parallel import ParallelConfig, as_parallel, block_name
 from treadle.seed import as_seed
 
@@ -79,7 +78,6 @@ def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> d
     return plain
 
 
-@checked
 @dataclass
 class TrainerConfig:
     """Settings of :class:`SpectraTrainer`, checked when they are made.

@@ -30,7 +30,6 @@ from treadle.spectra.task import SpectraTask, spectra_of
 _log = logging.getLogger("treadle.spectra")
 
 
-@checked
 @dataclass
 class TesterConfig:
     """Settings of :class:`Tester`; the fields mean what they mean in ``TrainerConfig``."""
@@ -131,7 +130,6 @@ class Tester:
         return records
 
 
-@checked
 @dataclass
 class ExtractorConfig:
     """Settings of :class:`Extractor`."""
