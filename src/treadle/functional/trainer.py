@@ -44,7 +44,7 @@ from treadle.functional.checks import (
     set_length,
     warn_of_idle_interval,
 )
-from treadle.functional.claims import read_claims, warn_of_claims
+from treadle.functional.claims import read_claims
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
@@ -333,10 +333,6 @@ class Trainer(EpochFace):
         make_rule = rule_for(
             best_model_metric, best_mode, patience=early_stopping_patience, min_delta=self.settings.min_delta,
             loaders=eval_dataloader, known=self._known_keys(eval_dataloader),
-        )  # fmt: skip
-        warn_of_claims(
-            self._claims, num_epochs=num_epochs, loaders=(train_dataloader, eval_dataloader),
-            accumulation=self.settings.gradient_accumulation_steps,
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._folder.use(*self._run_defaults.files(save_dir, save_freq))

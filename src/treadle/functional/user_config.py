@@ -60,8 +60,10 @@ class UserConfig:
 
     def value(self, name: str) -> Any:
         """Return a value under a key or an attribute as a plain one; None where there is none, or it cannot be read."""
-        with contextlib.suppress(Exception):
-            return plain(self.source[name] if isinstance(self.source, Mapping) else self._asked(name))
+        if isinstance(self.source, Mapping):
+            return plain(self.source[name]) if name in self.source else None
+        with contextlib.suppress(*_LACKING):
+            return plain(self._asked(name))
         return None
 
     def _asked(self, name: str) -> Any:
