@@ -31,6 +31,7 @@ from treadle.faces.loaders import (
     results_by_name,
     selected_by,
 )
+from treadle.functional.claims import warn_of_claims
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
 from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
@@ -245,9 +246,10 @@ def check_call(
         check_callback(callback)
     check_eval_loaders(eval_loader, "eval_dataloader")
     refuse_used_up(eval_loader, "eval_dataloader", times=num_epochs)
-    if eval_loader is None and (
-        trainer._is_own("evaluate") or trainer._is_own("eval_step") or trainer._eval_task.metrics
-    ):
+    steps = trainer.settings.gradient_accumulation_steps
+    warn_of_claims(trainer._claims, num_epochs=num_epochs, loaders=loaders, accumulation=steps)
+    evaluates = trainer._is_own("evaluate") or trainer._is_own("eval_step") or trainer._eval_task.metrics
+    if eval_loader is None and evaluates:
         _log.info("eval_dataloader=None: no epoch is evaluated; metrics and evaluate() serve calls of your own")
 
 
