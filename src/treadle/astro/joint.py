@@ -139,7 +139,7 @@ class SurveyInputs(nn.Module):
             self.deviation.copy_(torch.from_numpy(np.maximum(np.nanstd(table, axis=0), 1e-12)))
             shares = np.linspace(0, 1, _QUANTILES)
             self.quantiles.copy_(torch.from_numpy(np.nanquantile(table, shares, axis=0).T))
-            if self.kind == "spectrum":
+            if self.kind == "spectrum" and survey.spectra is not None:
                 flux = np.arcsinh(_known(survey.spectra) / 0.5)
                 self.flux_mean.copy_(torch.from_numpy(np.nanmean(flux, axis=0)))
                 self.flux_deviation.copy_(torch.from_numpy(np.maximum(np.nanstd(flux, axis=0, ddof=1), 1e-6)))
