@@ -173,7 +173,7 @@ def body_of(path):
 
 def test_the_tours_of_the_source_name_its_files_and_their_lengths():
     rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", PAGES["guide/reading.md"], flags=re.MULTILINE)
-    assert len(rows) == 20
+    assert len(rows) == 21
     stated = {name: int(lines) for name, lines in rows}
     counted = {name: lines_of_code(ROOT / "src" / "treadle" / name) for name in stated}
     wrong = {name: (stated[name], lines) for name, lines in counted.items() if abs(stated[name] - lines) > 10}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FORMAT_NAME = "treadle"
 STORED = "treadle.stored"  # {STORED: key} replaces the tensor of that key
 TEMPORARY = ".treadle-tmp"
+_CHUNK = 1 << 20  # bytes
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
 
 
@@ -305,6 +306,20 @@ def copy_file(source: Path, name: Path) -> None:
     os.utime(name, ns=(written.st_atime_ns, written.st_mtime_ns))
     with open(name, "rb+") as file:
         os.fsync(file.fileno())
+
+
+def same_contents(one: Path, other: Path) -> bool:
+    """Return whether two files hold the same bytes; read both.
+
+    Example:
+        >>> same_contents(Path(__file__), Path(__file__))
+        True
+    """
+    with open(one, "rb") as first, open(other, "rb") as second:
+        while content := first.read(_CHUNK):
+            if content != second.read(_CHUNK):
+                return False
+        return not second.read(1)
 
 
 def _give_second_name(source: Path, name: Path) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
-from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
-from treadle.checkpoint.schema import KEYS, OF_USERS, to_plain
+from treadle.checkpoint.schema import KEYS, OF_USERS, SmallCopies, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
@@ -215,10 +215,15 @@ class RunState:
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
+        joins = engine.device.type == "cuda" and (buffers is None or type(buffers) is LiveTensors)
+        small = {key: SmallCopies(value) for key, value in tree.items()} if joins else {}
         plain = {
-            key: to_plain(value, key, buffers=buffers, parts=parts, encoding=OF_USERS.get(key, "none"))
+            key: to_plain(
+                value, key, copies=small[key].arrived() if joins else None, buffers=buffers, parts=parts,
+                encoding=OF_USERS.get(key, "none"),
+            )
             for key, value in tree.items()
-        }
+        }  # fmt: skip
         if self.training and not self._rehearsed and not parts and distributed.world_size() == 1:
             self._rehearsed = True
             try_loading(engine, plain)
