@@ -58,7 +58,8 @@ def _refuse(engine: Engine, reason: str) -> None:
 
 def _why_not(engine: Engine) -> str | None:
     """Return what makes capturing impossible, as far as that is known before the first step."""
-    listening = [hook.state_key for hook in listeners(engine.hooks, "on_before_optimizer_step")]
+    hooks = listeners(engine.hooks, "on_before_optimizer_step")
+    listening = [hook.state_key for hook in hooks if not getattr(hook.on_before_optimizer_step, "capturable", False)]
     observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
     if engine.device.type != "cuda":
         return f"the device is {engine.device}; CUDA graphs need a CUDA device"
@@ -70,7 +71,10 @@ def _why_not(engine: Engine) -> str | None:
             "it has not that, capturable=True, in every parameter group"
         )
     if listening:
-        return f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out"
+        return (
+            f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out, or "
+            "mark that method with treadle.hooks.base.capturable if it only launches work on the device"
+        )
     if observed:
         return "the optimizer has step hooks, which would run while it is captured only; remove them"
     if is_checkpointed(engine.model):
