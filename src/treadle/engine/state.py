@@ -33,6 +33,7 @@ from treadle.errors import CheckpointError
 from treadle.optim.optimizer import is_of_torch
 
 if TYPE_CHECKING:
+    from treadle.checkpoint.rank_writer import RankWriter
     from treadle.engine.loop import Engine
 
 
@@ -61,6 +62,7 @@ class RunState:
 
     Attributes:
         drivers: objects around the engine that add keys to the state.
+        writers: of files that belong to a state, such as the best weights; a later state is written after them.
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
@@ -99,6 +101,7 @@ class RunState:
         self.saved: str | None = None
         self.saved_step: int | None = None
         self.origin = RunOrigin()
+        self.writers: list[RankWriter] = []
         self.scored: str | None = None
         self.num_loads = 0
         self.training = False

@@ -114,15 +114,15 @@ class FaceEpochs(SelectingEpochs):
                     record = self._one_through(train_epoch)
                     with between.acting():
                         if record is not None:
-                            self._record_completed()
+                            self._incomplete = False
                             after_epoch(record)
+                            self._save_completed()
         finally:
             self._through = self._incomplete = False
             self.deadline = None
 
-    def _record_completed(self) -> None:
-        """Let hooks save the end of an epoch again, whose record was not complete when its run ended."""
-        self._incomplete = False
+    def _save_completed(self) -> None:
+        """Let hooks save the end of an epoch, whose record was not complete when its run ended."""
         for hook in self.engine.hooks:
             hook._save_end(self.engine)
 
