@@ -1,6 +1,6 @@
 """Do the models of spectra beat simpler methods: filling in, few labels, uncertainty, anomalies, and meat?
 
-    python benchmarks/spectra_science.py --device cuda --jobs 12 --capture    # an H200 and 16 cores
+    python benchmarks/spectra_science.py --device cuda --jobs 18 --capture    # two minutes of an H200 and 16 cores
     python benchmarks/spectra_science.py --budget-minutes 20       # in pieces: the same command resumes
     python benchmarks/spectra_science.py --tiny                    # a trial, writes nothing
 

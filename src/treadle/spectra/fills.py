@@ -1,6 +1,7 @@
 """Filling in hidden channels without a network: baselines of a masked autoencoder.
 
-Shapes: M = training rows, N = rows, L = channels. All is fitted to complete training rows, in float64.
+Shapes: M = training rows, N = rows, L = channels. All is fitted to training rows without gaps, in
+float64.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from treadle.regression import KernelRegression, Setting
+from treadle.spectra.arrays import check_complete
 
 _Float = npt.NDArray[np.float64]
 _Bool = npt.NDArray[np.bool_]
@@ -41,7 +43,7 @@ class GaussianFill:
     """
 
     def __init__(self, train: npt.ArrayLike, shrinkage: float) -> None:
-        rows = np.asarray(train, dtype=np.float64)
+        rows = _complete(train)
         self.mean = rows.mean(axis=0)
         self.covariance = np.atleast_2d(np.cov(rows.T))
         self.noise = shrinkage * float(np.trace(self.covariance)) / len(self.mean)
@@ -76,7 +78,7 @@ class PcaFill:
     """
 
     def __init__(self, train: npt.ArrayLike, rank: int) -> None:
-        rows = np.asarray(train, dtype=np.float64)
+        rows = _complete(train)
         self.mean = rows.mean(axis=0)
         self.components = np.linalg.svd(rows - self.mean, full_matrices=False)[2][:rank]
 
@@ -104,7 +106,7 @@ class NearestFill:
     """
 
     def __init__(self, train: npt.ArrayLike, count: int) -> None:
-        self.rows = np.asarray(train, dtype=np.float64)
+        self.rows = _complete(train)
         self.count = min(count, len(self.rows))
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
@@ -140,7 +142,7 @@ class KernelFill:
     def __init__(
         self, train: npt.ArrayLike, gaussian: GaussianFill, setting: Setting, *, device: torch.device | str = "cpu"
     ) -> None:
-        self.rows = np.asarray(train, dtype=np.float64)
+        self.rows = _complete(train)
         self.gaussian, self.setting, self.device = gaussian, setting, device
         self._scale = self.rows.std(axis=0) + 1e-12
 
@@ -162,6 +164,12 @@ class KernelFill:
 
     def _on_device(self, values: _Float) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _complete(train: npt.ArrayLike) -> _Float:
+    rows = np.asarray(train, dtype=np.float64)
+    check_complete(int((~np.isfinite(rows).all(axis=1)).sum()), len(rows))
+    return rows
 
 
 def _by_mask(seen: _Bool) -> Iterator[tuple[_Bool, npt.NDArray[np.intp]]]:

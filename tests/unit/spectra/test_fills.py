@@ -7,6 +7,7 @@ import pytest
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import Matern
 
+from treadle.errors import ConfigError
 from treadle.regression import Setting
 from treadle.spectra.fills import GaussianFill, KernelFill, NearestFill, PcaFill, choose_fills, masked_error
 
@@ -65,3 +66,13 @@ def test_each_setting_is_the_best_on_the_rows_that_it_is_chosen_on():
     assert chosen["pca"].setting == 2  # the rows have two dimensions, and more only fit the noise
     for made in chosen.values():
         assert masked_error(made.fill(TEST, SEEN), TEST, SEEN) == made.error
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda rows: GaussianFill(rows, 0.1), lambda rows: PcaFill(rows, 1), lambda rows: NearestFill(rows, 1),
+     lambda rows: KernelFill(rows, KERNEL.gaussian, KERNEL.setting)],
+)  # fmt: skip
+def test_training_rows_with_gaps_are_refused(make):
+    with pytest.raises(ConfigError, match="train: 2 of 160 rows are not finite"):
+        make(np.where(np.arange(160)[:, None] % 100 == 3, np.nan, TRAIN))
