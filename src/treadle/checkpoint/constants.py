@@ -47,6 +47,8 @@ def encode_constant(value: Any) -> Any:
         return {name: as_plain(value)}
     if isinstance(value, PurePath):
         return {"path": str(value)}
+    if isinstance(value, enum.Flag):  # several of them together have no name
+        return {"flag": int(value.value), "of": class_path(type(value))}
     if isinstance(value, enum.Enum) and value.name is not None:
         return {"enum": value.name, "of": class_path(type(value))}
     return None
@@ -66,12 +68,14 @@ def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
     (kind, inner), *_ = value.items()
     if kind == "path":
         return type(held)(inner) if isinstance(held, PurePath) else Path(inner)
+    if kind == "flag":
+        return class_at(value["of"], held)(inner)
     if kind == "enum":
         return class_at(value["of"], held)[inner]
     return _FROM_TEXT[kind](inner)
 
 
-CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum"))
+CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum", "flag"))
 
 
 def class_path(kind: type) -> str:

@@ -23,6 +23,7 @@ from treadle.checkpoint.constants import (
 from treadle.checkpoint.generators import GENERATORS, generator_like, set_state, state_of
 from treadle.checkpoint.introspection import attributes_of, has_state, is_users, is_users_class
 from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_value, encode_library_value
+from treadle.checkpoint.model_parts import ModelParts, Reference
 from treadle.errors import CheckpointError
 
 OPAQUE = object()  # what a value is encoded to that cannot be written
@@ -46,6 +47,7 @@ def encode(
     known: Collection[int] = (),
     held: bool = False,
     alone: bool = False,
+    parts: ModelParts | None = None,
 ) -> Any:
     """Return a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
 
@@ -56,6 +58,7 @@ def encode(
         known: ids of objects that are kept elsewhere and have none.
         held: whether an object of its class is there when it is decoded, so that its class need not be found by name.
         alone: whether nothing is there when it is decoded, from which the factory of a defaultdict could be taken.
+        parts: of the model, which are written by name; without them no parameter in a container is written.
 
     Example:
         >>> encode((1, "a"), deep=True)
@@ -69,13 +72,14 @@ def encode(
         return {"generator": state_of(value)}
     if (constant := encode_constant(value)) is not None:
         return constant
-    return _Encoder(largest, known, held=held, alone=alone).of(value) if deep else OPAQUE
+    return _Encoder(largest, known, held=held, alone=alone, parts=parts).of(value) if deep else OPAQUE
 
 
 class _Encoder:
     """Encoder of one value and what it contains, up to a number of items."""
 
-    def __init__(self, largest: int, known: Collection[int], *, held: bool, alone: bool):
+    def __init__(self, largest: int, known: Collection[int], *, held: bool, alone: bool, parts: ModelParts | None):
+        self._parts = parts
         self._alone = alone
         self._largest = largest
         self._known = known
@@ -87,9 +91,12 @@ class _Encoder:
         kind = type(value)
         if kind in SCALARS or isinstance(value, GENERATORS):
             return encode(value)
+        if self._parts is not None and (encoded := self._parts.encode(value)) is not None:
+            return encoded
         if isinstance(value, Tensor):
-            is_models = isinstance(value, nn.Parameter) and not self._held  # it may be one that the model has
-            return _encoded_tensor(value) if self._fits(value.numel()) and not is_models else OPAQUE
+            # Where the parts are not known, a parameter in a container may be one of them.
+            may_be_part = self._parts is None and isinstance(value, nn.Parameter) and not self._held
+            return _encoded_tensor(value) if self._fits(value.numel()) and not may_be_part else OPAQUE
         if isinstance(value, np.generic) and (encoded := encode(value)) is not OPAQUE:
             return encoded
         if kind is np.ndarray:
@@ -171,7 +178,7 @@ class _Encoder:
         factory = value.default_factory if isinstance(value, defaultdict) else None
         is_named = factory is None or factory in _FACTORIES.values()
         # A state that is kept inside the states that follow would grow with each of them.
-        if (self._alone and not is_named) or _is_checkpoint(value) or _is_by_identity(value):
+        if (self._alone and not is_named) or _is_checkpoint(value) or _is_by_identity(value, self._parts):
             return OPAQUE
         keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
         if keys is OPAQUE or items is OPAQUE:
@@ -201,11 +208,12 @@ def is_plain_object(value: Any) -> bool:
     return all(kind is object or kind.__module__ in _WITHOUT_STATE or is_users_class(kind) for kind in kinds)
 
 
-def _is_by_identity(value: Mapping[Any, Any]) -> bool:
+def _is_by_identity(value: Mapping[Any, Any], parts: ModelParts | None) -> bool:
     """Return whether the keys of a dict are tensors or memory addresses, which another process does not have."""
     keys = list(itertools.islice(value, _SAMPLED_KEYS))
     addresses = all(type(key) is int and 2**40 < key < 2**48 and key % 16 == 0 for key in keys)
-    return bool(keys) and (addresses or any(isinstance(key, Tensor) for key in keys))
+    unknown = any(isinstance(key, Tensor) and (parts is None or key not in parts) for key in keys)
+    return bool(keys) and (addresses or unknown)
 
 
 def _is_checkpoint(value: Mapping[Any, Any]) -> bool:
@@ -238,6 +246,8 @@ def decode(value: Any, held: Any = None) -> Any:
         return _decoded_tensor(value, held)
     if isinstance(value, list):
         return _in_place(held, list, _decoded_items(value, held))
+    if isinstance(value, Reference):
+        return value.part
     if not isinstance(value, Mapping):
         return value
     return _DECODERS[next(iter(value))](value, held)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from treadle.checkpoint.attributes import CachedFunction
+from treadle.checkpoint.attributes import CachedFunction, is_table
 from treadle.checkpoint.generators import GENERATORS
-from treadle.checkpoint.introspection import Named, has_state, is_of_a_run, is_users_class, names_used_by
-from treadle.checkpoint.library_values import NAMESPACES
+from treadle.checkpoint.introspection import Named, has_state, is_of_a_run, is_users, is_users_class, names_used_by
+from treadle.checkpoint.library_values import is_library_value
 from treadle.checkpoint.plain_values import is_plain_object
 
 _INSTALLED = ("site-packages", "dist-packages")  # parts of paths below which nobody's own code is
@@ -62,6 +63,11 @@ class Variables(Named):
             if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):
                 self._defaults[f"{code.__qualname__}({name})"] = value
 
+    def uses(self, name: str) -> bool:
+        """Return whether the code uses a name."""
+        functions = (_functions_of(code) for code in self._codes)
+        return any(name in names_used_by(function) for found in functions for function in found)
+
     def values(self) -> dict[str, Any]:
         """Return the variables as they are now, those that have appeared too."""
         found = {place: variables[name] for place, (variables, name) in self._used.items() if name in variables}
@@ -69,6 +75,7 @@ class Variables(Named):
             found |= {f"{code.__qualname__}.{name}": value for name, value in vars(code).items()
                       if not name.startswith("__")}  # fmt: skip
         found |= self._defaults
+        found |= {f"{name}()": value() for name, value in found.items() if isinstance(value, weakref.ref)}
         return {name: value for name, value in found.items() if _is_variable(value) and name not in self._known}
 
     def set(self, name: str, value: Any) -> None:
@@ -106,9 +113,15 @@ def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
             waiting += _used_by(kind)
 
 
-def _used_by(code: Any) -> list[Any]:
+def _functions_of(code: Any) -> list[types.FunctionType]:
     if isinstance(code, type):
         return [function for value in vars(code).values() if (function := _function_in(value)) is not None]
+    return [code]
+
+
+def _used_by(code: Any) -> list[Any]:
+    if isinstance(code, type):
+        return list(_functions_of(code))
     named = (code.__globals__.get(name) for name in dict.fromkeys(names_used_by(code)))
     return [value for value in named if isinstance(value, (type, types.FunctionType))]
 
@@ -131,7 +144,10 @@ def _is_own_code(code: Any) -> bool:
 
 
 def _is_variable(value: Any) -> bool:
-    return isinstance(value, (*_KINDS, *NAMESPACES, CachedFunction)) or is_plain_object(value)
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or is_of_a_run(value):
+        return False
+    held = isinstance(value, (*_KINDS, CachedFunction, functools.partial)) or is_library_value(value)
+    return held or is_table(value) or (is_users(value) and not has_state(value))
 
 
 def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

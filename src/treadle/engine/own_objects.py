@@ -9,16 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
 from treadle.checkpoint.comparison import unequal
 from treadle.checkpoint.introspection import is_users
+from treadle.checkpoint.model_parts import ModelParts
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
-from treadle.engine.search import OF_TRAINERS, Search
+from treadle.data.own_state import owners_of
+from treadle.engine.search import OF_TRAINERS, Search, hidden_in
 from treadle.engine.state_part import Difference
 from treadle.errors import CheckpointError
 
@@ -41,6 +43,7 @@ class OwnObjects:
     Args:
         roots: where to look, by path.
         known: ids of objects that are left out.
+        parts: of the model, to which attributes may refer.
         whole: paths of roots that are looked into though they have state dicts.
         hidden: further roots, whose attributes are kept elsewhere: what offers a state dict in them counts alone.
     """
@@ -50,9 +53,11 @@ class OwnObjects:
         roots: Mapping[str, Any],
         *,
         known: Collection[int] = (),
+        parts: ModelParts | None = None,
         whole: Collection[str] = (),
         hidden: Mapping[str, Any] | None = None,
     ):
+        self._parts = parts
         self._kept = set(known)  # ids of objects that live as long as this one
         self._whole = frozenset(whole)
         self.owners: dict[str, Any] = {}
@@ -75,9 +80,11 @@ class OwnObjects:
         self.add_variables(f"{path}.variables", [owner, *self.functions])
 
     def leave_out(self, loader: Any) -> None:
-        """Leave out a loader that a cursor reads, which keeps its place; states of it in older checkpoints too."""
-        for path in [path for path, owner in self.owners.items() if owner is loader]:
-            del self.owners[path]
+        """Leave out a loader that a cursor reads, with its samplers and data sets; their states in checkpoints too."""
+        parts = {id(part) for part in owners_of(loader).values() if isinstance(part, (Dataset, Sampler))} | {id(loader)}
+        kept = {path: attributes.owner for path, attributes in self._attributes.items()} | self.owners
+        for path in [path for path, owner in kept.items() if id(owner) in parts]:
+            self.owners.pop(path, None)
             self._attributes.pop(path, None)
             self._carried.add(path)
 
@@ -127,10 +134,12 @@ class OwnObjects:
                 self._attributes[path] = self._attributes_of(owner, left_out)
         for path, owner in plain.items():
             self._attributes[path] = self._attributes_of(owner, OF_TRAINERS if path in self._whole else ())
-        return {*owners, *plain}
+        inside = [hidden_in(path, owner) for path, owner in owners.items() if isinstance(owner, nn.Module)]
+        deeper = [self._look(held, plain_too=False) for held in inside if held]
+        return {*owners, *plain}.union(*deeper)
 
     def _attributes_of(self, owner: Any, left_out: Collection[str]) -> Attributes:
-        return Attributes(owner, deep=True, leave_out=left_out, stashes=True, known=self._kept)
+        return Attributes(owner, deep=True, leave_out=left_out, stashes=True, known=self._kept, parts=self._parts)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -229,8 +238,11 @@ class OwnObjects:
                 self._attributes[path].restore(entry.get("attributes", {}))
 
     def restore_attributes(self, saved: Mapping[str, Any]) -> None:
-        """Set attributes as in an entry of :meth:`collect`, and the others as they were at the start."""
-        for path, attributes in self._attributes.items():
+        """Set attributes as in an entry of :meth:`collect`, and the others as they were at the start.
+
+        Those of an object come before those of what holds it, where another may be in its place.
+        """
+        for path, attributes in reversed(self._attributes.items()):
             if path not in self.owners:
                 attributes.restore(saved.get(path, {}).get("attributes", {}))
 

@@ -15,6 +15,7 @@ from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.model_parts import ModelParts
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, OF_USERS, to_plain
@@ -119,7 +120,7 @@ class RunState:
         self.built = Built(engine)
         self.objects = objects_of(engine)
         known = {id(part) for part in (*parts_of(engine), engine, engine.task, *self.objects.owners.values())}
-        self.hooks = HookStates(engine.hooks, known)
+        self.hooks = HookStates(engine.hooks, known=known, parts=ModelParts(engine.model))
         owner = None if is_of_torch(engine.optimizer) else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
 
@@ -182,6 +183,7 @@ class RunState:
         """Record that steps are being taken."""
         self._settings = engine.settings
         self.built.begin(engine)
+        self.built.watch(engine)
         self.training, self.num_runs = True, self.num_runs + 1
         self.length_checked = False
 
@@ -195,6 +197,7 @@ class RunState:
         """Record that no more steps are taken, and the modes that the modules were left in."""
         self.record_moved_settings(engine)
         self.modules.end(engine.model)
+        self.built.end_watch()
         self.training = False
 
     def collect(self, engine: Engine, buffers: HostBuffers | None = None, *, parts: bool = False) -> dict[str, Any]:
@@ -211,7 +214,7 @@ class RunState:
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         if self.training:
             self.built.refuse_others(engine)
-            for text in self.built.replaced(engine):
+            for text in (*self.built.unfit(engine), *self.built.replaced(engine)):
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
