@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from treadle.checkpoint.comparison import same, sample
 from treadle.checkpoint.introspection import attributes_of, has_state, set_attribute
-from treadle.checkpoint.model_parts import ModelParts
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode
+from treadle.checkpoint.references import References
 
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
 CachedFunction = type(cache(len))
@@ -46,7 +46,7 @@ class Attributes:
         known: ids of objects that are kept elsewhere, and are not written as part of this one.
         tensors: whether those with tensors are written though they have not changed: copies of weights, which another
             process draws otherwise.
-        parts: of the model, to which attributes may refer.
+        references: names of objects to which attributes may refer.
 
     Example:
         >>> class Counter: calls = 0
@@ -69,11 +69,11 @@ class Attributes:
         largest: int = LONGEST,
         known: Collection[int] = (),
         tensors: bool = False,
-        parts: ModelParts | None = None,
+        references: References | None = None,
     ):
         self.owner = owner
         self._known = known
-        self._parts = parts
+        self._references = references
         self._tensors = tensors
         self._largest = largest
         self._deep = deep
@@ -94,7 +94,9 @@ class Attributes:
 
     def _encode(self, name: str, value: Any) -> Any:
         held = self._kinds.get(name) is type(value)
-        return encode(value, deep=self._deep, largest=self._largest, known=self._known, held=held, parts=self._parts)
+        return encode(
+            value, deep=self._deep, largest=self._largest, known=self._known, held=held, references=self._references
+        )
 
     def _now(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the attributes that can be written, encoded, and the others."""
@@ -147,8 +149,11 @@ class Attributes:
             self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
-        tree = value if self._parts is None else self._parts.resolved(value)
-        set_attribute(self.owner, name, decode(tree, attributes_of(self.owner).get(name)))
+        tree = value if self._references is None else self._references.resolved(value)
+        held = attributes_of(self.owner).get(name)
+        if isinstance(tree, Mapping) and "object" in tree and id(held) in self._known:
+            held = object.__new__(type(held))  # that one is kept elsewhere, and was replaced here
+        set_attribute(self.owner, name, decode(tree, held))
 
     @contextlib.contextmanager
     def completing(self, values: Mapping[str, Any]) -> Iterator[None]:

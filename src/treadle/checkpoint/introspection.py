@@ -83,7 +83,7 @@ def attributes_of(owner: Any) -> dict[str, Any]:
         return owner.values()
     if isinstance(owner, types.FunctionType):
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
+        return {name: cell.cell_contents for name, cell in cells if not is_empty(cell)}
     if isinstance(owner, partial):
         held = {f"args[{number}]": item for number, item in enumerate(owner.args)}
         return {**held, **owner.keywords, **vars(owner)}
@@ -94,7 +94,8 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return {**found, **(offered(owner, "__dict__") or {})}
 
 
-def _is_empty(cell: Any) -> bool:
+def is_empty(cell: Any) -> bool:
+    """Return whether the variable of a cell is not bound yet."""
     try:
         cell.cell_contents  # noqa: B018  (raises where the variable is not bound yet)
     except ValueError:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import array
+import contextvars
 import copyreg
 import datetime
 import io
 import itertools
 import statistics
+import threading
 import types
 import uuid
 import warnings
@@ -31,7 +33,7 @@ _ITERATORS: tuple[type, ...] = (
 )  # fmt: skip
 _MAKERS: dict[str, Callable[..., Any]] = {"iter": iter, "reversed": reversed}
 _BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_KINDS, *_ITERATORS)}
-LIBRARY_VALUES = frozenset(("reduced", "iterator", "elements", "objects", "masked", "memory"))
+LIBRARY_VALUES = frozenset(("reduced", "iterator", "elements", "objects", "masked", "memory", "local", "context"))
 
 
 def is_library_value(value: Any) -> bool:
@@ -41,7 +43,7 @@ def is_library_value(value: Any) -> bool:
         >>> is_library_value(array.array("i")), is_library_value(io)
         (True, False)
     """
-    if isinstance(value, (*_KINDS, memoryview, np.ma.MaskedArray)):
+    if isinstance(value, (*_KINDS, memoryview, np.ma.MaskedArray, threading.local, contextvars.ContextVar)):
         return True
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
@@ -63,6 +65,10 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
     if type(value) is np.ma.MaskedArray:
         parts = [encode(value.data), encode(np.ma.getmaskarray(value))]
         return opaque if any(part is opaque for part in parts) else {"masked": parts}
+    if isinstance(value, (threading.local, contextvars.ContextVar)):
+        is_local = isinstance(value, threading.local)
+        inside = encode(dict(vars(value)) if is_local else value.get(None))
+        return opaque if inside is opaque else {"local" if is_local else "context": inside}
     if isinstance(value, memoryview):
         return {"memory": value.tobytes().hex(), "format": value.format} if value.contiguous else opaque
     if type(value) not in (*_KINDS, *_ITERATORS):
@@ -110,6 +116,14 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
     (kind, inner), *_ = value.items()
     if kind == "masked":
         return np.ma.MaskedArray(*(decode(part) for part in inner))
+    if kind == "local":
+        local = held if isinstance(held, threading.local) else threading.local()
+        vars(local).update(decode(inner))
+        return local
+    if kind == "context":
+        if isinstance(held, contextvars.ContextVar):
+            held.set(decode(inner))
+        return held
     if kind == "memory":
         return _viewed(bytes.fromhex(inner), value["format"], held)
     if kind == "iterator":

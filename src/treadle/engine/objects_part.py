@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from treadle.checkpoint.introspection import attributes_of, is_users
-from treadle.checkpoint.model_parts import ModelParts
 from treadle.distributed.state_names import clean_name
 from treadle.engine.own_objects import OwnObjects
 from treadle.engine.search import hidden_in, is_ours
@@ -25,7 +26,7 @@ def objects_of(engine: Engine) -> OwnObjects:
     known = {id(part) for part in parts_of(engine)}
     found = OwnObjects(
         {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), hidden=hidden_in("model", engine.model),
-        parts=ModelParts(engine.model),
+        model=engine.model,
     )  # fmt: skip
     parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
     found.add_variables("variables", [*parts, *found.owners.values(), *found.plain.values(), *found.functions])
@@ -47,6 +48,8 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
     for path, owner in {**owners, **parameters, "optimizer": engine.optimizer}.items():
         held = vars(owner) if path not in parameters else {name: getattr(owner, name, None) for name in _OF_TENSORS}
         for name, value in held.items():
+            if isinstance(value, (types.FunctionType, functools.partial)):  # in the place of a method
+                found[f"{path}.{name}"] = value
             if name.endswith("_hooks") and isinstance(value, Mapping):
                 found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
     return {path: owner for path, owner in found.items() if not is_ours(owner)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 import weakref
@@ -146,7 +147,7 @@ def _is_looked_into(owner: Any) -> bool:
         return True
     if isinstance(owner, (Dataset, Sampler)):
         return is_users(owner)
-    foreign = (type, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
+    foreign = (type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
     if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
         return False
     root = type(owner).__module__.partition(".")[0]

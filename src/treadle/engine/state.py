@@ -15,7 +15,6 @@ from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers
-from treadle.checkpoint.model_parts import ModelParts
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.schema import KEYS, OF_USERS, to_plain
@@ -120,7 +119,7 @@ class RunState:
         self.built = Built(engine)
         self.objects = objects_of(engine)
         known = {id(part) for part in (*parts_of(engine), engine, engine.task, *self.objects.owners.values())}
-        self.hooks = HookStates(engine.hooks, known=known, parts=ModelParts(engine.model))
+        self.hooks = HookStates(engine.hooks, known=known, model=engine.model)
         owner = None if is_of_torch(engine.optimizer) else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
 

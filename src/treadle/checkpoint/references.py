@@ -1,4 +1,4 @@
-"""Parameters and modules of a model as values of users' objects, which refer to them by name."""
+"""References by name, in values of users' objects: to parameters and modules of the model, and to other objects."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from treadle.distributed.state_names import clean_name
 from treadle.errors import CheckpointError
 
 PART = "part"
-"""Key of the tree that refers to a part of the model."""
+"""Key of a tree that refers to an object."""
 
 
 class Reference:
-    """A part of the model in a tree that is decoded."""
+    """An object in the place of a tree that refers to it."""
 
     def __init__(self, part: Any):
         self.part = part
 
 
-class ModelParts:
-    """Parameters and modules of a model by name.
+class References:
+    """Objects by name: parameters and modules of a model, and those that are added.
 
     Args:
         model: wrapped or not; None has no parts.
 
     Example:
         >>> model = nn.Linear(1, 1)
-        >>> parts = ModelParts(model)
-        >>> parts.encode(model.bias), parts.resolved([{"part": "parameter bias"}])[0].part is model.bias
+        >>> references = References(model)
+        >>> references.encode(model.bias), references.resolved([{"part": "parameter bias"}])[0].part is model.bias
         ({'part': 'parameter bias'}, True)
     """
 
@@ -46,16 +46,21 @@ class ModelParts:
     def __contains__(self, value: object) -> bool:
         return id(value) in self._names
 
+    def add(self, name: str, value: Any) -> None:
+        """Add an object under a name, which lives as long as this table."""
+        if id(value) not in self._names:
+            self._at[name], self._names[id(value)] = value, name
+
     def encode(self, value: Any) -> Any:
-        """Return a tree that refers to a part, or None where a value is none."""
+        """Return a tree that refers to an object, or None where it has no name here."""
         name = self._names.get(id(value))
         return None if name is None else {PART: name}
 
     def resolved(self, tree: Any) -> Any:
-        """Return a tree with a :class:`Reference` wherever it refers to a part.
+        """Return a tree with a :class:`Reference` wherever it refers to an object.
 
         Raises:
-            CheckpointError: this model has no such part.
+            CheckpointError: there is none of the name.
         """
         if isinstance(tree, list):
             return [self.resolved(item) for item in tree]
@@ -65,7 +70,7 @@ class ModelParts:
             return {key: self.resolved(value) for key, value in tree.items()}
         if tree[PART] not in self._at:
             raise CheckpointError(
-                f"the checkpoint holds a reference to the {tree[PART]} of the model, which this run's model does not "
-                "have; build the model as it was"
+                f"the checkpoint refers to the {tree[PART]}, which this run does not have; build the model and the "
+                "objects beside it as they were"
             )
         return Reference(self._at[tree[PART]])
