@@ -35,11 +35,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 soak: $(VENV)/.installed  ## 1,000 random kills over the faces, and the long tests
-	$(BIN)/python benchmarks/soak.py --kills 1000
+	$(BIN)/python benchmarks/soak.py --kills 1000 --jobs $$(nproc) --write
 	$(BIN)/python -m pytest -m slow --deselect tests/resume/test_matrix.py
 
 soak-short: $(VENV)/.installed  ## three minutes of random kills over the faces
-	$(BIN)/python benchmarks/soak.py --minutes 3
+	$(BIN)/python benchmarks/soak.py --minutes 3 --jobs $$(nproc)
 
 matrix: $(VENV)/.installed  ## every case of the exactness matrix, every stop
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/resume/test_matrix.py -m slow

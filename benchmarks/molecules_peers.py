@@ -1,7 +1,8 @@
-"""chemprop at its defaults beside our message passing, on the same molecules, split, epochs and seeds, on the CPU.
+"""chemprop at its defaults beside our message passing, on the same molecules, split, epochs and seeds.
 
-python -m venv chemprop && chemprop/bin/pip install chemprop    # an environment for it alone
-python benchmarks/molecules_peers.py --chemprop chemprop/bin/chemprop
+    python -m venv chemprop && chemprop/bin/pip install chemprop    # an environment for it alone
+    python benchmarks/molecules_peers.py --chemprop chemprop/bin/python
+    python benchmarks/molecules_peers.py --device cuda --jobs 6 --epochs 40    # where the same python has both
 
 The molecules are those of `nci`, the target is penalised logP, the split that of the data set; the epoch with the best
 validation error is tested.
@@ -10,8 +11,8 @@ validation error is tested.
     chemprop  `chemprop train` with no option about the model, the loss (mean squared error), the batches (64) or the
               schedule, which goes over the same epochs
 
-Every run has a folder below --runs and is not repeated when the command is given again. Several commands may train a
-seed each; one with all seeds then writes the table.
+Every run has a folder below --runs and is not repeated when the command is given again; ours resumes in the middle. A
+table of fewer seeds says so.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import json
 import shutil
 import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import graphs_science
 from machine import describe, write_result
-from science import spread
+from science import kept, options_of, parsed, pool_of, spread
 
 from treadle.graphs import get_dataset
 
@@ -47,44 +50,53 @@ def write_molecules(path: Path, most: int | None) -> None:
     parts = zip(PARTS, data.get_splits(), strict=True)
     rows = [(graph.smiles, graph.y.item(), part) for part, graphs in parts for graph in list(graphs)[:most]]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("smiles", "target", "split"), *rows])
+
+    def write(part: Path) -> None:
+        with part.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("smiles", "target", "split"), *rows])
+
+    kept(path, write)
 
 
-def run_chemprop(command: str, molecules: Path, seed: int, epochs: int, folder: Path) -> dict[str, Any]:
+def run_chemprop(seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """Trains chemprop in a process, and returns its error on the test molecules from the predictions that it wrote."""
-    result_file = folder / "result.json"
+    folder = options.runs / f"chemprop-{seed}-{options.epochs}"
+    result_file, molecules = folder / "result.json", options.molecules
     if result_file.exists():
         return dict(json.loads(result_file.read_text(encoding="utf-8")))
+    if time.time() > options.deadline:
+        return None
     if next(folder.rglob("test_predictions.csv"), None) is None:
         shutil.rmtree(folder, ignore_errors=True)
-        train_chemprop(command, molecules, seed, epochs, folder)
+        train_chemprop(seed, folder, options)
     predictions = next(folder.rglob("test_predictions.csv"))
     seconds = predictions.stat().st_mtime - (folder / "config.toml").stat().st_mtime
     true = {row["smiles"]: float(row["target"]) for row in _rows(molecules) if row["split"] == "test"}
     predicted = _rows(predictions)
     assert len(predicted) == len(true), "chemprop left out molecules"
     errors = [abs(float(row["target"]) - true[row["smiles"]]) for row in predicted]
-    count = [str(Path(command).with_name("python")), "-c", COUNT, str(next(folder.rglob("best.pt")))]
+    count = [options.chemprop, "-c", COUNT, str(next(folder.rglob("best.pt")))]
     parameters = int(subprocess.run(count, check=True, capture_output=True, text=True).stdout.split()[-1])
     result = {
-        "way": "chemprop", "seed": seed, "epochs": epochs, "test": statistics.mean(errors), "seconds": seconds,
+        "way": "chemprop", "seed": seed, "epochs": options.epochs, "test": statistics.mean(errors), "seconds": seconds,
         "parameters": parameters,
     }  # fmt: skip
-    result_file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    kept(result_file, lambda path: path.write_text(json.dumps(result) + "\n", encoding="utf-8"))
     print(f"{folder.name}: test {result['test']:.4f}", flush=True)
     return result
 
 
-def train_chemprop(command: str, molecules: Path, seed: int, epochs: int, folder: Path) -> None:
-    subprocess.run(
-        [
-            command, "train", "-i", str(molecules), "-o", str(folder), "--smiles-columns", "smiles",
-            "--target-columns", "target", "--splits-column", "split", "--epochs", str(epochs), "--accelerator", "cpu",
-            "--pytorch-seed", str(seed), "--num-workers", "0",
-        ],
-        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+def train_chemprop(seed: int, folder: Path, options: argparse.Namespace) -> None:
+    where = ("cpu",) if options.device == "cpu" else ("gpu", "--devices", "1")
+    command = [
+        options.chemprop, "-c", "from chemprop.cli.main import main; main()", "train",
+        "-i", str(options.molecules), "-o", str(folder),
+        "--smiles-columns", "smiles", "--target-columns", "target", "--splits-column", "split", "--epochs",
+        str(options.epochs), "--pytorch-seed", str(seed), "--num-workers", "0", "--accelerator", *where,
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} returned {ended.returncode}:\n{ended.stderr[-4000:]}")
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -92,15 +104,13 @@ def _rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def run_ours(seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def run_ours(seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """Trains our model as graphs_science.py does."""
     settings = argparse.Namespace(
-        epochs={SET: options.epochs}, device="cpu", peer_device="cpu", runs=options.runs, batch_size=32,
-        deadline=float("inf"), data=None, most=options.most,
-    )  # fmt: skip
+        **{**vars(options), "epochs": {SET: options.epochs}, "peer_device": "cpu", "batch_size": 32, "data": None}
+    )
     found = graphs_science.run(SET, OURS, 2e-3, seed, settings)
-    assert found is not None
-    return {**found, "way": "ours"}
+    return None if found is None else {**found, "way": "ours"}
 
 
 def rows_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -117,29 +127,30 @@ def rows_of(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chemprop", default="chemprop", help="the command of its environment")
+    parser = options_of("molecules_peers", __doc__)
+    parser.add_argument("--chemprop", default=sys.executable, help="the python of its environment")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--most", type=int, help="molecules of each part; default all")
-    parser.add_argument("--runs", type=Path, default=Path("runs/molecules_peers"))
-    options = parser.parse_args()
+    options = parsed(parser)
+    if options.tiny:
+        options.seeds, options.epochs, options.most = [0], 3, 40
     if options.most is not None:
         options.runs = options.runs / f"most{options.most}"
-    molecules = options.runs / "molecules.csv"
-    if not molecules.exists():
-        write_molecules(molecules, options.most)
-    results: list[dict[str, Any]] = []
-    for seed in options.seeds:
-        folder = options.runs / f"chemprop-{seed}-{options.epochs}"
-        results.append(run_chemprop(options.chemprop, molecules, seed, options.epochs, folder))
-        results.append(run_ours(seed, options))
-        rows = rows_of(results)
-        counts = ", ".join(f"{sum(row['split'] == part for row in _rows(molecules)):,} {part}" for part in PARTS)
-        notes = [f"Molecules: {counts}. Seconds are of a shared machine and compare nothing."]
-        title = "chemprop at its defaults beside our message passing: penalised logP of NCI molecules"
-        last = seed == options.seeds[-1]
-        write_result("molecules_peers", title, list(rows[0]), rows, describe(), notes=notes, partial=not last)
+    options.molecules = options.runs / "molecules.csv"
+    if not options.molecules.exists():
+        write_molecules(options.molecules, options.most)
+    with pool_of(options.jobs) as pool:
+        each = [pool.submit(run, seed, options) for seed in options.seeds for run in (run_chemprop, run_ours)]
+        results = [found for future in each if (found := future.result()) is not None]
+    rows = rows_of(results)
+    if options.tiny or not rows:
+        print(rows)
+        return
+    counts = ", ".join(f"{sum(row['split'] == part for row in _rows(options.molecules)):,} {part}" for part in PARTS)
+    notes = [f"Molecules: {counts}. Seconds are of runs beside each other on {options.device} and compare nothing."]
+    title = "chemprop at its defaults beside our message passing: penalised logP of NCI molecules"
+    partial = len(results) < len(each)
+    write_result("molecules_peers", title, list(rows[0]), rows, describe(), notes=notes, partial=partial)
 
 
 if __name__ == "__main__":

@@ -427,6 +427,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--only", nargs="+", default=[], help="workloads whose title contains one of these")
+    parser.add_argument("--skip", nargs="+", default=[], help="workloads whose title contains one of these")
     parser.add_argument("--steps", type=int, default=2000, help="of the population that is killed")
     parser.add_argument("--rounds", type=int, default=2, help="with --cpu")
     parser.add_argument("--settings", nargs="*", default=[], help="with --cpu: settings of the runs")
@@ -453,6 +454,8 @@ def main() -> None:
     title = "Eight seeds together on one GPU, against one after the other"
     for name, build in factories(device, tiny=options.tiny).items():
         if options.only and not any(part in name for part in options.only):
+            continue
+        if any(part in name for part in options.skip):
             continue
         folder = Path(tempfile.mkdtemp())
         try:

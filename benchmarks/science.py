@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,13 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options.runs.mkdir(parents=True, exist_ok=True)
     options.deadline = time.time() + 60 * options.budget_minutes
     return options
+
+
+def pool_of(jobs: int) -> ProcessPoolExecutor:
+    """Returns a pool of processes in which numpy and torch take one thread each, as many run beside each other."""
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    return ProcessPoolExecutor(jobs, get_context("spawn"))
 
 
 def kept(file: Path, write: Any) -> Path:

@@ -1,20 +1,28 @@
 """Random kills over all faces and both writers: does every rerun resume, and does the end equal the undisturbed run?
 
-    python benchmarks/soak.py --kills 1000        # a night
-    python benchmarks/soak.py --minutes 3         # what CI runs
+    python benchmarks/soak.py --kills 1000 --jobs 16 --write   # minutes on 16 cores, a night on two
+    python benchmarks/soak.py --minutes 3                      # what the slow test runs
 
 Each run is a forked child that trains in its own folder, evaluating in a hook now and then; on ranks it is one
-child a rank. It is killed at a random moment (SIGKILL, or SIGTERM, also inside those evaluations; of ranks, one or
-all), or its disk is full for a while; between two starts the folder may be replaced by a copy without its links, whose
-write times are reversed. That continues until one start reaches the end. Its final state is then compared with that of
-a run that nobody disturbed, tensors by torch.equal; no temporary file may be left, and the folder may be no larger than
-a few checkpoints more than the undisturbed one.
+child a rank. It is killed at a random moment (SIGKILL; SIGTERM, also inside those evaluations; SIGTERM and soon
+afterwards SIGKILL, as batch systems do; of ranks, one or all), or its disk is full from one call on or fails once;
+between two starts the folder may be replaced by a copy without its links, whose write times are reversed. That
+continues until one start reaches the end. The final state is then compared with that of a run that nobody disturbed,
+tensors by torch.equal; no temporary file may be left, and the folder may be no larger than a few checkpoints more than
+the undisturbed one. After every start, the furthest state on disk is no older than the last that was reported as
+saved, and the next start goes on from it.
+
+A case that fails is printed; `--faces NAME --first NUMBER --kills 1` makes the same choices again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
+import json
+import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -23,7 +31,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,245 +42,156 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from machine import describe, write_result
-from torch.utils.data import DataLoader
 
-import astro_trainer_kit
-import functional_kit
-import graph_kit
-from helpers import Augmented, MeanSquare, differences, small_model
-from spectra_kit import make as make_spectra
-from treadle import (
-    BaseHook,
-    BaseTrainer,
-    BestRule,
-    CheckpointingHook,
-    EmaHook,
-    Engine,
-    EpochTrainer,
-    LoggingHook,
-    parallelize,
-    set_seed,
-)
-from treadle.checkpoint import files, find_latest
-from treadle.checkpoint.find_step import states_in
-from treadle.checkpoint.order import is_aside
-from treadle.data import RankBatchSampler
+import treadle.engine.loop
+from faces_kit import FACES, Face, end_of, furthest_step, litter_in, size_of
+from fault_points import Points
+from helpers import differences
+from treadle.engine.state import RunState
 
 ENDED, FAILED, FULL = 0, 1, 3
 _LEFT = 128 + signal.SIGTERM
 _GRACE = 15.0  # seconds that the other ranks have once one has ended badly
 _ROOM = 3.0  # times the undisturbed folder: files of two steps more, and copies of the best
-
-
-class Looks(BaseHook):
-    """Evaluates every few steps, as users do, on its training data."""
-
-    def __init__(self, every: int = 5):
-        self.every = every
-
-    def on_after_step(self, trainer: Engine) -> None:
-        if trainer.step % self.every == 0:
-            trainer.evaluate(trainer.cursor.loader)
-
-
-def saving(interval: int, **settings: Any) -> CheckpointingHook:
-    return CheckpointingHook(interval, exit_signals=[signal.SIGTERM], **settings)
-
-
-class Mini(BaseTrainer):
-    def build_data_loader(self) -> Any:
-        return DataLoader(Augmented(40), batch_size=4, shuffle=True)
-
-    def build_model(self) -> Any:
-        return small_model()
-
-    def build_optimizer(self) -> Any:
-        return torch.optim.AdamW(self.model.parameters(), lr=0.01)
-
-    def build_hooks(self) -> Any:
-        return [LoggingHook(7), Looks(), EmaHook(0.9), saving(3)]
-
-    def forward(self, input: Any) -> Any:
-        x, y = input
-        return (self.model(x) - y).square().mean(), {}
-
-
-def mini(folder: Path) -> None:
-    set_seed(0)
-    Mini(60, workspace=folder, device="cpu", grad_clip=1.0).train()
-
-
-def epochs(folder: Path, **settings: Any) -> None:
-    set_seed(0)
-    model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    hooks = [EmaHook(0.9, use_buffers=True), Looks(), saving(4, **settings)]
-    engine = Engine(
-        model, optimizer, MeanSquare(), device="cpu", accumulation_steps=2, hooks=hooks, workspace=folder,
-    )  # fmt: skip
-    driver = EpochTrainer(engine, best=BestRule("val_loss"))
-    loader = DataLoader(Augmented(40), batch_size=4, shuffle=True)
-    driver.fit(loader, DataLoader(Augmented(12), batch_size=6), 12)
-
-
-def sharded(folder: Path) -> None:
-    epochs(folder, sharded=True)
-
-
-def background(folder: Path) -> None:
-    epochs(folder, background=True)
-
-
-def on_ranks(folder: Path, kind: str, **settings: Any) -> None:
-    set_seed(0)
-    model = parallelize(small_model(), kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    hooks = [EmaHook(0.9, use_buffers=True), Looks(), saving(4, **settings)]
-    engine = Engine(model, optimizer, MeanSquare(), device="cpu", accumulation_steps=2, hooks=hooks, workspace=folder)
-    data, held_out = Augmented(40), Augmented(12)
-    loader = DataLoader(data, batch_sampler=RankBatchSampler(data, global_batch_size=4, shuffle=True))
-    evaluated = DataLoader(held_out, batch_sampler=RankBatchSampler(held_out, global_batch_size=6))
-    EpochTrainer(engine, best=BestRule("val_loss")).fit(loader, evaluated, 12)
-
-
-def replicas(folder: Path) -> None:
-    on_ranks(folder, "ddp")
-
-
-def replicas_background(folder: Path) -> None:
-    on_ranks(folder, "ddp", background=True)
-
-
-def shards_on_ranks(folder: Path) -> None:
-    on_ranks(folder, "fsdp")
-
-
-def shards_background(folder: Path) -> None:
-    on_ranks(folder, "fsdp", background=True)
-
-
-def functional(folder: Path) -> None:
-    trainer = functional_kit.make(hooks=[Looks(), saving(7)])
-    data = functional_kit.loader(shuffle=True), functional_kit.loader(seed=6)
-    trainer.train(data[0], 15, data[1], folder, 4, resume_from="auto")
-
-
-def spectra(folder: Path) -> None:
-    make_spectra(folder, epochs=8, hooks=[Looks(), saving(5)], background_saves=True).fit(8)
-
-
-def graphs(folder: Path) -> None:
-    data = graph_kit.graphs()
-    trainer = graph_kit.make(folder, hooks=[Looks(), saving(5)])
-    trainer.fit(graph_kit.loader(data, shuffle=True), graph_kit.loader(data), 6, resume_from="auto")
-
-
-def astro(folder: Path) -> None:
-    trainer = astro_trainer_kit.make(folder, hooks=[Looks(), saving(5)], total_steps=30)
-    trainer.train(6, astro_trainer_kit.loader(), resume_from="auto")
-
-
-FACES: dict[str, Callable[[Path], None]] = {
-    "BaseTrainer": mini, "EpochTrainer": epochs, "EpochTrainer, shards": sharded,
-    "EpochTrainer, background": background, "Trainer": functional, "SpectraTrainer": spectra, "GraphTrainer": graphs,
-    "AstroTrainer": astro,
-}  # fmt: skip
-ON_RANKS: dict[str, Callable[[Path], None]] = {
-    "2 ranks, replicas": replicas, "2 ranks, replicas, background": replicas_background,
-    "2 ranks, shards": shards_on_ranks, "2 ranks, shards, background": shards_background,
-}  # fmt: skip
+_HANGS = 120.0  # seconds after which a start hangs
+_COUNTED = ("kills", "terms", "full", "copies", "runs")
+_BAD = ("different", "unreadable", "older", "litter", "too large", "hung")
+_MARK = ".soak"  # of what the soak itself writes beside a run folder
 
 
 # -- one start of a run -------------------------------------------------------------------------------------------
 
 
-def fill_the_disk(after: int) -> None:
-    """Lets every write from the ``after``-th file on fail, as on a full disk."""
-    real, count = os.replace, 0
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the disk in one start: from call number ``at`` on nothing can be written, or that call alone fails."""
 
-    def replace(*given: Any, **named: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(*given, **named)
+    number: int
+    at: int
 
-    files.os.replace = replace  # type: ignore[assignment]
+    @contextlib.contextmanager
+    def injected(self, folder: Path) -> Iterator[None]:
+        points = _FullDisk(folder, self.at) if self.number == errno.ENOSPC else Points(folder, self.at, self.fail)
+        with points.watching():
+            yield
+
+    def fail(self) -> None:
+        raise OSError(self.number, os.strerror(self.number))
 
 
-def child(train: Callable[[Path], None], folder: Path, rank: int, ranks: int, full_after: int | None) -> int:
+class _FullDisk(Points):
+    """Fails every call that needs room from one on; what is there can be read, synced and removed."""
+
+    def reach(self, call: str, path: Any) -> None:
+        self.seen.append(call)
+        if len(self.seen) >= self.at and call in ("mkdir", "replace", "rename", "link", "symlink", "open", "write"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def note_progress(notes: Path) -> None:
+    """Appends to a file the step from which each run goes on, and each step that is reported as saved."""
+    file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    begun: set[int] = set()
+    real_attempt, real_saved = treadle.engine.loop.start_attempt, RunState.record_saved
+
+    def start_attempt(engine: Any, group: Any) -> Any:
+        if id(engine) not in begun:
+            begun.add(id(engine))
+            os.write(file, f"{json.dumps(['from', str(engine.workspace), engine.step - 1])}\n".encode())
+        return real_attempt(engine, group)
+
+    def record_saved(self: RunState, path: object, step: int) -> None:
+        real_saved(self, path, step)
+        os.write(file, f"{json.dumps(['saved', str(path), step])}\n".encode())
+
+    treadle.engine.loop.start_attempt = start_attempt
+    RunState.record_saved = record_saved  # type: ignore[method-assign]
+
+
+def child(face: Face, folder: Path, rank: int, fault: Fault | None) -> int:
     """Trains in this process; returns its exit status."""
     try:
-        if ranks > 1:
-            dist.init_process_group("gloo", init_method=f"file://{folder}.ranks", rank=rank, world_size=ranks)
-        if full_after is not None:
-            fill_the_disk(full_after)
-        train(folder)
-        if ranks > 1:
+        if face.ranks > 1:
+            dist.init_process_group("gloo", init_method=f"file://{folder}{_MARK}", rank=rank, world_size=face.ranks)
+        if rank == 0:
+            note_progress(Path(f"{folder}{_MARK}.notes"))
+        with contextlib.nullcontext() if fault is None else fault.injected(folder):
+            face(folder)
+        if face.ranks > 1:
             dist.barrier()
             dist.destroy_process_group()
         return ENDED
     except SystemExit as left:
         return int(left.code or 0)
-    except BaseException as error:  # noqa: BLE001  (a child reports by its status)
-        if full_after is None and ranks == 1:
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        (folder.parent / f"error_{rank}.txt").write_text(traceback.format_exc())
-        return FAILED if full_after is None else FULL
+    except BaseException:  # noqa: BLE001  (a child reports by its status)
+        Path(f"{folder}{_MARK}.error{rank}").write_text(traceback.format_exc())
+        return FAILED if fault is None else FULL
 
 
-def start(
-    train: Callable[[Path], None],
-    folder: Path,
-    *,
-    ranks: int = 1,
-    kill_after: float | None = None,
-    by: int = signal.SIGKILL,
-    hit: Collection[int] | None = None,
-    full_after: int | None = None,
-) -> int:
-    """Trains in one child a rank; ``hit`` are the ranks that are killed.
+@dataclass(frozen=True)
+class Hit:
+    """A signal ``after`` so many seconds to some ranks, and SIGKILL ``patience`` seconds later if there is any."""
+
+    after: float
+    number: int = signal.SIGKILL
+    patience: float | None = None
+    ranks: Collection[int] | None = None
+
+    def signals(self) -> list[tuple[float, int]]:
+        kill = [] if self.patience is None else [(self.after + self.patience, int(signal.SIGKILL))]
+        return [(self.after, self.number), *kill]
+
+
+def start(face: Face, folder: Path, *, hit: Hit | None = None, fault: Fault | None = None) -> int | None:
+    """Trains in one child a rank.
 
     Returns:
-        The exit status: 0 at the end, -9 or 143 when killed in time, 3 with a full disk.
+        The exit status: 0 at the end, -9 or 143 when killed in time, 3 with a full disk; None if it hangs.
     """
-    Path(f"{folder}.ranks").unlink(missing_ok=True)
+    Path(f"{folder}{_MARK}").unlink(missing_ok=True)
+    Path(f"{folder}{_MARK}.notes").unlink(missing_ok=True)
+    sys.stdout.flush()
     children = {}
-    for rank in range(ranks):
+    for rank in range(face.ranks):
         pid = os.fork()
         if pid == 0:
-            os._exit(child(train, folder, rank, ranks, full_after))
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+            os._exit(child(face, folder, rank, fault))
         children[pid] = rank
-    ended: dict[int, int] = {}
-    began, deadline = time.monotonic(), float("inf")
-    kill_at = float("inf") if kill_after is None else began + kill_after
-    while len(ended) < ranks:
+    began, waiting, ended, hangs = time.monotonic(), [] if hit is None else hit.signals(), {}, False
+    deadline = began + _HANGS
+    while len(ended) < face.ranks:
         for pid in [pid for pid in children if pid not in ended]:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 ended[pid] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > kill_at:
-            kill_at = float("inf")
-            for pid in [pid for pid, rank in children.items() if pid not in ended and (hit is None or rank in hit)]:
-                os.kill(pid, by)
-        if any(ended.values()) and deadline == float("inf"):
-            deadline = time.monotonic() + _GRACE
-        if time.monotonic() > deadline:  # as a launcher does
-            deadline = float("inf")
-            for pid in children.keys() - ended.keys():
+                if ended[pid]:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        running = [(pid, rank) for pid, rank in children.items() if pid not in ended]
+        while waiting and time.monotonic() > began + waiting[0][0]:
+            number = waiting.pop(0)[1]
+            for pid, rank in running:
+                if hit is None or hit.ranks is None or rank in hit.ranks:
+                    os.kill(pid, number)
+        if running and time.monotonic() > deadline:  # as a launcher does
+            hangs, deadline = not any(ended.values()), math.inf
+            for pid, _ in running:
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)
+        time.sleep(0.002)
     # What befell the others follows from what befell one.
     ranking = [-signal.SIGKILL, -signal.SIGTERM, FULL, FAILED, _LEFT, ENDED]
-    return min(ended.values(), key=lambda status: ranking.index(status) if status in ranking else -1)
+    return None if hangs else min(ended.values(), key=lambda one: ranking.index(one) if one in ranking else -1)
 
 
 def replace_by_copy(folder: Path) -> None:
     """Puts a copy in the place of a folder: without its links, and with reversed write times."""
     copy = folder.with_name(f"{folder.name}.copy")
     shutil.copytree(folder, copy, symlinks=True)
-    states = sorted(copy.rglob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, reverse=True)
-    for number, path in enumerate(states):
+    found = sorted(copy.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, reverse=True)
+    for number, path in enumerate(found):
         if path.is_symlink():
             path.unlink()
         else:
@@ -280,95 +200,271 @@ def replace_by_copy(folder: Path) -> None:
     copy.rename(folder)
 
 
-# -- what is compared ---------------------------------------------------------------------------------------------
+# -- one run, disturbed until it ends -----------------------------------------------------------------------------
 
 
-def end_of(folder: Path) -> dict[str, Any]:
-    """Returns the furthest state of a run, without what no two runs share."""
-    found = find_latest(state for place in (folder, folder / "checkpoints") for state in states_in(place))
-    assert found is not None, folder
-    tree = {key: value for key, value in found[1].items() if key not in ("config", "versions")}
-    records = [{key: value for key, value in record.items() if key != "time"} for record in tree.get("history") or []]
-    return {**tree, "history": records}
+@dataclass
+class Case:
+    """A run in its own folder that is disturbed until it ends.
 
+    Attributes:
+        counts: kills, terms, full disks, copies, runs.
+        wrong: kind of what went wrong -> how.
+    """
 
-def litter_in(folder: Path) -> list[Path]:
-    names = (".treadle-tmp", ".trial", ".old")
-    return [path for path in folder.rglob(".*") if path.name.endswith(names) or is_aside(path)]
+    face: Face
+    folder: Path
+    chance: random.Random
+    duration: float
+    room: float
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+    furthest: dict[Path, int] = field(default_factory=dict)
 
-
-def size_of(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
-
-
-def soak(name: str, root: Path, *, kills: int, until: float, chance: random.Random) -> dict[str, Any]:
-    train, ranks = (FACES[name], 1) if name in FACES else (ON_RANKS[name], 2)
-    straight = root / name / "straight"
-    straight.parent.mkdir()
-    if ranks == 1:
-        train(root / name / "warm")  # what is imported here, no child has to import
-    else:
-        import torch.distributed.checkpoint
-        import torch.distributed.fsdp  # noqa: F401
-    began = time.perf_counter()
-    assert start(train, straight, ranks=ranks) == ENDED
-    duration = time.perf_counter() - began
-    expected, room = end_of(straight), _ROOM * size_of(straight.rglob("*"))
-    row = {"face": name, "kills": 0, "terms": 0, "full": 0, "copies": 0, "runs": 0}
-    bad = {"different": 0, "unreadable": 0, "litter": 0, "too large": 0}
-    while row["kills"] + row["terms"] < kills and (row["runs"] == 0 or time.monotonic() < until):
-        folder = root / name / f"run{row['runs']}"
+    def run(self, expected: list[Any], until: float) -> None:
+        """Starts it again and again; the last of the starts, and those after ``until``, are left alone."""
+        self.counts["runs"] += 1
         for attempt in range(12):
             left_alone = attempt == 11 or time.monotonic() > until
-            by = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
-            full = None if left_alone or chance.random() > 0.2 else chance.randrange(8)
-            # Within the first half, so that most attempts are killed.
-            hit = None if chance.random() < 0.5 else [chance.randrange(ranks)]
-            kill_after = None if left_alone else chance.uniform(0, duration / 2)
-            status = start(train, folder, ranks=ranks, kill_after=kill_after, by=by, hit=hit, full_after=full)
-            row["kills"] += status in (-signal.SIGKILL, -signal.SIGTERM)
-            row["terms"] += status == _LEFT
-            row["full"] += status == FULL
-            if status == FAILED:
-                bad["unreadable"] += 1
-                print(*(path.read_text() for path in folder.parent.glob("error_*.txt")), sep="\n", file=sys.stderr)
-            bad["too large"] += size_of(folder.rglob("*")) > room
+            status = start(self.face, self.folder, **({} if left_alone else self.disturbance()))
+            self.look_at(status)
             if status == ENDED:
                 break
-            if folder.exists() and chance.random() < 0.2:
-                replace_by_copy(folder)
-                row["copies"] += 1
-        row["runs"] += 1
-        bad["different"] += bool(differences(expected, end_of(folder)))
-        bad["litter"] += bool(litter_in(folder))
-        shutil.rmtree(folder)
-    return {**row, **bad}
+            if self.folder.exists() and self.chance.random() < 0.2:
+                replace_by_copy(self.folder)
+                self.counts["copies"] += 1
+        runs = self.face.runs_in(self.folder)
+        found = [f"{len(expected)} runs and {len(runs)}"] if len(runs) != len(expected) else []
+        for run, end in zip(runs, expected, strict=False):
+            try:
+                found += differences(end, end_of(run))
+            except (AssertionError, OSError, RuntimeError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+        self.note("different", found)
+        self.note("litter", [str(path) for path in litter_in(self.folder)])
+
+    def disturbance(self) -> dict[str, Any]:
+        chance = self.chance
+        fault = None
+        if chance.random() < 0.25:
+            fault = Fault(chance.choice([errno.ENOSPC, errno.ENOSPC, errno.EIO]), int(math.exp(chance.uniform(0, 8))))
+        number = chance.choice([signal.SIGKILL, signal.SIGTERM])
+        patience = chance.expovariate(20) if number == signal.SIGTERM and chance.random() < 0.5 else None
+        ranks = None if chance.random() < 0.5 else [chance.randrange(self.face.ranks)]
+        # Within the first half, so that most attempts are killed.
+        return {"hit": Hit(chance.uniform(0, self.duration / 2), number, patience, ranks), "fault": fault}
+
+    def look_at(self, status: int | None) -> None:
+        """Counts how a start ended, and compares what is on disk with what it reported."""
+        self.counts["kills"] += status in (-signal.SIGKILL, -signal.SIGTERM)
+        self.counts["terms"] += status == _LEFT
+        self.counts["full"] += status == FULL
+        errors = sorted(self.folder.parent.glob(f"{self.folder.name}{_MARK}.error*"))
+        if status not in (ENDED, FULL, _LEFT, -signal.SIGKILL, -signal.SIGTERM, None):
+            self.note("unreadable", [f"status {status}", *(path.read_text() for path in errors)])
+        for path in errors:
+            path.unlink()
+        self.note("hung", [] if status is not None else ["no end"])
+        size = size_of(self.folder.rglob("*"))
+        self.note("too large", [] if size <= self.room else [f"{size} bytes, at most {self.room:.0f}"])
+        notes = Path(f"{self.folder}{_MARK}.notes")
+        lines = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+        before, self.furthest = self.furthest, {run: furthest_step(run) for run in self.face.runs_in(self.folder)}
+        for run, step in self.furthest.items():
+            mine = [line for line in lines if len(self.furthest) == 1 or Path(line[1]).is_relative_to(run)]
+            begun = [at for kind, _, at in mine if kind == "from"]
+            saved = max([before.get(run, 0), *(at for kind, _, at in mine if kind == "saved")])
+            if begun and begun[0] < before.get(run, 0):
+                self.note("older", [f"{run.name} went on from {begun[0]} where {before[run]} was saved"])
+            if step < saved:
+                self.note("older", [f"{run.name} has {step} where {saved} was saved"])
+
+    def note(self, kind: str, found: list[str]) -> None:
+        if found:
+            self.wrong.setdefault(kind, []).extend(found)
+
+
+# -- many, side by side -------------------------------------------------------------------------------------------
+
+
+class Soak:
+    """Cases of many faces, in processes side by side that take the face with the fewest kills next."""
+
+    def __init__(self, names: list[str], root: Path, *, kills: int, until: float, seed: int, first: int):
+        self.names, self.root, self.kills, self.until, self.seed = names, root, kills, until, seed
+        fork = multiprocessing.get_context("fork")
+        self.lock = fork.Lock()
+        self.done = fork.Array("q", len(names), lock=False)  # kills and signals
+        self.running = fork.Array("q", len(names), lock=False)
+        self.next = fork.Array("q", [first] * len(names), lock=False)
+        self.ends: dict[str, tuple[list[Any], float, float]] = {}
+
+    def straight(self, job: int) -> None:
+        """Trains each face undisturbed."""
+        while (number := self._take(self.next, len(self.names))) is not None:
+            name = self.names[number]
+            folder = self.root / name / "straight"
+            folder.parent.mkdir()
+            began = time.perf_counter()
+            status = start(FACES[name], folder)
+            (self.root / name / "duration").write_text(json.dumps([status, time.perf_counter() - began]))
+
+    def _take(self, counter: Any, most: int) -> int | None:
+        with self.lock:
+            counter[0] += 1
+            return counter[0] - 1 if counter[0] <= most else None
+
+    def disturbed(self, job: int) -> None:
+        """Runs cases until there are enough kills, or no time is left."""
+        with open(self.root / f"rows{job}.jsonl", "w") as rows:
+            while True:
+                with self.lock:
+                    if sum(self.done) >= self.kills or time.monotonic() > self.until:
+                        return
+                    at = min(range(len(self.names)), key=lambda one: self.done[one] + 6 * self.running[one])
+                    number, self.next[at], self.running[at] = self.next[at], self.next[at] + 1, self.running[at] + 1
+                row = self.case(self.names[at], number)
+                rows.write(f"{json.dumps(row)}\n")
+                rows.flush()
+                with self.lock:
+                    self.done[at] += row["kills"] + row["terms"]
+                    self.running[at] -= 1
+
+    def case(self, name: str, number: int) -> dict[str, Any]:
+        face, folder = FACES[name], self.root / name / f"run{number}"
+        expected, duration, size = self._end(name)
+        case = Case(face, folder, random.Random(f"{self.seed} {name} {number}"), duration, _ROOM * size)
+        case.run(expected, self.until)
+        if not case.wrong:
+            shutil.rmtree(folder)
+        return {"face": name, "number": number, **case.counts, "wrong": case.wrong}
+
+    def _end(self, name: str) -> tuple[list[Any], float, float]:
+        if name not in self.ends:
+            face, straight = FACES[name], self.root / name / "straight"
+            _, duration = json.loads((self.root / name / "duration").read_text())
+            size = size_of(straight.rglob("*"))
+            self.ends[name] = [end_of(run) for run in face.runs_in(straight)], duration, size
+        return self.ends[name]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the cases that have ended."""
+        return [json.loads(line) for path in self.root.glob("rows*.jsonl") for line in path.read_text().splitlines()]
+
+
+def side_by_side(jobs: int, work: Callable[[int], None], *, until: float, meanwhile: Callable[[], None]) -> bool:
+    """Runs work in forked processes; those that take longer are killed. Returns whether all did it."""
+    running = set()
+    for job in range(jobs):
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            try:
+                work(job)
+                os._exit(0)
+            except BaseException:  # noqa: BLE001
+                traceback.print_exc()
+                os._exit(1)
+        running.add(pid)
+    whole = True
+    try:
+        while running and time.monotonic() < until:
+            for pid in list(running):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    running.remove(pid)
+                    whole &= status == 0
+            meanwhile()
+            time.sleep(0.05)
+    finally:
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return whole and not running
+
+
+def table(names: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a row for each face, and their sum."""
+    made = []
+    for name in names:
+        mine = [row for row in rows if row["face"] == name]
+        counts = {key: sum(row[key] for row in mine) for key in _COUNTED}
+        made.append({"face": name, **counts, **{key: sum(key in row["wrong"] for row in mine) for key in _BAD}})
+    return [*made, {"face": "all", **{key: sum(row[key] for row in made) for key in (*_COUNTED, *_BAD)}}]
+
+
+def report(rows: list[dict[str, Any]], seed: int) -> None:
+    """Prints each case that failed, once."""
+    for row in rows:
+        if row["wrong"]:
+            print(f"FAILED: --seed {seed} --faces {row['face']!r} --first {row['number']}", flush=True)
+            for kind, found in row["wrong"].items():
+                print(f"  {kind}:", *found[:5], sep="\n    ", flush=True)
+
+
+def warm_up(names: list[str], root: Path) -> None:
+    """Trains here what needs one process, so that no child has to import anything."""
+    for name in names:
+        if FACES[name].ranks == 1:
+            FACES[name](root / "warm" / name, 1)
+    if any(FACES[name].ranks > 1 for name in names):
+        import torch.distributed.checkpoint
+        import torch.distributed.fsdp  # noqa: F401
+
+
+def leave(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--minutes", type=float, default=None, help="stop after so long, however many kills that is")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faces", nargs="*", default=[*FACES, *ON_RANKS], choices=[*FACES, *ON_RANKS])
+    parser.add_argument("--first", type=int, default=0, help="number of the first case of each face")
+    parser.add_argument("--faces", nargs="*", default=[*FACES], choices=[*FACES])
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/soak.md")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # before any work: OpenMP threads do not survive a fork
-    chance, rows = random.Random(arguments.seed), []
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as root:
-        for number, name in enumerate(arguments.faces, start=1):
-            share = (
-                float("inf") if arguments.minutes is None else arguments.minutes * 60 * number / len(arguments.faces)
-            )
-            kills = -(-arguments.kills // len(arguments.faces))
-            rows.append(soak(name, Path(root), kills=kills, until=began + share, chance=chance))
-            print(rows[-1], flush=True)
-    bad = ["different", "unreadable", "litter", "too large"]
-    columns = ["face", "kills", "terms", "full", "copies", "runs", *bad]
-    if arguments.minutes is None:
-        write_result("soak", "Random kills over the faces", columns, rows, describe())
-    return 1 if any(row[name] for row in rows for name in bad) else 0
+    signal.signal(signal.SIGTERM, leave)
+    began, columns = time.monotonic(), ["face", *_COUNTED, *_BAD]
+    end = began + 60 * arguments.minutes
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
+        settings = {"kills": arguments.kills, "until": end, "seed": arguments.seed, "first": arguments.first}
+        warm_up(arguments.faces, Path(root))
+        straight = Soak(arguments.faces, Path(root), **{**settings, "first": 0})
+        print(f"{time.monotonic() - began:.0f} s: warm", flush=True)
+        assert side_by_side(arguments.jobs, straight.straight, until=math.inf, meanwhile=lambda: None)
+        bad = [name for name in arguments.faces if json.loads((Path(root) / name / "duration").read_text())[0] != ENDED]
+        assert not bad, bad
+        print(f"{time.monotonic() - began:.0f} s: undisturbed runs are made", flush=True)
+        soak, shown = Soak(arguments.faces, Path(root), **settings), time.monotonic()
 
+        def meanwhile() -> None:
+            nonlocal shown
+            if time.monotonic() > shown + 30:
+                shown, rows = time.monotonic(), soak.rows()
+                print(f"{shown - began:.0f} s:", table(arguments.faces, rows)[-1], flush=True)
+                if arguments.write:
+                    write_result("soak", _TITLE, columns, table(arguments.faces, rows), describe(), partial=True)
+
+        whole = False
+        with contextlib.suppress(KeyboardInterrupt):
+            whole = side_by_side(arguments.jobs, soak.disturbed, until=end + 45, meanwhile=meanwhile)
+        rows = soak.rows()
+    report(rows, arguments.seed)
+    found = table(arguments.faces, rows)
+    if arguments.write:
+        took = f"{(time.monotonic() - began) / 60:.1f} minutes, {arguments.jobs} side by side, seed {arguments.seed}."
+        write_result("soak", _TITLE, columns, found, describe(), notes=[took], partial=not whole)
+    print(*found, sep="\n", flush=True)
+    return 0 if whole and not any(found[-1][name] for name in _BAD) else 1
+
+
+_TITLE = "Random kills over the faces"
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,6 +1,6 @@
 """Do the models of spectra beat simpler methods: filling in, few labels, uncertainty, anomalies, and meat?
 
-    python benchmarks/spectra_science.py --device cuda --jobs 6    # about three minutes of an H200
+    python benchmarks/spectra_science.py --device cuda --jobs 18 --capture    # two minutes of an H200 and 16 cores
     python benchmarks/spectra_science.py --budget-minutes 20       # in pieces: the same command resumes
     python benchmarks/spectra_science.py --tiny                    # a trial, writes nothing
 
@@ -11,7 +11,8 @@ SpeX dwarfs, split by object; everything is chosen on validation objects and rep
     PCA            least squares of the visible channels in the first components; their number chosen
     nearest        mean of the nearest training spectra in the visible channels; their number chosen
     ... + nearest  a weighted mean of the Gaussian's answer and the nearest, shares chosen
-    mixture        the same of the model's answer, the Gaussian's and the nearest
+    ... + kernels  the Gaussian's answer and a kernel regression of its residual; kernel, width and noise chosen
+    mixture        a weighted mean of the model's answer and all of these, shares chosen
     ChemoMAE       `treadle train spectra` as it is, for the question of few labels
 
 Each model is trained with each seed; the peers have none. Every run has a folder below --runs and resumes there.
@@ -27,21 +28,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Future
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from machine import describe, write_result
-from science import add_training, as_markdown, kept, options_of, parsed, spread
+from science import add_training, as_markdown, kept, options_of, parsed, pool_of, spread
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 from treadle.datasets import load_tecator
 from treadle.datasets.spectral_types import spectral_type_number
-from treadle.regression import KernelStack, mixing_shares
+from treadle.regression import NOISES, KernelStack, Setting, mixing_shares
 from treadle.runs.split import DataConfig
 from treadle.spectra import (
     MixedSpectra,
@@ -55,17 +56,21 @@ from treadle.spectra import (
     pretreatments,
 )
 from treadle.spectra.few_labels import SIZES, few_labels
-from treadle.spectra.fills import choose_fills, masked_error
+from treadle.spectra.fills import GaussianFill, KernelFill, choose_fills, masked_error
 from treadle.spectra.run_data import SpectraData, prepare_data
 
 BATCH, EPOCHS, REPEATS = 256, 50, 16
 MODEL: dict[str, Any] = {}  # the defaults of ResidualMAE
+COUNTS = {f"{count} of 32 blocks": count for count in (24, 16)}
 BANDS: dict[str, tuple[list[tuple[float, float]], bool]] = {
     "two telluric bands": ([(1.35, 1.45), (1.80, 1.95)], False),
     "H band": ([(1.45, 1.80)], False),
     "K band": ([(2.0, 2.4)], False),
     "all but J": ([(1.10, 1.35)], True),
 }
+KINKED = ("exponential", "Matern 3/2", "Matern 5/2")
+FILLS = ("gaussian", "pca", "nearest", "kernels")
+MIXTURES = {"mixtures": ("gaussian", "nearest", "kernels"), "without kernels": ("gaussian", "nearest")}
 QUANTILES = {0.5: 0.674490, 0.9: 1.644854, 0.99: 2.575829}
 
 Array = np.ndarray[Any, Any]
@@ -76,7 +81,7 @@ def masks(data: SpectraData, rows: Array) -> dict[str, Array]:
     generator = torch.Generator().manual_seed(0)
     length = data.x.shape[1]
     found = {
-        f"{n} of 32 blocks": ~make_block_mask(len(rows), length, 32, n, generator=generator).numpy() for n in (24, 16)
+        name: ~make_block_mask(len(rows), length, 32, n, generator=generator).numpy() for name, n in COUNTS.items()
     }
     for name, (bands, inverted) in BANDS.items():
         inside = np.any([(data.wavelengths >= low) & (data.wavelengths <= high) for low, high in bands], axis=0)
@@ -167,17 +172,50 @@ def median_error(filled: Array, x: Array, visible: Array) -> float:
     return float(np.median(error))
 
 
-def filling(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
+def fill_in(name: str, options: argparse.Namespace) -> Path | None:
+    """Fills validation and test spectra by the peers, their settings chosen on the former; returns the answers."""
+    file: Path = options.runs / f"fills-{name.replace(' ', '-')}.npz"
+    if file.exists():
+        return file
+    if time.time() > options.deadline:
+        return None
+    data = prepare_data(DataConfig(max_rows=options.max_rows))
+    train, val, test = (data.x[rows].astype(np.float64) for rows in (data.train, data.val, data.test))
+    visible = {"val": masks(data, data.val)[name], "test": masks(data, data.test)[name]}
+    ways = {key: each.fill for key, each in choose_fills(train, val, visible["val"]).items()}
+    gaussian = ways["gaussian"]
+    assert isinstance(gaussian, GaussianFill)
+    same = (visible["val"] == visible["val"][0]).all()  # else each row needs a regression of its own
+    tried = slice(None if same else options.rows_tried)
+    errors = {}
+    for setting in options.settings:
+        fill = KernelFill(train, gaussian, setting, device=options.device)
+        shown = visible["val"][tried]
+        errors[setting] = masked_error(fill(val[tried], shown), val[tried], shown)
+    setting = min(errors, key=lambda each: errors[each])
+    ways["kernels"] = KernelFill(train, gaussian, setting, device=options.device)
+    found = {
+        f"{part} {key}": fill(x, visible[part])
+        for key, fill in ways.items()
+        for part, x in (("val", val), ("test", test))
+    }
+
+    def write(path: Path) -> None:
+        with path.open("wb") as opened:
+            np.savez(opened, **found)
+
+    kept(file, write)
+    print(f"{name} hidden: {setting}", flush=True)
+    return file
+
+
+def filling(data: SpectraData, models: Mapping[int, ResidualMAE], filled: Mapping[str, Path]) -> list[dict[str, Any]]:
     """Returns a row for each mask: errors of every method on test objects."""
     train, val, test = (data.x[rows] for rows in (data.train, data.val, data.test))
     seen_val, seen_test, rows = masks(data, data.val), masks(data, data.test), []
     for name, visible in seen_test.items():
-        chosen = choose_fills(train, val, seen_val[name])
-        on_val, fills = (
-            {key: each.fill(x, seen) for key, each in chosen.items()}
-            for x, seen in ((val, seen_val[name]), (test, visible))
-        )
-        pair = [on_val["gaussian"], on_val["nearest"]], [fills["gaussian"], fills["nearest"]]
+        stored = np.load(filled[name])
+        on_val, fills = ({key: stored[f"{part} {key}"] for key in FILLS} for part in ("val", "test"))
         hidden = ~seen_val[name]
 
         def mixture(
@@ -186,19 +224,26 @@ def filling(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[s
             shares = mixing_shares(np.stack([(filled - val)[hidden] for filled in on_val]))
             return shares.tolist(), np.tensordot(shares, np.stack(on_test), 1)
 
-        fills["mixed"] = mixture(*pair)[1]
+        def of(keys: Sequence[str], found: Mapping[str, Array]) -> list[Array]:
+            return [found[key] for key in keys]
+
+        fills["mixed"] = mixture(*(of(("gaussian", "nearest"), found) for found in (on_val, fills)))[1]
         fills["mean spectrum"] = np.broadcast_to(train.mean(axis=0), test.shape)
         ours = {seed: answers(model, test, visible)[0] for seed, model in models.items()}
-        mixed = [
-            mixture([answers(model, val, seen_val[name])[0], *pair[0]], [ours[seed], *pair[1]])
-            for seed, model in models.items()
-        ]
+        row: dict[str, Any] = {"hidden": name}
+        mixtures = {}
+        for way, others in MIXTURES.items():
+            mixtures[way] = [
+                mixture([answers(model, val, seen_val[name])[0], *of(others, on_val)], [ours[seed], *of(others, fills)])
+                for seed, model in models.items()
+            ]
+        row["shares"] = [shares for shares, _ in mixtures["mixtures"]]
         fills["together"] = np.mean(list(ours.values()), axis=0)
-        row: dict[str, Any] = {"hidden": name, "shares": [shares for shares, _ in mixed]}
         for kind, score in (("mean", masked_error), ("median", median_error)):
-            row[kind] = {key: score(filled, test, visible) for key, filled in fills.items()}
-            row[kind]["seeds"] = [score(filled, test, visible) for filled in ours.values()]
-            row[kind]["mixtures"] = [score(filled, test, visible) for _, filled in mixed]
+            row[kind] = {key: score(answer, test, visible) for key, answer in fills.items()}
+            row[kind]["seeds"] = [score(answer, test, visible) for answer in ours.values()]
+            for way, mixed in mixtures.items():
+                row[kind][way] = [score(answer, test, visible) for _, answer in mixed]
         rows.append(row)
     return rows
 
@@ -510,12 +555,15 @@ def filling_table(rows: Sequence[Mapping[str, Any]], kind: str) -> list[dict[str
         best = min(found[key] for key in PEERS)
         table.append({
             "hidden": row["hidden"], "mixture": spread(found["mixtures"], 5),
+            "mixture without kernels": spread(found["without kernels"], 5),
             "ResidualMAE": spread(found["seeds"], 5), "its seeds together": f"{found['together']:.5f}",
             **{name: f"{found[key]:.5f}" for key, name in PEERS.items()},
-            "mean spectrum": f"{found['mean spectrum']:.3f}",
-            "mixture below the best peer": won(found["mixtures"], best),
-            "ResidualMAE below it": won(found["seeds"], best),
-            "shares of model, Gaussian, nearest": "; ".join(
+            "Gaussian + kernels": f"{found['kernels']:.5f}", "mean spectrum": f"{found['mean spectrum']:.3f}",
+            "mixture below Gaussian to nearest": won(found["mixtures"], best),
+            "mixture below the kernels": won(found["mixtures"], found["kernels"]),
+            "without kernels below Gaussian to nearest": won(found["without kernels"], best),
+            "ResidualMAE below these": won(found["seeds"], best),
+            "shares of model, Gaussian, nearest, kernels": "; ".join(
                 " ".join(f"{share:.2f}" for share in shares) for shares in row["shares"]
             ),
         })  # fmt: skip
@@ -563,27 +611,32 @@ def main() -> None:
     options = parsed(parser)
     options.repeats, options.max_rows, options.model, options.chemomae = REPEATS, None, {}, ["trainer.amp=false"]
     options.process_labels, options.process_draws, options.meat_epochs, splits = 200, 20, 60, 5
-    options.most_components, options.kernels = 26, {}
+    options.most_components, options.kernels, options.rows_tried = 26, {}, 16
+    options.settings = [Setting(*each) for each in product(KINKED, (0.03, 0.1, 0.3, 1.0, 3.0), NOISES[7:])]
     if options.tiny:
         options.seeds, options.epochs, options.repeats = [0, 1], 2, 1
         options.max_rows, options.process_labels, options.process_draws, options.meat_epochs = 300, 20, 2, 2
         options.model = {"d_model": 16, "num_layers": 1, "decoder_layers": 1, "dim_feedforward": 16, "rank": 16}
         options.chemomae = ["epochs=1", "data.max_rows=300", "model.d_model=8", "model.dim_feedforward=8",
                             "schedule.warmup_epochs=0"]  # fmt: skip
+        options.settings, options.rows_tried = options.settings[:2], 1
         splits, options.most_components, options.kernels = 2, 4, {"widths": (0.01, 0.1), "noises": (1e-4,)}
     if options.finish:
         options.deadline = 0.0
-    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+    with pool_of(options.jobs) as pool:
         ours: list[Future[Path | None]] = [pool.submit(train_residual, seed, options) for seed in options.seeds]
         theirs = [pool.submit(train_chemomae, seed, options) for seed in options.seeds]
         gaussian = pool.submit(gaussian_process, options)
+        peers = {name: pool.submit(fill_in, name, options) for name in [*COUNTS, *BANDS]}
         samples = [pool.submit(meat, split, options) for split in range(splits)]
         weights, stored = [each.result() for each in ours], [each.result() for each in theirs]
         labels, tested = gaussian.result(), [each.result() for each in samples]
+        filled = {name: each.result() for name, each in peers.items()}
     unfinished = [name for name, each in {
         "ResidualMAE": weights, "ChemoMAE": stored, "the Gaussian process": [labels], "meat": tested,
+        "the peers": list(filled.values()),
     }.items() if None in each]  # fmt: skip
-    if (unfinished and not options.finish) or weights[0] is None:
+    if (unfinished and not options.finish) or weights[0] is None or None in filled.values():
         print("not finished: the same command resumes")
         return
     data = prepare_data(DataConfig(max_rows=options.max_rows))
@@ -593,7 +646,8 @@ def main() -> None:
             model = ResidualMAE(seq_len=data.x.shape[1], **{**MODEL, **options.model})
             model.load_state_dict(treadle.load_weights(str(path)))
             models[seed] = model.to(options.device).eval()
-    tables = tables_of(data, models, [path for path in stored if path], labels, [each for each in tested if each])
+    found = [path for path in stored if path], labels, [each for each in tested if each]
+    tables = tables_of(data, models, {name: path for name, path in filled.items() if path}, *found)
     notes = [f"{len(models)} seeds of ResidualMAE, {len([p for p in stored if p])} of ChemoMAE. " + _epochs(options)]
     notes += [f"Not finished: {', '.join(unfinished)}."] if unfinished else []
     notes += [f"Trained on {options.trained_on}."] if options.trained_on else []
@@ -609,10 +663,15 @@ def main() -> None:
 
 
 def tables_of(
-    data: SpectraData, models: Mapping[int, ResidualMAE], stored: Sequence[Path], labels: Any, tested: Sequence[Any]
+    data: SpectraData,
+    models: Mapping[int, ResidualMAE],
+    peers: Mapping[str, Path],
+    stored: Sequence[Path],
+    labels: Any,
+    tested: Sequence[Any],
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yields titles and tables."""
-    filled = filling(data, models)
+    filled = filling(data, models, peers)
     yield "Spectra: mean squared error over hidden channels, test objects, ± over seeds", filling_table(filled, "mean")
     yield "Median over test objects of their mean squared error", filling_table(filled, "median")
     if stored:

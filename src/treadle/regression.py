@@ -43,7 +43,7 @@ def mixing_shares(errors: npt.ArrayLike) -> _Float:
         errors: (A, ...) each answer minus the truth, on rows that none was fitted to; at most 12 answers.
 
     Raises:
-        ConfigError: there are more answers, or none.
+        ConfigError: there are more answers, or none, or an error is not finite.
 
     Example:
         >>> mixing_shares([[1.0, -1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [3.0, -3.0, 3.0, -3.0]]).round(2).tolist()
@@ -53,6 +53,8 @@ def mixing_shares(errors: npt.ArrayLike) -> _Float:
     count = len(each)
     if not 1 <= count <= _MOST_ANSWERS:
         raise ConfigError(f"has {count} answers, must have 1 to {_MOST_ANSWERS}", argument="errors")
+    if not np.isfinite(each).all():
+        raise ConfigError("must be finite; leave out the rows whose truth is missing", argument="errors")
     each = each.reshape(count, -1)
     products = each @ each.T
     ridge = 1e-10 * np.trace(products) / count or 1.0
@@ -140,14 +142,30 @@ def _half_squared(x: Tensor, other: Tensor) -> Tensor:
 class _View:
     """Inputs in deviations of the training rows, cut off at 5; missing ones are the mean."""
 
-    def __init__(self, train: npt.ArrayLike, device: torch.device | str) -> None:
+    def __init__(self, name: str, train: npt.ArrayLike, device: torch.device | str) -> None:
         rows = np.asarray(train, dtype=np.float64)
-        self.center, self.device = np.nan_to_num(np.nanmean(rows, axis=0)), device
+        self.name, self.center, self.device = name, np.nan_to_num(np.nanmean(rows, axis=0)), device
         self.scale = np.nanstd(rows, axis=0) + 1e-12
+
+    def of(self, views: Views, *, count: int | None = None, argument: str = "views") -> Tensor:
+        """Return the rows of these views, of which there must be ``count``."""
+        if self.name not in views:
+            raise ConfigError(f"has no {self.name!r}; give the views that were fitted", argument=argument)
+        x = np.asarray(views[self.name], dtype=np.float64)
+        _check_rows(self.name, x, count, len(self.center), argument)
+        return self(x)
 
     def __call__(self, x: npt.ArrayLike) -> Tensor:
         plain = np.nan_to_num((np.asarray(x, dtype=np.float64) - self.center) / self.scale)
         return torch.from_numpy(np.clip(plain, -_FURTHEST, _FURTHEST)).to(self.device)
+
+
+def _check_rows(name: str, x: _Float, count: int | None, width: int | None, argument: str) -> None:
+    """Raise ConfigError unless ``x`` has two dimensions, and so many rows and columns; None allows any."""
+    if x.ndim != 2 or (count is not None and len(x) != count) or (width is not None and x.shape[1] != width):
+        wanted = f"({'N' if count is None else count}, {'F' if width is None else width})"
+        why = "a row for each y" if width is None else "the columns that were fitted" if count is None else "as y"
+        raise ConfigError(f"{name!r} has shape {x.shape}, must be {wanted}, {why}", argument=argument)
 
 
 class KernelStack:
@@ -165,6 +183,10 @@ class KernelStack:
         noises: to choose from.
         most: training rows that settings are tried with; the regressions are fitted to all.
         device: where the matrices are.
+
+    Raises:
+        ConfigError: views and ``y`` do not fit together, ``y`` has one row or is not finite, or no noise is large
+            enough for a matrix that is not singular.
 
     Attributes:
         settings: what was chosen, by view.
@@ -194,18 +216,27 @@ class KernelStack:
         rows = np.asarray(y, dtype=np.float64)
         if not np.isfinite(rows).all():
             raise ConfigError("must be finite; leave out the rows whose y is missing", argument="y")
+        if len(rows) < 2:
+            raise ConfigError(f"has {len(rows)} row, must have 2 or more to choose settings on", argument="y")
+        for name, table in views.items():
+            _check_rows(name, np.asarray(table, dtype=np.float64), len(rows), None, "views")
         self._one = rows.ndim == 1
         self._center, self._scale = rows.mean(axis=0), rows.std() + 1e-12
         target = self._standardised(rows, device)
         held = None
         if held_out is not None:
-            held = held_out[0], self._standardised(np.asarray(held_out[1], dtype=np.float64), device)
+            other_y = np.asarray(held_out[1], dtype=np.float64)
+            if not np.isfinite(other_y).all():
+                raise ConfigError("y must be finite; leave out the rows whose y is missing", argument="held_out")
+            held = held_out[0], self._standardised(other_y, device)
         grid = [Setting(*each) for each in itertools.product(kernels, widths, noises)]
-        self._views = {name: _View(x, device) for name, x in views.items()}
+        self._views = {name: _View(name, x, device) for name, x in views.items()}
         self._fitted, errors, expected = {}, [], []
         for name, view in self._views.items():
             x = view(views[name])
-            other = None if held is None else (view(held[0][name]), held[1])
+            other = None
+            if held is not None:
+                other = view.of(held[0], count=len(held[1]), argument="held_out"), held[1]
             setting = _chosen(x[:most], target[:most], grid, other)
             fitted = self._fitted[name] = KernelRegression(x, target, setting)
             if other is None:
@@ -217,13 +248,19 @@ class KernelStack:
         self.settings = {name: fitted.setting for name, fitted in self._fitted.items()}
         self.shares = dict(zip(views, mixing_shares(np.stack(errors)).tolist(), strict=True))
         off_mixed, deviation_mixed = self._mixed(errors, expected)
-        self._factor = float(np.sqrt(np.mean((off_mixed / deviation_mixed) ** 2)))
+        unsure = deviation_mixed > 0  # not those of a column that does not vary
+        ratios = off_mixed[unsure] / deviation_mixed[unsure]
+        self._factor = float(np.sqrt(np.mean(ratios**2))) if len(ratios) else 1.0
 
     def __call__(self, views: Views) -> Predicted:
-        """Return means and deviations of other rows, (M,) or (M, K) as ``y``."""
+        """Return means and deviations of other rows, (M,) or (M, K) as ``y``.
+
+        Raises:
+            ConfigError: a view that was fitted is not there, or has not its columns.
+        """
         means, deviations = [], []
         for name, fitted in self._fitted.items():
-            x = self._views[name](views[name])
+            x = self._views[name].of(views)
             means.append(fitted.mean(x).cpu().numpy())
             deviations.append(fitted.deviation(x).cpu().numpy())
         mean, deviation = self._mixed(means, deviations)

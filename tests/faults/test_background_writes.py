@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import resource
@@ -14,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import functional_kit
 import spectra_kit as kit
 from fault_points import hurt, in_child, killed, no_space, record
 from helpers import differences, scalar_engine
 from processes import Forked
-from treadle import CheckpointingHook, verify_checkpoint
+from treadle import CheckpointingHook, Trainer, verify_checkpoint
 from treadle.checkpoint import load_checkpoint
 from treadle.checkpoint.lock import LOCK_NAME
 from treadle.engine.state import RunState
@@ -190,3 +192,44 @@ def test_a_state_is_reported_as_saved_once_it_is_on_the_disk(tmp_path, monkeypat
     monkeypatch.setattr(RunState, "record_saved", record_saved)
     kit.make(tmp_path, epochs=2, background_saves=True).fit(2)
     assert seen == [(4, 4), (8, 8)]
+
+
+# -- files of two writers -----------------------------------------------------------------------------------------
+
+
+class Own(Trainer):
+    """Trains each epoch through a method of its own, so that its record is complete after the hooks' last event."""
+
+    def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+        return {**super().train_epoch(train_dataloader, eval_dataloader, epoch), "added": 1.0}
+
+
+def fit_spectra(folder):
+    kit.make(folder, background_saves=True, hooks=[CheckpointingHook(1, path=folder / "steps")]).fit(4)
+
+
+def fit_own(folder):
+    trainer = functional_kit.make(Own, hooks=[CheckpointingHook(1, path=folder / "steps")])
+    data = functional_kit.loader(), functional_kit.loader(seed=6)
+    trainer.train(data[0], 4, data[1], folder, resume_from="auto")
+
+
+@pytest.mark.parametrize("fit", [fit_spectra, fit_own])
+def test_no_state_of_a_hook_is_further_than_the_best_weights_that_it_names(tmp_path, fit, monkeypatch):
+    fit(tmp_path / "straight")
+    real, kept = os.replace, []
+
+    def replace(source, target, **named):
+        if Path(target).name == "best_model.pt":
+            kept.append(target)
+            if len(kept) == 4:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(source, target, **named)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(CheckpointError):
+        fit(tmp_path / "run")
+    assert len(kept) == 4
+    fit(tmp_path / "run")
+    best = [torch.load(tmp_path / name / "best_model.pt") for name in ("straight", "run")]
+    assert differences(*({key: value for key, value in one.items() if key != "history"} for one in best)) == []

@@ -61,3 +61,11 @@ def test_a_run_with_a_checkpointing_hook_clears_its_folder_and_a_step_is_no_litt
     scalar_engine(hooks=[CheckpointingHook(1, path=tmp_path)]).run([1.0], max_steps=2)
     assert not any(path.exists() for path in made)
     assert (tmp_path / "checkpoint_step_2.pt").exists()
+
+
+@pytest.mark.parametrize("name", [f".checkpoint_step_9.pt.{DEAD}.treadle-tmp", ".checkpoint_latest.trial"])
+def test_the_rerun_of_a_finished_run_removes_what_its_last_save_left(tmp_path, name):
+    scalar_engine(hooks=[CheckpointingHook(1, path=tmp_path)]).run([1.0], max_steps=2)
+    (tmp_path / name).symlink_to("nothing")
+    scalar_engine(hooks=[CheckpointingHook(1, path=tmp_path)]).run([1.0], max_steps=2)
+    assert not os.path.lexists(tmp_path / name)

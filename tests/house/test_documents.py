@@ -171,6 +171,27 @@ def body_of(path):
     return [line for line in textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :])).splitlines() if line]
 
 
+def test_the_tours_of_the_source_name_its_files_and_their_lengths():
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (\d+) \|", PAGES["guide/reading.md"], flags=re.MULTILINE)
+    assert len(rows) == 21
+    stated = {name: int(lines) for name, lines in rows}
+    counted = {name: lines_of_code(ROOT / "src" / "treadle" / name) for name in stated}
+    wrong = {name: (stated[name], lines) for name, lines in counted.items() if abs(stated[name] - lines) > 10}
+    assert not wrong, f"docs/guide/reading.md states other lengths: {wrong}"
+    assert sum(counted.values()) <= 3400  # an afternoon
+
+
+def lines_of_code(file):
+    """Count the lines of a file that are no docstring, comment or empty line."""
+    source = file.read_text(encoding="utf-8")
+    left_out = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            left_out.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    lines = enumerate(source.splitlines(), start=1)
+    return sum(bool(line.strip()) and line.lstrip()[0] != "#" and number not in left_out for number, line in lines)
+
+
 def test_a_block_that_is_not_run_is_python_all_the_same():
     shown = [(page, text) for page in PAGES for language, _, text in blocks(page) if language == "python"]
     for page, text in shown:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from capture_kit import capture_on_the_cpu, refuse_on_the_device
+from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
 from treadle import (
     BaseHook,
@@ -69,10 +69,11 @@ class Counts(BaseHook):
         self.seen.append(trainer.step)
 
 
-def train(folder, *hooks, max_steps=60, records=False, bad=False, epochs=None, batches=20, ema=True):
+def train(folder, *hooks, max_steps=60, records=False, bad=False, epochs=None, batches=20, ema=True, left_over=5):
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    x, y = torch.randn(8 * batches - 3, 4, generator=generator), torch.randn(8 * batches - 3, 1, generator=generator)
+    count = 8 * batches - (8 - left_over if left_over else 0)
+    x, y = torch.randn(count, 4, generator=generator), torch.randn(count, 1, generator=generator)
     if bad:
         x[100] = float("nan")
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -104,6 +105,49 @@ def test_the_state_and_the_log_are_those_of_single_steps(tmp_path, records):
     for each in (info, other):
         each.pop("step_time"), each.pop("data_time")
     assert differences(info, other) == []
+
+
+@pytest.mark.parametrize("took", [0.0, 1.0])
+def test_steps_that_are_short_are_launched_several_at_a_time(tmp_path, monkeypatch, took):
+    replays = []
+    replay = Rerun.replay
+
+    def counted(graph):
+        replays.append(graph.left is None)
+        replay(graph)
+
+    monkeypatch.setattr(Rerun, "replay", counted)
+    monkeypatch.setattr(Rerun, "took", took)
+    one = train(tmp_path / "blocks", batches=40)
+    two = train(tmp_path / "single", Looks(), batches=40)
+    assert any(replays) == (took == 0.0)
+    assert differences(*({**each.state_dict(), "hooks": None} for each in (one, two))) == []
+    assert (tmp_path / "blocks" / "steps.jsonl").read_text() == (tmp_path / "single" / "steps.jsonl").read_text()
+
+
+def test_several_steps_at_a_time_that_give_other_bits_are_left_out(tmp_path, monkeypatch):
+    replay, several = Rerun.replay, []
+
+    def wrong(graph):
+        replay(graph)
+        if graph.left is None:
+            several.append(graph)
+            graph.step._engine.model[0].bias.data.add_(1e-6)
+
+    monkeypatch.setattr(Rerun, "replay", wrong)
+    one = train(tmp_path / "blocks", batches=40)
+    assert len(several) == 1  # the trial
+    assert one.steps._latest_step.runs_ahead
+    two = train(tmp_path / "single", Looks(), batches=40)
+    assert differences(*({**each.state_dict(), "hooks": None} for each in (one, two))) == []
+
+
+@pytest.mark.parametrize("batches", [2, 3, 17])
+def test_a_step_that_is_captured_at_the_end_of_an_epoch_is_tried_without_leaving_the_data(tmp_path, batches):
+    one = train(tmp_path / "blocks", epochs=4, batches=batches, left_over=0)
+    two = train(tmp_path / "single", Looks(), epochs=4, batches=batches, left_over=0)
+    assert one.steps._steps
+    assert differences(*({**each.state_dict(), "hooks": None} for each in (one, two))) == []
 
 
 def test_no_block_crosses_a_save_the_end_of_an_epoch_or_the_target(tmp_path):

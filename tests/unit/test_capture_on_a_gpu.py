@@ -164,6 +164,57 @@ def test_other_settings_have_the_bits_of_eager_steps(options):
     assert same(run(False, 60, **options), run(True, 60, **options))
 
 
+CAPTURABLE = ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+def capturable(name):
+    def make(model):
+        rate = torch.tensor(0.01, device="cuda")
+        return getattr(torch.optim, name)(model.parameters(), lr=rate, capturable=True)
+
+    return make
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_optimizers_that_are_capturable_and_not_fused_have_the_bits_of_eager_steps(name):
+    captured = run(True, 40, make=capturable(name))
+    assert captured.steps._steps
+    assert same(run(False, 40, make=capturable(name)), captured)
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_a_nan_leaves_the_state_of_capturable_optimizers(name):
+    (one, error), (other, seen) = (run_to_the_error(capture, make=capturable(name)) for capture in (False, True))
+    assert (seen.step, seen.epoch) == (error.step, error.epoch)
+    assert equal(list(one.model.parameters()), list(other.model.parameters()))
+    assert equal(one.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
+
+
+def test_a_step_is_captured_in_an_epoch_of_two_batches():
+    def two(capture):
+        loader = TensorLoader(*rows(32), batch_size=16, shuffle=True, device="cuda", num_buffers=1)
+        return run(capture, 12, loader=loader)
+
+    assert same(two(False), two(True))
+
+
+def test_steps_that_are_launched_several_at_a_time_have_the_bits_of_eager_ones():
+    def blocks(capture):
+        torch.manual_seed(0)
+        torch.cuda.manual_seed(0)
+        model = Net().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
+        task = Fit()
+        engine = Engine(model, optimizer, task, device="cuda", grad_clip=1.0, hooks=[EmaHook(0.9)], capture=capture)
+        engine.run(TensorLoader(*rows(1600), batch_size=16, shuffle=True, device="cuda", num_buffers=1), max_steps=300)
+        engine.losses = []
+        return engine
+
+    captured = blocks(True)
+    assert captured.steps._latest_step._several is not None
+    assert same(blocks(False), captured)
+
+
 @pytest.mark.parametrize("buffers", [None, 1, 2])
 def test_the_loaders_own_buffers_are_read_where_they_are(buffers):
     assert same(run(False, 60), run(True, 60, loader=loader_of(num_buffers=buffers)))

@@ -117,3 +117,32 @@ def test_what_cannot_be_fitted_is_named():
         KernelStack({"x": [[0.0], [1.0]]}, [1.0, np.nan])
     with pytest.raises(ConfigError, match="noises"):
         KernelStack({"x": np.zeros((3, 1))}, [1.0, 2.0, 3.0], noises=(0.0,))
+    with pytest.raises(ConfigError, match="errors: must be finite"):
+        mixing_shares([[1.0, np.nan], [2.0, 3.0]])
+
+
+def test_views_must_be_those_that_were_fitted():
+    x, y = X.numpy(), Y[:, 0].numpy()
+    stack = KernelStack({"x": x}, y, **GRID)
+    with pytest.raises(ConfigError, match=r"views: 'x' has shape \(40, 1\), must be \(N, 3\)"):
+        stack({"x": x[:, :1]})  # one column would fit each of three by broadcasting
+    with pytest.raises(ConfigError, match=r"views: 'x' has shape \(3,\)"):
+        stack({"x": x[0]})
+    with pytest.raises(ConfigError, match="views: has no 'x'"):
+        stack({"other": x})
+    with pytest.raises(ConfigError, match=r"views: 'x' has shape \(30, 3\), must be \(40, F\)"):
+        KernelStack({"x": x[:30]}, y, **GRID)
+    with pytest.raises(ConfigError, match="y: has 1 row"):
+        KernelStack({"x": x[:1]}, y[:1], **GRID)
+    with pytest.raises(ConfigError, match="held_out: y must be finite"):
+        KernelStack({"x": x}, y, held_out=({"x": x[:2]}, [0.0, np.nan]), **GRID)
+    with pytest.raises(ConfigError, match=r"held_out: 'x' has shape \(3, 3\), must be \(2, 3\)"):
+        KernelStack({"x": x}, y, held_out=({"x": x[:3]}, [0.0, 1.0]), **GRID)
+
+
+def test_a_number_that_does_not_vary_is_known_and_does_not_change_the_others():
+    constant, varying = KernelStack({"x": X}, np.ones(40), **GRID), KernelStack({"x": X}, Y[:, 0], **GRID)
+    assert constant({"x": X}).mean == pytest.approx(1)
+    assert np.abs(constant({"x": X}).deviation).max() < 1e-9
+    both = KernelStack({"x": X}, np.stack([Y[:, 0], np.ones(40)], axis=1), **GRID)({"x": X[:3] + 0.1})
+    np.testing.assert_allclose(both.deviation[:, 0], varying({"x": X[:3] + 0.1}).deviation)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import io
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from helpers import differences, through_a_file
+from treadle.checkpoint import schema
 from treadle.checkpoint.schema import check_format, non_finite_names, to_plain
 from treadle.errors import CheckpointError
 
@@ -223,3 +225,24 @@ def test_a_newer_format_is_refused():
 def test_what_is_no_dict_is_no_checkpoint(tree):
     with pytest.raises(CheckpointError, match="file x"):
         check_format(tree, "file x")
+
+
+def test_small_copies_are_those_that_one_by_one_are(monkeypatch):
+    monkeypatch.setattr(schema, "_ON", "cpu")
+    weight = torch.randn(4, 3)
+    tree = {
+        "weights": [weight, weight, weight.T, weight[1], nn.Parameter(torch.ones(2))],
+        "others": {0: torch.tensor(7), "empty": torch.empty(0, 2), "bits": torch.tensor([True, False])},
+        "large": torch.zeros(schema._SMALL // 4 + 1), "nan": (torch.tensor(float("nan")), torch.tensor(-0.0)),
+        "half": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(2).to_sparse(), "number": 3,
+    }  # fmt: skip
+    monkeypatch.setattr(schema, "_AT_ONCE", 2)
+    copies = schema.SmallCopies(tree).arrived()
+    assert len(copies) == 9  # all but what is shared, large, sparse, or not in the order of its memory
+    small, plain = to_plain(tree, copies=copies), to_plain(tree)
+    one, other = io.BytesIO(), io.BytesIO()
+    torch.save(small, one)
+    torch.save(plain, other)
+    assert one.getvalue() == other.getvalue()
+    small["weights"][0].zero_()
+    assert weight.abs().sum() > 0

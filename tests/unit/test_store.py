@@ -59,7 +59,7 @@ class Crash(BaseException):
 def fail_at(monkeypatch, point, error):
     """Makes one call of a save raise, after it did half of its work where that is possible."""
 
-    def half_a_file(value, file):
+    def half_a_file(value, file, **options):
         file.write(b"half of it")
         raise error
 
@@ -110,12 +110,23 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name_and_the_folder_after(tm
     assert calls == ["fsync", "verify", "replace", "fsync"]
 
 
+@pytest.mark.parametrize("change", [lambda content: content[:-1], lambda content: content + b"0", bytes.swapcase])
+def test_a_copy_that_is_not_what_was_copied_never_gets_the_name(tmp_path, monkeypatch, change):
+    save_checkpoint(tree(1.0), tmp_path / "best.pt")
+    save_checkpoint(tree(2.0), tmp_path / "last.pt")
+    monkeypatch.setattr(store, "copy_file", lambda source, name: name.write_bytes(change(source.read_bytes())))
+    with pytest.raises(CheckpointError, match=r"last\.pt was not written"):
+        store.copy_checkpoint(tmp_path / "best.pt", tmp_path / "last.pt")
+    assert differences(load_checkpoint(tmp_path / "last.pt"), tree(2.0)) == []
+    assert files_in(tmp_path) == ["best.pt", "last.pt"]
+
+
 def test_what_was_written_wrong_never_gets_the_name(tmp_path, monkeypatch):
     save_checkpoint(tree(1.0), tmp_path / "a.pt")
     original = torch.save
 
-    def torn(value, file):
-        original(value, file)
+    def torn(value, file, **options):
+        original(value, file, **options)
         file.truncate(file.tell() // 2)
 
     monkeypatch.setattr(torch, "save", torn)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -131,17 +132,17 @@ class SurveyInputs(nn.Module):
         self.register_buffer("usual", torch.zeros(self.shape))
 
     def fit(self, survey: Survey) -> None:
-        """Take scales from training objects."""
-        table = survey.scalars
+        """Take scales from training objects; what is not finite is missing."""
+        table = _known(survey.scalars)
         with torch.no_grad():
             self.mean.copy_(torch.from_numpy(np.nanmean(table, axis=0)))
             self.deviation.copy_(torch.from_numpy(np.maximum(np.nanstd(table, axis=0), 1e-12)))
             shares = np.linspace(0, 1, _QUANTILES)
             self.quantiles.copy_(torch.from_numpy(np.nanquantile(table, shares, axis=0).T))
-            if self.kind == "spectrum":
-                flux = torch.asinh(torch.from_numpy(survey.spectra).double() / 0.5)
-                self.flux_mean.copy_(flux.mean(0))
-                self.flux_deviation.copy_(flux.std(0).clamp(min=1e-6))
+            if self.kind == "spectrum" and survey.spectra is not None:
+                flux = np.arcsinh(_known(survey.spectra) / 0.5)
+                self.flux_mean.copy_(torch.from_numpy(np.nanmean(flux, axis=0)))
+                self.flux_deviation.copy_(torch.from_numpy(np.maximum(np.nanstd(flux, axis=0, ddof=1), 1e-6)))
             if survey.images is not None:
                 mean = np.asarray(survey.images, dtype=np.float64).mean(axis=0) / 255
                 self.usual.copy_(torch.from_numpy(mean).logit(1e-3))
@@ -151,8 +152,9 @@ class SurveyInputs(nn.Module):
         return (scalars - self.mean) / self.deviation
 
     def fluxes(self, spectra: Tensor) -> Tensor:
-        """Return arcsinh fluxes (B, L) in deviations of each point, cut off at 5."""
-        return ((torch.asinh(spectra / 0.5) - self.flux_mean) / self.flux_deviation).clamp(-5, 5)
+        """Return arcsinh fluxes (B, L) in deviations of each point, cut off at 5; 0 where a flux is not finite."""
+        found = (torch.asinh(spectra / 0.5) - self.flux_mean) / self.flux_deviation
+        return torch.where(spectra.isfinite(), found, 0.0).clamp(-5, 5)
 
     def tokens(self, scalars: Tensor, seen: Tensor, data: Tensor | None, hide_data: Tensor | None) -> Tensor:
         """Return the tokens (B, C and others, D), columns first; columns that are not ``seen`` (B, C) are not read."""
@@ -178,6 +180,7 @@ class SurveyInputs(nn.Module):
         return torch.cat([patches, self.sums(torch.cat(sums, dim=1))[:, None]], dim=1)
 
     def _spectra(self, spectra: Tensor) -> Tensor:
+        spectra = torch.where(spectra.isfinite(), spectra, 0.5 * self.flux_mean.sinh())
         level = spectra.abs().mean(dim=1, keepdim=True).clamp(min=1e-6)
         both = torch.stack([self.fluxes(spectra), torch.asinh(spectra / level)], dim=2)
         tokens: Tensor = self.segments(both.view(len(spectra), -1, 2 * _SEGMENT))
@@ -195,6 +198,14 @@ class SurveyInputs(nn.Module):
         rows, across = height // _PATCH, width // _PATCH
         grid = out[:, : rows * across].view(-1, rows, across, channels, _PATCH, _PATCH)
         return torch.sigmoid(self.usual + grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, height, width))
+
+
+def _known(table: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+    """Return numbers (N, C) with NaN where they are not finite, and 0 in columns that have no other."""
+    rows = np.asarray(table, dtype=np.float64)
+    rows = np.where(np.isfinite(rows), rows, np.nan)
+    rows[:, np.isnan(rows).all(axis=0)] = 0.0
+    return rows
 
 
 class JointRegressor(nn.Module):
@@ -273,7 +284,8 @@ class JointRegressor(nn.Module):
             name: of the survey.
             scalars: (B, C) numbers in their units; NaN is missing.
             hide: (B, C) or (1, C) bool, True = not shown.
-            data: pictures (B, channels, H, W) from 0 to 1, or spectra (B, L), where the survey has them.
+            data: pictures (B, channels, H, W) from 0 to 1, or spectra (B, L), where the survey has them. A flux that is
+                not finite is taken for the mean of the training objects.
             hide_data: (B,) bool, True = the picture or spectrum is not shown; None shows all.
             give_back: answer with a picture or spectrum too.
         """

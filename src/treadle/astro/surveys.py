@@ -24,7 +24,7 @@ class Survey:
     """The objects of one survey, a row each; parts that the survey lacks are None.
 
     Raises:
-        ConfigError: the parts have different numbers of rows, or the table other columns.
+        ConfigError: the parts have different numbers of rows, the table has other columns, or two have one name.
 
     Example:
         >>> survey = Survey("mine", ("mine.mag",), np.array([[20.0], [21.0]]), np.array([0, 1]))
@@ -50,6 +50,8 @@ class Survey:
                 f"survey {self.name!r}: scalars of shape {self.scalars.shape} for the {len(self.columns)} columns "
                 f"{self.columns}; must be (N, columns)"
             )
+        if twice := sorted({name for name in self.columns if self.columns.count(name) > 1}):
+            raise ConfigError(f"survey {self.name!r}: two columns are named {', '.join(twice)}; rename one")
         for part in ("objects", "images", "spectra"):
             rows = getattr(self, part)
             if rows is not None and len(rows) != len(self.scalars):

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from treadle.data.tensors import TRIED_AHEAD
 from treadle.device import keep_garbage_from_forks
 from treadle.device.handover import host_is_shared, launch_times
+from treadle.device.one_piece import bytes_of_piece, offsets_in_one_piece, views_of_piece
 from treadle.engine.block import MOST
 from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _WARM_UPS = 3
+SEVERAL = TRIED_AHEAD  # steps of a graph that holds more than one
 _PLACES = 64  # steps whose numbers are copied into memory made at once
 
 
@@ -36,7 +39,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = None if share is None else share._graph.pool()
 
-    def record(self, function: Callable[[], Any], *, prepare: Callable[[], None]) -> Any:
+    def record(self, function: Callable[[], Any], *, prepare: Callable[[], None], warm_ups: int = _WARM_UPS) -> Any:
         """Call a function a few times to warm up and once to record it; return what the last call returned.
 
         Tensors in it, and whatever else the function wrote, hold what the latest replay left there.
@@ -44,6 +47,7 @@ class CudaGraph:
         Args:
             function: launches work on the current stream and reads nothing from the device.
             prepare: called before each call, outside the recording.
+            warm_ups: calls before the recording; none where all that it launches was launched before.
 
         Raises:
             RuntimeError: something in the function cannot be recorded.
@@ -55,7 +59,7 @@ class CudaGraph:
         beside = usual if alone else _recording_stream(torch.cuda.current_device())
         beside.wait_stream(usual)
         with torch.cuda.stream(beside):
-            for _ in range(_WARM_UPS):
+            for _ in range(warm_ups):
                 prepare()
                 function()
         usual.wait_stream(beside)
@@ -74,6 +78,19 @@ class CudaGraph:
     def replay(self) -> None:
         """Launch what was recorded."""
         self._graph.replay()
+
+    def seconds(self, *, prepare: Callable[[], None]) -> float:
+        """Replay a few times, and return what the quickest took the device."""
+        took: list[float] = []
+        for _ in range(_WARM_UPS):
+            prepare()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            self.replay()
+            end.record()
+            end.synchronize()
+            took.append(begin.elapsed_time(end) / 1e3)
+        return min(took)
 
 
 @functools.cache
@@ -240,7 +257,7 @@ def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str
 
 
 class FixedBatch:
-    """Fixed memory that batches of one shape are copied into.
+    """Fixed memory that batches of one shape are copied into: at once, where their tensors lie in one piece.
 
     Args:
         batch: the first of them.
@@ -262,12 +279,24 @@ class FixedBatch:
                 return tensor.detach()
             return tensor.detach().to(device, copy=True)
 
-        self.batch = map_nested_tensor(fixed, batch)
+        given = tensors_of(batch)
+        self._offsets = offsets_in_one_piece(given)
+        self._whole: Tensor | None = None
+        if self._offsets is None:
+            self.batch = map_nested_tensor(fixed, batch)
+        else:
+            self._whole = bytes_of_piece(given).to(device, copy=True)
+            views = iter(views_of_piece(self._whole, given, self._offsets))
+            self.batch = map_nested_tensor(lambda tensor: next(views), batch)
         self._tensors = tensors_of(self.batch)
 
     def fill(self, batch: Any) -> None:
         """Copy the tensors of another batch of the same shape there."""
-        for target, tensor in zip(self._tensors, tensors_of(batch), strict=True):
+        given = tensors_of(batch)
+        if self._whole is not None and offsets_in_one_piece(given) == self._offsets:
+            self._whole.copy_(bytes_of_piece(given), non_blocking=True)
+            return
+        for target, tensor in zip(self._tensors, given, strict=True):
             if target is not tensor and target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor, non_blocking=True)
 
@@ -304,10 +333,20 @@ class Rows:
         torch.where(self._numbers == self._next, numbers, self._rows, out=self._rows)
         self._next.add_(1)
 
-    def collect(self, replay: Callable[[], None], count: int) -> Tensor:
-        """Replay several times; return a copy of the row of each, (N, width)."""
+    def collect(self, replay: Callable[[], None], count: int, *, several: Callable[[], None] | None = None) -> Tensor:
+        """Replay several times; return a copy of the row of each, (N, width).
+
+        Args:
+            replay: one step.
+            count: of the steps.
+            several: replays SEVERAL steps; None: each by itself.
+        """
         self._next.zero_()
-        launch_times(replay, count)
+        left = count
+        if several is not None:
+            launch_times(several, count // SEVERAL, steps=SEVERAL)
+            left = count % SEVERAL
+        launch_times(replay, left)
         return self._rows[:count].clone()
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from treadle.capture.graph import Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
+from treadle.capture.graph import SEVERAL, Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
+from treadle.checkpoint.comparison import same_bits
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.device.handover import wait_for_work
@@ -22,7 +23,9 @@ from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, ste
 from treadle.task import StepOutput
 
 if TYPE_CHECKING:
+    from treadle.capture.check import KeptState
     from treadle.engine import Engine
+_SHORT = 3e-4  # seconds of a step on the device
 
 
 class CapturedStep:
@@ -61,6 +64,7 @@ class CapturedStep:
         self._rows = Rows(2, engine.device)
         self._has_rows = False  # until they were checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
+        self._several: Callable[[], None] | None = None  # replays SEVERAL steps
         self._found_inf: Tensor | None = None  # where replays leave whether a scaled gradient was infinite
         with engine.isolated_step(self._guard):
             self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
@@ -162,7 +166,33 @@ class CapturedStep:
             seen.append(results.latest.clone())
 
         rows = self._rows.collect(replay, 2)
-        self._has_rows = torch.equal(rows.view(torch.int32), torch.stack(seen).view(torch.int32))
+        self._has_rows = same_bits(rows, torch.stack(seen))
+
+    def record_several(self, kept: KeptState) -> None:
+        """Record several steps as one more graph where a step is short, since its launch counts; try it to the bit.
+
+        Args:
+            kept: puts the state back; the caller does so afterwards.
+        """
+        if not self.runs_ahead or self._graph.seconds(prepare=self.prepare) > _SHORT:
+            return
+        several = CudaGraph(share=self._graph)
+        kept.restore()
+        with self._engine.isolated_step(self._guard):
+            several.record(self._recorded_several, prepare=self.prepare, warm_ups=0)
+
+        def state_after(replay_several: Callable[[], None] | None) -> list[Tensor]:
+            kept.restore()
+            self.prepare()
+            rows = self._rows.collect(self._graph.replay, SEVERAL, several=replay_several)
+            return [rows, *(tensor.clone() for tensor in kept.live)]
+
+        if all(map(same_bits, state_after(None), state_after(several.replay))):
+            self._several = several.replay
+
+    def _recorded_several(self) -> None:
+        for _ in range(SEVERAL):
+            self._recorded()
 
     def run_block(self, count: int) -> StepBlock:
         """Replay steps that follow the latest one; the engine counts none of them."""
@@ -170,7 +200,7 @@ class CapturedStep:
         assert flags is not None
         progress, cursor = engine.progress, engine.cursor
         rates = progress.read_rates(engine.optimizer)
-        numbers = self._rows.collect(self._graph.replay, count)
+        numbers = self._rows.collect(self._graph.replay, count, several=self._several)
         block = StepBlock(progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._left.constant, rates)
         flags.note_block(block.first_location, numbers[:, 0])
         return block

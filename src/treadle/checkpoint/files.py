@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 FORMAT_NAME = "treadle"
 STORED = "treadle.stored"  # {STORED: key} replaces the tensor of that key
 TEMPORARY = ".treadle-tmp"
+TRIAL = ".trial"
+"""End of the name of a link that tries whether a folder can hold links."""
+_CHUNK = 1 << 20  # bytes
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
 
 
@@ -137,7 +140,7 @@ def remove_leftover(leftover: Path) -> None:
     if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
         return
     with contextlib.suppress(OSError):
-        _remove_tree(leftover) if leftover.is_dir() else os.unlink(leftover)
+        _remove_tree(leftover) if leftover.is_dir() and not leftover.is_symlink() else os.unlink(leftover)
 
 
 @contextlib.contextmanager
@@ -286,7 +289,7 @@ def remove_link(link: Path) -> None:
 
 
 def _can_link(link: Path) -> bool:
-    trial = link.with_name(f".{link.name}.trial")
+    trial = link.with_name(f".{link.name}{TRIAL}")
     try:
         trial.unlink(missing_ok=True)
         os.symlink("nothing", trial)
@@ -305,6 +308,20 @@ def copy_file(source: Path, name: Path) -> None:
     os.utime(name, ns=(written.st_atime_ns, written.st_mtime_ns))
     with open(name, "rb+") as file:
         os.fsync(file.fileno())
+
+
+def same_contents(one: Path, other: Path) -> bool:
+    """Return whether two files hold the same bytes; read both.
+
+    Example:
+        >>> same_contents(Path(__file__), Path(__file__))
+        True
+    """
+    with open(one, "rb") as first, open(other, "rb") as second:
+        while content := first.read(_CHUNK):
+            if content != second.read(_CHUNK):
+                return False
+        return not second.read(1)
 
 
 def _give_second_name(source: Path, name: Path) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import TEMPORARY, make_folder, remove_leftover, reported
+from treadle.checkpoint.files import TEMPORARY, TRIAL, make_folder, remove_leftover, reported
 from treadle.errors import CheckpointError
 
 try:
@@ -111,12 +111,13 @@ def remove_leftovers(folder: Path) -> None:
     except OSError:
         return
     free = [path for path in inside if not path.name.endswith(TEMPORARY) and holder(path) is None]
-    for place in (folder, *free):
-        for leftover in place.glob(f".*{TEMPORARY}"):
-            remove_leftover(leftover)
-        for trial in place.glob(".*.trial"):
-            with contextlib.suppress(OSError):
-                trial.unlink()
+    for leftover in (path for place in (folder, *free) for path in leftovers(place)):
+        remove_leftover(leftover)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Return the temporary files, folders and links of saves directly in a folder."""
+    return [*folder.glob(f".*{TEMPORARY}"), *folder.glob(f".*{TRIAL}")]
 
 
 @contextlib.contextmanager

@@ -16,11 +16,10 @@ import tempfile
 import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from treadle.checkpoint.objects import ObjectStore
@@ -32,6 +31,14 @@ from treadle.checkpoint.sharded import own_part
 from treadle.checkpoint.store import load_checkpoint
 from treadle.checkpoint.stored import ShardFolder, with_stored
 from treadle.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
+else:
+    try:  # the names of torch 2.15
+        from torch.distributed.checkpoint.fsspec_filesystem import _FileSystem as FsspecFiles
+    except ImportError:
+        from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
 
 _log = logging.getLogger("treadle.checkpoint")
 _NAME = re.compile(r"(\d{8,})-(\d{6,})-[0-9a-f]{8}")

@@ -20,11 +20,11 @@ from torch import Tensor
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.plain_values import OPAQUE, decode, encode
+from treadle.device.on_the_way import OnTheWay
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import LocalShard, gathered, local_block, without_pending_sums
 from treadle.errors import CheckpointError
 from treadle.nested import elements
-from treadle.requirements import own_version
 
 FORMAT_VERSION = 1
 
@@ -67,12 +67,15 @@ OF_USERS: dict[str, Encoding] = {
 }  # fmt: skip
 """Keys under which objects of users write, and what is encoded there."""
 _PLAIN = (bool, int, float, str)
+_ON = "cuda"  # where small tensors are copied together
+_SMALL = 1 << 18  # bytes of such a tensor,
+_AT_ONCE = 1024  # and how many of them: 256 MiB at most
 
 
 def versions() -> dict[str, str]:
     """Return the versions that are written into every checkpoint."""
     return {
-        "treadle": own_version(),
+        "treadle": sys.modules["treadle"].__version__,  # kept there: to look it up takes as long as a small state
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": str(np.__version__),
@@ -191,14 +194,74 @@ def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffe
     if type(tensor) is not Tensor:
         tensor = tensor.as_subclass(Tensor)
     try:
-        memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
+        identity = _identity(tensor)
     except NotImplementedError:  # sparse tensors have no storage
         return tensor.cpu().clone()
-    identity = (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     if identity not in copies:
         copies[identity] = tensor.to("cpu", copy=True) if buffers is None else buffers.copy(tensor)
     copied: Tensor = copies[identity]
     return copied
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor from others: where it lies, and how it is read."""
+    memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+class SmallCopies:
+    """Copies of the small CUDA tensors of a state tree on their way to the host, for ``copies`` of :func:`to_plain`.
+
+    All of one type are joined on the device and come in one transfer, during which other runs of the process work. One
+    by one, the hundreds of a state would each wait for the device.
+
+    Args:
+        tree: nesting of dicts, lists and tuples.
+
+    Example:
+        >>> SmallCopies({"weight": torch.ones(2)}).arrived()
+        {}
+    """
+
+    def __init__(self, tree: Any):
+        found: dict[Any, Tensor] = {}
+        _find_small(tree, found)
+        groups: dict[Any, list[Any]] = defaultdict(list)
+        for identity, tensor in found.items():
+            groups[tensor.device, tensor.dtype].append(identity)
+        self._sent: list[tuple[list[Any], OnTheWay]] = []
+        for identities in groups.values():
+            for first in range(0, len(identities), _AT_ONCE):
+                some = identities[first : first + _AT_ONCE]
+                self._sent.append((some, OnTheWay(torch.cat([found[each].view(-1) for each in some]))))
+
+    def arrived(self) -> dict[Any, Tensor]:
+        """Wait for the copies and return them by identity, each in memory of its own."""
+        copies: dict[Any, Tensor] = {}
+        for identities, joined in self._sent:
+            shapes = [each[2] for each in identities]
+            sizes = [shape.numel() for shape in shapes]
+            pieces: Any = torch.split_with_sizes_copy(joined.arrived(), sizes)  # type: ignore[func-returns-value]
+            views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            copies.update(zip(identities, views, strict=True))
+        return copies
+
+
+def _find_small(tree: Any, found: dict[Any, Tensor]) -> None:
+    if isinstance(tree, Tensor):
+        if type(tree) in (Tensor, torch.nn.Parameter) and _is_small(tree):
+            found[_identity(tree)] = tree.detach()
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _find_small(value, found)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            _find_small(value, found)
+
+
+def _is_small(tensor: Tensor) -> bool:
+    whole = tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.device.type == _ON and whole and not tensor.is_quantized and tensor.nbytes <= _SMALL
 
 
 def _not_plain(path: str, value: Any, rule: str) -> CheckpointError:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from treadle import distributed
+from treadle.checkpoint import quick_pickle
 from treadle.checkpoint.files import (
     copy_file,
     first_line,
@@ -24,6 +25,7 @@ from treadle.checkpoint.files import (
     point_to,
     replacing,
     reported,
+    same_contents,
     save_tensor,
     sync_folder,
     write_bytes,
@@ -192,7 +194,7 @@ def _write(tree: Mapping[str, Any], target: Path) -> None:
     make_folder(target.parent)
     with replacing(target) as temporary:
         with open(temporary, "wb") as file:
-            torch.save(dict(tree), file)
+            torch.save(dict(tree), file, pickle_module=quick_pickle)
             file.flush()
             date_last(temporary, target.parent)
             os.fsync(file.fileno())
@@ -215,7 +217,10 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
     def copy() -> None:
         with replacing(target) as temporary:
             copy_file(source, temporary)
-            _refuse_half_written(temporary, target)
+            if not same_contents(source, temporary):
+                raise CheckpointError(
+                    f"checkpoint {target} was not written: it is not what was copied; the disk may fail"
+                )
 
     with reported(target):
         beside_others(copy)

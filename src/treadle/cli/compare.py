@@ -30,10 +30,10 @@ def compare(
 ) -> None:
     """Say whether two groups of runs differ by more than the noise of their seeds.
 
-    Runs of the same seed are pairs where both groups have every seed once: what all runs of a seed share, such as their
-    split, is then no noise. The interval of the mean difference B - A is a bootstrap over pairs, or over the runs of
-    either group, widened for few of them. A folder is one that `treadle train ... --seeds 0..7` or a Population wrote,
-    or any other that holds runs.
+    Runs of the same settings are pairs, as far as settings differ within a group, or else runs of the same seed: what
+    both share, such as their split, is then no noise. The interval of the mean difference B - A is a bootstrap over
+    pairs, or over the runs of either group, widened for few of them. A folder is one that `treadle train ... --seeds
+    0..7` or a Population wrote, or any other that holds runs.
 
     \b
     Examples:

@@ -97,7 +97,8 @@ class TensorLoader(RowLoader):
             order, rank = self.order, self._rank_of()[0]
             outs = self._outs(len(order.part(0, rank)), order)
             if outs is not None:
-                self._gather = RowGather(self.tensors, outs, self.names, num_rows=self.num_rows)
+                spare = TRIED_AHEAD * order.global_batch_size
+                self._gather = RowGather(self.tensors, outs, self.names, num_rows=self.num_rows, spare=spare)
         return self._gather
 
     def skip(self, count: int) -> None:
@@ -156,6 +157,10 @@ class TensorLoader(RowLoader):
         return [buffer[:count] for buffer in self._buffers[number]]
 
 
+TRIED_AHEAD = 16
+"""Batches that may be gathered after the one that was given last where nothing comes of it: also beyond the epoch."""
+
+
 class RowGather:
     """Gathering of batches of one size into fixed memory, in the loader, or later in the step that trains on them.
 
@@ -167,6 +172,7 @@ class RowGather:
         outs: written to, of the batch's size.
         names: of the tensors in a batch, or None.
         num_rows: of an epoch's order.
+        spare: places after them that may be gathered from, too.
 
     Attributes:
         count: rows of a batch.
@@ -187,7 +193,13 @@ class RowGather:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], outs: Sequence[Tensor], names: tuple[str, ...] | None, *, num_rows: int
+        self,
+        tensors: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        names: tuple[str, ...] | None,
+        *,
+        num_rows: int,
+        spare: int = 0,
     ):
         device = tensors[0].device
         self.count = len(outs[0])
@@ -196,7 +208,7 @@ class RowGather:
         self._names = names
         self._outs = outs
         self._pairs = list(zip(tensors, outs, strict=True))
-        self._order = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self._order = torch.zeros(num_rows + spare, dtype=torch.long, device=device)
         self._from_0 = torch.arange(self.count, device=device)
         self._places = torch.zeros_like(self._from_0)
         self._rows = torch.zeros_like(self._from_0)
@@ -222,7 +234,7 @@ class RowGather:
         self._is_new = True
         if not self.is_left:
             if order is not self._of:
-                self._order.copy_(order, non_blocking=True)
+                self._order[: len(order)].copy_(order, non_blocking=True)
                 self._of = order
             self.rewind()
             self.run()

@@ -19,8 +19,14 @@ T = TypeVar("T")
 class Host(Protocol):
     """Host that the run of this thread shares with others."""
 
-    def launch(self, launch: Callable[[], None], count: int) -> None:
-        """Call a function several times on the run's stream, a few times at once, between launches of other runs."""
+    def launch(self, launch: Callable[[], None], count: int, steps: int) -> None:
+        """Call a function several times on the run's stream, a few times at once, between launches of other runs.
+
+        Args:
+            launch: launches one or several steps.
+            count: calls.
+            steps: that each launches.
+        """
         ...
 
     def wait(self, ready: Callable[[], bool]) -> None:
@@ -45,7 +51,7 @@ def shared_host(host: Host) -> Iterator[None]:
 
     Example:
         >>> class Alone:
-        ...     def launch(self, launch, count):
+        ...     def launch(self, launch, count, steps):
         ...         print(count, "launches")
         >>> with shared_host(Alone()):
         ...     launch_times(lambda: None, 3)
@@ -68,10 +74,16 @@ def host_is_shared() -> bool:
     return _THREAD.host is not None
 
 
-def launch_times(launch: Callable[[], None], count: int) -> None:
-    """Call a function that launches work on the present stream several times."""
+def launch_times(launch: Callable[[], None], count: int, *, steps: int = 1) -> None:
+    """Call a function that launches work on the present stream several times.
+
+    Args:
+        launch: the function.
+        count: calls.
+        steps: that each launches.
+    """
     if _THREAD.host is not None and count > 1:
-        _THREAD.host.launch(launch, count)
+        _THREAD.host.launch(launch, count, steps)
         return
     for _ in range(count):
         launch()

@@ -31,6 +31,15 @@ _SCALARS = (bool, int, float, str, type(None))
 _MOST = 256  # items of a container that are looked at
 _WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # of the standard library
 
+OF_TRAINERS = frozenset({
+    "model", "optimizer", "lr_scheduler", "scheduler", "task", "precision", "settings", "logger", "config", "hooks",
+    "workspace", "should_stop", "target", "cursor", "eval_cursor", "progress", "attempt", "state", "num_ranks",
+    "declared", "events", "signals", "exchange", "guard", "steps", "stray_parameters", "max_steps", "trackers",
+    "compile_setting", "state_dict_options", "grad_scaler", "data_loader", "_given_hooks", "_engine", "_epochs",
+    "_folder", "_history_file", "device",
+})  # fmt: skip
+"""Attributes of trainers that are parts of a run, or say how it is run."""
+
 
 class Search:
     """Search from some roots on, through attributes, containers, methods, partials and closures.
@@ -152,17 +161,3 @@ def _is_looked_into(owner: Any) -> bool:
         return False
     root = type(owner).__module__.partition(".")[0]
     return is_ours(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)
-
-
-def _trainer_names() -> frozenset[str]:
-    return frozenset({
-        "model", "optimizer", "lr_scheduler", "scheduler", "task", "precision", "settings", "logger", "config", "hooks",
-        "workspace", "should_stop", "target", "cursor", "eval_cursor", "progress", "attempt", "state", "num_ranks",
-        "declared", "events", "signals", "exchange", "guard", "steps", "stray_parameters", "max_steps", "trackers",
-        "compile_setting", "state_dict_options", "grad_scaler", "data_loader", "_given_hooks", "_engine", "_epochs",
-        "_folder", "_history_file", "device",
-    })  # fmt: skip
-
-
-OF_TRAINERS = _trainer_names()
-"""Attributes of trainers that are parts of a run, or say how it is run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,31 +26,45 @@ def explaining_single_samples(engine: Engine) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        found = None if isinstance(error, TreadleError) else _single_sample(engine)
+        found = None if isinstance(error, TreadleError) else _single_sample(engine, error)
         if found is None:
             raise
         batch, layer = found
+        step = engine.step + (not engine.progress.in_step)  # a loop of the user's counts it once it is made
         raise ConfigError(
-            f"batch {batch} of epoch {engine.epoch + 1} (step {engine.step}) has one sample, and {layer} normalises "
+            f"batch {batch} of epoch {engine.epoch + 1} (step {step}) has one sample, and {layer} normalises "
             "over the samples of a batch in training: one has no variance. Pass drop_last=True to the loader, another "
             "batch_size, or put the layer into eval mode"
         ) from error
 
 
-def _single_sample(engine: Engine) -> tuple[int, str] | None:
+def _single_sample(engine: Engine, error: BaseException) -> tuple[int, str] | None:
     """Return the number of the micro-batch with one sample and the layer that cannot take it, if a step failed so."""
-    if not engine.progress.in_step:
-        return None
-    layers = [
-        f"{clean_name(name)} ({type(module).__name__})"
+    layers = {
+        module: f"{clean_name(name)} ({type(module).__name__})"
         for name, module in engine.model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
+    }
+    if not layers:
+        return None
+    failed = _failed_layer(error)
+    layer = layers.get(failed[0]) if failed is not None else next(iter(layers.values()))
     batches = engine.attempt.group.batches
     done = len(engine.attempt.outputs)
-    if not layers or done >= len(batches) or _num_samples(batches[done]) != 1:
-        return None
-    return engine.cursor.position - len(batches) + done + 1, layers[0]
+    if engine.progress.in_step and done < len(batches):
+        number, samples = engine.cursor.position - len(batches) + done + 1, _num_samples(batches[done])
+    else:  # in a step or a loop of the user's, which the engine cannot look into
+        number, samples = engine.cursor.position, None if failed is None else len(failed[1])
+    return None if layer is None or samples != 1 else (number, layer)
+
+
+def _failed_layer(error: BaseException) -> tuple[nn.Module, Tensor] | None:
+    """Return the BatchNorm layer in whose forward pass an error was raised, and its input."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module, given = frame.f_locals.get("self"), frame.f_locals.get("input")
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and isinstance(given, Tensor) and given.dim():
+            return module, given
+    return None
 
 
 def _num_samples(batch: Any) -> int | None:

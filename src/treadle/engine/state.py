@@ -14,10 +14,10 @@ from torch import Tensor
 from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
-from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import Reach
-from treadle.checkpoint.schema import KEYS, OF_USERS, to_plain
+from treadle.checkpoint.schema import KEYS, OF_USERS, SmallCopies, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
@@ -33,6 +33,7 @@ from treadle.errors import CheckpointError
 from treadle.optim.optimizer import is_of_torch
 
 if TYPE_CHECKING:
+    from treadle.checkpoint.rank_writer import RankWriter
     from treadle.engine.loop import Engine
 
 
@@ -61,6 +62,7 @@ class RunState:
 
     Attributes:
         drivers: objects around the engine that add keys to the state.
+        writers: of files that belong to a state, such as the best weights; a later state is written after them.
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
         resumed: whether hooks were asked for a checkpoint to resume from.
@@ -99,6 +101,7 @@ class RunState:
         self.saved: str | None = None
         self.saved_step: int | None = None
         self.origin = RunOrigin()
+        self.writers: list[RankWriter] = []
         self.scored: str | None = None
         self.num_loads = 0
         self.training = False
@@ -217,10 +220,15 @@ class RunState:
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
+        joins = engine.device.type == "cuda" and (buffers is None or type(buffers) is LiveTensors)
+        small = {key: SmallCopies(value) for key, value in tree.items()} if joins else {}
         plain = {
-            key: to_plain(value, key, buffers=buffers, parts=parts, encoding=OF_USERS.get(key, "none"))
+            key: to_plain(
+                value, key, copies=small[key].arrived() if joins else None, buffers=buffers, parts=parts,
+                encoding=OF_USERS.get(key, "none"),
+            )
             for key, value in tree.items()
-        }
+        }  # fmt: skip
         if self.training and not self._rehearsed and not parts and distributed.world_size() == 1:
             self._rehearsed = True
             try_loading(engine, plain)

@@ -114,15 +114,15 @@ class FaceEpochs(SelectingEpochs):
                     record = self._one_through(train_epoch)
                     with between.acting():
                         if record is not None:
-                            self._record_completed()
+                            self._incomplete = False
                             after_epoch(record)
+                            self._save_completed()
         finally:
             self._through = self._incomplete = False
             self.deadline = None
 
-    def _record_completed(self) -> None:
-        """Let hooks save the end of an epoch again, whose record was not complete when its run ended."""
-        self._incomplete = False
+    def _save_completed(self) -> None:
+        """Let hooks save the end of an epoch, whose record was not complete when its run ended."""
         for hook in self.engine.hooks:
             hook._save_end(self.engine)
 
@@ -146,13 +146,20 @@ class FaceEpochs(SelectingEpochs):
     def fit_replaced(
         self,
         train_epoch: Callable[[Iterable[Any], int], Any],
-        train_loader: Iterable[Any],
+        loaders: tuple[Iterable[Any], Iterable[Any] | Mapping[str, Iterable[Any]] | None],
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
         """Train each epoch by ``train_epoch(batches, epoch)``, a loop of the user's.
 
-        The batches come from the cursor, so that the position is saved and restored as in a loop of the engine's.
+        The batches come from the cursor, so that the position is saved and restored as in a loop of the engine's. An
+        epoch that resumes after its last batch is evaluated without the loop, which has nothing to read.
+
+        Args:
+            train_epoch: the loop.
+            loaders: of training and of evaluation, the latter or None.
+            epochs: absolute target.
+            after_epoch: called with each record.
 
         Raises:
             ConfigError: it read no batch, or returned no dict.
@@ -163,7 +170,14 @@ class FaceEpochs(SelectingEpochs):
         def one_epoch() -> bool:
             own_steps.start()
             result.clear()
-            result.update(self._result_of(train_epoch(EpochBatches(engine, train_loader), engine.epoch)))
+            batches = EpochBatches(engine, loaders[0])
+            if batches.left:
+                result.update(self._result_of(train_epoch(batches, engine.epoch)))
+            elif loaders[1] is not None:
+                found = self.evaluate_each(loaders[1])
+                result.update({f"{PREFIX}{name}": value for name, value in found.items()})
+            if batches.before:
+                self._leave_out_partial_loss(result, batches.before)
             own_steps.stop()
             return own_steps.moves.schedule_moved
 
@@ -178,6 +192,18 @@ class FaceEpochs(SelectingEpochs):
         finally:
             own_steps.close()
             self._own_steps = None
+
+    def _leave_out_partial_loss(self, result: dict[str, Any], before: int) -> None:
+        """Leave the loss of an epoch that was resumed inside to the engine, where it counted all steps."""
+        engine = self.engine
+        if "loss" in engine.train_means():
+            result.pop("loss", None)
+            result.pop("train_loss", None)
+        engine.logger.warning(
+            "epoch %d: resumed after %d batches, which the override of train_epoch does not see again. train_loss is "
+            "the mean of all steps that went through train_step; the override's other numbers are about the rest",
+            engine.epoch + 1, before,
+        )  # fmt: skip
 
     def _result_of(self, result: Any) -> dict[str, Any]:
         if not isinstance(result, Mapping):

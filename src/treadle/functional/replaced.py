@@ -167,6 +167,9 @@ class EpochBatches:
         engine: whose epoch it is.
         loader: its attributes, such as ``dataset``, are those of this object.
 
+    Attributes:
+        before: batches of this epoch that were trained before a checkpoint was loaded.
+
     Example:
         >>> # for batch in EpochBatches(engine, loader): ...
     """
@@ -174,11 +177,24 @@ class EpochBatches:
     def __init__(self, engine: Engine, loader: Iterable[Any]):
         self._engine = engine
         self._loader = loader
+        self._first: list[Any] = []
+        self.before = engine.cursor.position
+
+    @property
+    def left(self) -> bool:
+        """Whether the epoch has a batch left; reads it where a checkpoint of the epoch's inside was loaded."""
+        if not self.before or self._first:
+            return True
+        self._engine.cursor.open(self._loader)
+        self._first = self._engine.cursor.take(1).batches
+        return bool(self._first)
 
     def __iter__(self) -> Iterator[Any]:
-        cursor = self._engine.cursor
+        cursor, first = self._engine.cursor, self._first
+        self._first = []
         cursor.open(self._loader)
-        while group := cursor.take(1).batches:
+        while group := first or cursor.take(1).batches:
+            first = []
             yield group[0]
 
     def __len__(self) -> int:

@@ -362,7 +362,8 @@ class Trainer(EpochFace):
                 return own(batches, eval_loader, epoch) if takes(own, 3) else own(batches, eval_loader)
 
             if self._replaces("train_epoch"):
-                self._epochs.fit_replaced(train_epoch, train_loader, num_epochs, after_epoch)
+                loaders = train_loader, eval_loader
+                self._epochs.fit_replaced(train_epoch, loaders, num_epochs, after_epoch)
             else:
                 self._epochs.fit_through(partial(train_epoch, train_loader), num_epochs, after_epoch)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treadle.device.on_the_way import OnTheWay
 from treadle.errors import ConfigError, MissingExtraError
 from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
 
@@ -196,7 +197,11 @@ def _wide(values: Tensor) -> Tensor:
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
     if not parts:
         return []
-    pred, target, known = (torch.cat([part[place].cpu() for part in parts]) for place in range(3))
+    if len({part[0].device for part in parts}) > 1:
+        parts = [(pred.cpu(), target.cpu(), known.cpu()) for pred, target, known in parts]
+    # Joined where they lie: hundreds of small copies to the host would wait for the device one by one.
+    sent = [OnTheWay(torch.cat([part[place] for part in parts])) for place in range(3)]
+    pred, target, known = (numbers.arrived() for numbers in sent)
     return [(pred, target, known)]
 
 

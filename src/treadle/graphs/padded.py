@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treadle.device.one_piece import in_one_piece
 from treadle.errors import ConfigError, MissingExtraError
 from treadle.graphs.buckets import PadBucket, columns
 from treadle.graphs.inputs import graphs_of, needed
@@ -72,8 +73,9 @@ class PaddedGraphBatch:
         return self._with({name: value.to(device, non_blocking=non_blocking) for name, value in self.tensors().items()})
 
     def pin_memory(self) -> PaddedGraphBatch:
-        """Return the batch in pinned memory; a ``DataLoader`` with ``pin_memory=True`` calls it."""
-        return self._with({name: value.pin_memory() for name, value in self.tensors().items()})
+        """Return the batch in pinned memory, in one piece; a ``DataLoader`` with ``pin_memory=True`` calls it."""
+        tensors = self.tensors()
+        return self._with(dict(zip(tensors, in_one_piece(list(tensors.values()), pin_memory=True), strict=True)))
 
     def clone(self) -> PaddedGraphBatch:
         """Return a copy with cloned tensors."""

@@ -16,6 +16,7 @@ from treadle import distributed
 from treadle.engine.hook import BaseHook
 from treadle.graphs.metrics import MOST_KEPT, GraphMetrics
 from treadle.graphs.task import EpochMetrics, FedMetrics, GraphTask, Outputs
+from treadle.nested import map_nested_tensor
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -97,8 +98,7 @@ class TrainOutputsHook(BaseHook):
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Store the outputs of every rank."""
-        own = [[None if part is None else part.cpu() for part in outputs] for outputs in self._outputs]
-        packed = _packed(own)
+        packed = map_nested_tensor(Tensor.cpu, _packed(self._outputs))
         if self._older is not None and any(older := self._older.sums()):  # few epochs have more than is kept
             packed["older"] = older
         state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(packed)}

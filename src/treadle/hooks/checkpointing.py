@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.files import name_also, remove_link
-from treadle.checkpoint.lock import check_free, run_lock
+from treadle.checkpoint.lock import check_free, leftovers, run_lock
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
@@ -57,8 +57,8 @@ def settled_states(folder: Path) -> list[Path]:
     """
     check_free(folder)
     left = unfinished(folder, _FOLDER)
-    if left:
-        with run_lock(folder):
+    if left or leftovers(folder):
+        with run_lock(folder):  # which removes what is temporary
             for path in left:
                 tidy(path)
     return step_states(folder)

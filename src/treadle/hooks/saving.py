@@ -31,7 +31,7 @@ class SavingHook(BaseHook):
         ...     def _begin_save(self, trainer, *, background):
         ...         print("step", trainer.step)
         >>> from types import SimpleNamespace
-        >>> hook, trainer = Every(background=False), SimpleNamespace(step=3, epoch=0)
+        >>> hook, trainer = Every(background=False), SimpleNamespace(step=3, epoch=0, state=SimpleNamespace(writers=[]))
         >>> hook.save(trainer), hook.save(trainer)
         step 3
         (None, None)
@@ -88,8 +88,10 @@ class SavingHook(BaseHook):
         """Write the present state in the foreground; it makes up for one that failed before."""
         late = self._writer.settle()
         if late is not None:
-            trainer.logger.error("%s", late)
             self._saved = None
+        for error in (late, *(writer.settle() for writer in trainer.state.writers)):
+            if error is not None:
+                trainer.logger.error("%s", error)
         self._save(trainer, background=False)
 
     def wait_for_writes(self) -> None:
@@ -108,6 +110,8 @@ class SavingHook(BaseHook):
         self.wait_for_writes()
         reach = Reach(trainer.step, trainer.epoch)
         if self._saved != reach:
+            for writer in trainer.state.writers:
+                writer.wait()  # else a kill could leave a state that names a best epoch whose weights are not on disk
             self._begin_save(trainer, background=background)
             self._saved = reach
 

@@ -10,7 +10,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -345,7 +345,7 @@ def _exit_code(error: BaseException | None) -> int | None:
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
 
 
-def varied(settings: Iterator[Mapping[str, Any]]) -> list[str]:
+def varied(settings: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names of the settings that differ among members, in order.
 
     Example:

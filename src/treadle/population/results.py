@@ -6,16 +6,18 @@ import csv
 import json
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from treadle.checkpoint.store import write_text
 from treadle.errors import ConfigError, nearest
 from treadle.hooks.files import to_json
-from treadle.population.member import member_name
+from treadle.population.member import member_name, varied
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,10 @@ class Results:
         return found
 
     def summary(self, metric: str, group: str | None = None) -> Summary:
-        """Return mean and deviation of a number over all members that did not fail, or over those of a group.
+        """Return mean and deviation of a number over all members that finished, or over those of a group.
+
+        Where none has finished, over those that paused or were stopped: among others they would be averaged with runs
+        that are further.
 
         Raises:
             ConfigError: no member has the number.
@@ -151,16 +156,18 @@ class Results:
         if metric not in self.metrics():
             raise ConfigError(f"no member has it; {nearest(metric, self.metrics())}", argument="metric", value=metric)
         rows = self.rows if group is None else self.groups()[group]
-        return Summary.of(row.metrics[metric] for row in rows if metric in row.metrics and row.status != "failed")
+        return Summary.of(row.metrics[metric] for row in counted(rows) if metric in row.metrics)
 
     def lines(self) -> list[str]:
-        """Return a table as lines: of each group mean ± deviation (members) of every number, then the failed."""
+        """Return a table as lines: of each group mean ± deviation (members) of its numbers, then the failed."""
         lines = []
         for group, rows in self.groups().items():
-            ended = [row for row in rows if row.status != "failed"]
+            ended = counted(rows)
             names = list(dict.fromkeys(name for row in ended for name in row.metrics))
             cells = [f"{name} {self.summary(name, group)}" for name in names[:6]]
-            lines.append(f"{group}: {len(ended)} of {len(rows)} members; {', '.join(cells) or 'no numbers'}")
+            others = Counter(row.status for row in rows if row not in ended and row.status != "failed")
+            more = "".join(f", {count} {status}" for status, count in others.items())
+            lines.append(f"{group}: {len(ended)} of {len(rows)} members{more}; {', '.join(cells) or 'no numbers'}")
         return [*lines, *(f"{row.name} failed: {row.error}" for row in self.failed)]
 
     def to_csv(self, path: str | Path) -> Path:
@@ -179,6 +186,18 @@ class Results:
         return Path(path)
 
 
+def counted(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows whose numbers are averaged: of members that finished, else of those that did not fail.
+
+    Example:
+        >>> rows = [Row(status, {}, status, 9, 1) for status in ("finished", "paused", "failed")]
+        >>> [row.name for row in counted(rows)], [row.name for row in counted(rows[1:])]
+        (['finished'], ['paused'])
+    """
+    finished = [row for row in rows if row.status == "finished"]
+    return finished or [row for row in rows if row.status != "failed"]
+
+
 @dataclass(frozen=True)
 class Difference:
     """The mean difference between two populations, with its interval.
@@ -190,7 +209,8 @@ class Difference:
         high: its upper end.
         level: of the interval, such as 0.95.
         count: pairs, or members of the smaller population.
-        paired: whether members of one seed were compared with each other.
+        paired: whether members of the same settings, or of one seed, were compared with each other.
+        pairs: what the members of a pair have in common: ``"seeds"`` or ``"settings"``.
     """
 
     metric: str
@@ -200,6 +220,7 @@ class Difference:
     level: float
     count: int
     paired: bool
+    pairs: str = "seeds"
 
     @property
     def is_real(self) -> bool:
@@ -207,7 +228,7 @@ class Difference:
         return not self.low <= 0 <= self.high
 
     def __str__(self) -> str:
-        over = f"paired over {self.count} seeds" if self.paired else f"{self.count} members and more, not paired"
+        over = f"paired over {self.count} {self.pairs}" if self.paired else f"{self.count} members and more, not paired"
         verdict = "more than noise" if self.is_real else "no more than noise"
         return (
             f"{self.metric}: B - A = {self.mean:+.4g}, {self.level:.0%} interval {self.low:+.4g} to {self.high:+.4g} "
@@ -225,9 +246,10 @@ def difference(
 ) -> Difference:
     """Return how far two populations differ in a number, with a bootstrap interval of the mean difference.
 
-    Members of the same seed are pairs where every seed occurs once in both; the differences of the pairs are resampled.
-    Where that is not so, the members of either are resampled for themselves. With fewer than 5 members a bootstrap
-    interval is too narrow, so that is widened as Student's t would do.
+    Members of the same settings are pairs, as far as settings differ within a population, or else those of the same
+    seed; each must occur once. The differences of the pairs are resampled. Where there are no pairs, the members of
+    either are resampled for themselves. Bootstrap intervals of few members are too narrow, so they are widened as those
+    of Student's t are. Only members that finished count, see :func:`counted`.
 
     Args:
         a: one population.
@@ -250,16 +272,14 @@ def difference(
         raise ConfigError("must be between 0 and 1", argument="level", value=level)
     if not isinstance(resamples, int) or resamples < 100:
         raise ConfigError("must be a whole number >= 100", argument="resamples", value=resamples)
-    of_a, of_b = _by_seed(a, metric), _by_seed(b, metric)
-    common = [key for key in of_a if key in of_b]
+    rows = [_with_number(each, metric) for each in (a, b)]
+    pairs, gaps = _gaps(rows, metric)
     rng = random.Random(seed)
-    paired = len(common) >= 2 and None not in common
-    if paired:
-        gaps = [of_b[key][0] - of_a[key][0] for key in common]
+    if gaps:
         mean, count = math.fsum(gaps) / len(gaps), len(gaps)
         drawn = [_mean_of(rng.choices(gaps, k=len(gaps))) for _ in range(resamples)]
     else:
-        one, two = ([x for values in each.values() for x in values] for each in (of_a, of_b))
+        one, two = ([row.metrics[metric] for row in each] for each in rows)
         count = min(len(one), len(two))
         if count < 2:
             raise ConfigError(
@@ -272,26 +292,55 @@ def difference(
         ]
     drawn.sort()
     low, high = (drawn[min(int(part * resamples), resamples - 1)] for part in ((1 - level) / 2, (1 + level) / 2))
-    wide = _widened(count)
-    return Difference(metric, mean, mean + (low - mean) * wide, mean + (high - mean) * wide, level, count, paired)
+    wide = _widened(count, level)
+    ends = mean + (low - mean) * wide, mean + (high - mean) * wide
+    return Difference(metric, mean, *ends, level, count, bool(gaps), pairs)
 
 
 def _mean_of(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _widened(count: int) -> float:
+def _widened(count: int, level: float) -> float:
     """Return the factor by which a bootstrap of so few values is too narrow: t's quantile over the normal one's."""
-    t_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-    return t_95.get(count, 2.262 if count < 20 else 2.05) / 1.96 * math.sqrt(count / (count - 1))
+    normal = NormalDist().inv_cdf((1 + level) / 2)
+    return _t_quantile(count - 1, level) / normal * math.sqrt(count / (count - 1))
 
 
-def _by_seed(results: Results, metric: str) -> dict[Any, list[float]]:
-    """Return the values of a number by seed; under None where seeds do not tell the members apart."""
-    rows = [row for row in results.rows if row.status != "failed" and math.isfinite(row.metrics.get(metric, math.nan))]
+def _t_quantile(freedom: int, level: float) -> float:
+    """Return the value that Student's t stays below in absolute terms with a probability.
+
+    The density over the angle whose tangent is t / sqrt(freedom) is a power of its cosine.
+    """
+    width = math.pi / 2 / 4096
+    powers = [math.cos((number + 0.5) * width) ** (freedom - 1) for number in range(4096)]
+    wanted, total = level * math.fsum(powers), 0.0
+    for number, power in enumerate(powers):
+        if total + power >= wanted:
+            return math.sqrt(freedom) * math.tan((number + (wanted - total) / power) * width)
+        total += power
+    return math.inf
+
+
+def _with_number(results: Results, metric: str) -> list[Row]:
+    rows = [row for row in counted(results.rows) if math.isfinite(row.metrics.get(metric, math.nan))]
     if not rows:
-        raise ConfigError(f"no member has it; {nearest(metric, results.metrics())}", argument="metric", value=metric)
-    seeds = [row.settings.get("seed") for row in rows]
-    if None in seeds or len(set(seeds)) < len(seeds):
-        return {None: [row.metrics[metric] for row in rows]}
-    return {seed: [row.metrics[metric]] for seed, row in zip(seeds, rows, strict=True)}
+        raise ConfigError(
+            f"no member that finished has a finite one; {nearest(metric, results.metrics())}", argument="metric",
+            value=metric,
+        )  # fmt: skip
+    return rows
+
+
+def _gaps(rows: Sequence[Sequence[Row]], metric: str) -> tuple[str, list[float]]:
+    """Return what members of pairs have in common, and the difference of each pair; none where there are not two."""
+    names = sorted({name for each in rows for name in varied(row.settings for row in each)})
+    for chosen in (names, ["seed"]):
+        one, two = ({tuple(repr(row.settings.get(name)) for name in chosen): row for row in each} for each in rows)
+        apart = len(one) == len(rows[0]) and len(two) == len(rows[1])
+        known = all(name in row.settings for each in rows for row in each for name in chosen)
+        common = [key for key in one if key in two]
+        if apart and known and chosen and len(common) >= 2:
+            what = "seeds" if chosen == ["seed"] else "settings"
+            return what, [two[key].metrics[metric] - one[key].metrics[metric] for key in common]
+    return "seeds", []

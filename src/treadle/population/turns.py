@@ -36,7 +36,8 @@ T = TypeVar("T")
 MAX_STREAMS = 32  # that torch gives out before it gives one out again
 SWITCH = 1e-4  # seconds that a thread which writes a file keeps python from the others, by default 5e-3
 AT_ONCE = 8  # graphs of a member that are launched before those of the next,
-AT_LONGEST = 5e-5  # and the seconds for it: a few large graphs would fill the queue of the stream
+AT_LONGEST = 5e-5  # and the seconds for it: a few large graphs would fill the queue of the stream,
+OF_SEVERAL = 2e-4  # while graphs of several short steps each do not
 
 
 class Source(Protocol):
@@ -137,17 +138,19 @@ class Launches:
         launch: launches one of them.
         left: to be launched.
         stream: where.
+        seconds: after which those of the next member are launched.
         error: of a launch, after which none is left.
     """
 
     launch: Callable[[], None]
     left: int
     stream: Any
+    seconds: float
     error: Exception | None = None
 
     def go_on(self, most: int) -> None:
         """Launch some, at least one."""
-        end = time.perf_counter() + AT_LONGEST
+        end = time.perf_counter() + self.seconds
         try:
             with torch.cuda.stream(self.stream):
                 for _ in range(min(most, self.left)):
@@ -270,14 +273,14 @@ class Seat:
             error, self._ends_with = self._ends_with, None
             raise error
 
-    def launch(self, launch: Callable[[], None], count: int) -> None:
+    def launch(self, launch: Callable[[], None], count: int, steps: int) -> None:
         """Have the main thread launch work on the member's stream, between that of the others."""
-        if self._stream is None or count <= AT_ONCE or self._ends_with is not None:
+        if self._stream is None or count * steps <= AT_ONCE or self._ends_with is not None:
             for _ in range(count):
                 launch()
             return
-        self._launches = Launches(launch, count, self._stream)
-        self._left += count  # their turn is over already when they are counted
+        self._launches = Launches(launch, count, self._stream, AT_LONGEST if steps == 1 else OF_SEVERAL)
+        self._left += count * steps  # their turn is over already when they are counted
         self._hand_over()
         error, self._launches = self._launches.error, None
         if error is not None:

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from treadle.errors import ConfigError
+
 Spectra = TypeVar("Spectra", NDArray[Any], Tensor)
 
 
@@ -113,3 +115,9 @@ def centre(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     # The mean of L equal numbers can miss that number by an ulp, which a division by eps would blow up.
     mean = torch.where(constant, low, work.mean(dim=-1, keepdim=True))
     return work - mean, mean, constant
+
+
+def check_complete(gaps: int, count: int) -> None:
+    """Raise ConfigError if ``gaps`` of ``count`` training rows have values that are not finite."""
+    if gaps:
+        raise ConfigError(f"{gaps} of {count} rows are not finite; leave them out", argument="train")

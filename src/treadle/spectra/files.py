@@ -40,6 +40,7 @@ class SpectraFolder(CheckpointFolder):
     def __init__(self, engine: Engine, writer: RankWriter, path: Path, best: BestRule | None = None):
         super().__init__(engine, "out_dir")
         self._writer = writer
+        engine.state.writers.append(writer)
         self._best = best
         self._resolved = False
         self.use(path)

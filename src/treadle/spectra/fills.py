@@ -1,15 +1,21 @@
 """Filling in hidden channels without a network: baselines of a masked autoencoder.
 
-Shapes: M = training rows, N = rows, L = channels. All is fitted to complete training rows, in float64.
+Shapes: M = training rows, N = rows, L = channels. All is fitted to training rows without gaps, in
+float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from treadle.regression import KernelRegression, Setting
+from treadle.spectra.arrays import check_complete
 
 _Float = npt.NDArray[np.float64]
 _Bool = npt.NDArray[np.bool_]
@@ -37,7 +43,7 @@ class GaussianFill:
     """
 
     def __init__(self, train: npt.ArrayLike, shrinkage: float) -> None:
-        rows = np.asarray(train, dtype=np.float64)
+        rows = _complete(train)
         self.mean = rows.mean(axis=0)
         self.covariance = np.atleast_2d(np.cov(rows.T))
         self.noise = shrinkage * float(np.trace(self.covariance)) / len(self.mean)
@@ -46,11 +52,16 @@ class GaussianFill:
         """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = np.where(seen, rows, self.mean)
-        for index, mask in enumerate(seen):
-            among = self.covariance[np.ix_(mask, mask)] + self.noise * np.eye(int(mask.sum()))
-            across = self.covariance[np.ix_(~mask, mask)]
-            filled[index, ~mask] += across @ np.linalg.solve(among, rows[index, mask] - self.mean[mask])
+        for mask, alike in _by_mask(seen):
+            filled[np.ix_(alike, ~mask)] = self.hidden_means(rows[alike], mask)
         return filled
+
+    def hidden_means(self, rows: _Float, mask: _Bool) -> _Float:
+        """Return the means (N, H) of the H hidden channels of rows that show the same ``mask`` (L,)."""
+        among = self.covariance[np.ix_(mask, mask)] + self.noise * np.eye(int(mask.sum()))
+        across = self.covariance[np.ix_(~mask, mask)]
+        found = across @ np.linalg.solve(among, (rows[:, mask] - self.mean[mask]).T)
+        return np.asarray(self.mean[~mask] + found.T)
 
 
 class PcaFill:
@@ -67,7 +78,7 @@ class PcaFill:
     """
 
     def __init__(self, train: npt.ArrayLike, rank: int) -> None:
-        rows = np.asarray(train, dtype=np.float64)
+        rows = _complete(train)
         self.mean = rows.mean(axis=0)
         self.components = np.linalg.svd(rows - self.mean, full_matrices=False)[2][:rank]
 
@@ -95,7 +106,7 @@ class NearestFill:
     """
 
     def __init__(self, train: npt.ArrayLike, count: int) -> None:
-        self.rows = np.asarray(train, dtype=np.float64)
+        self.rows = _complete(train)
         self.count = min(count, len(self.rows))
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
@@ -107,6 +118,65 @@ class NearestFill:
             nearest = np.argsort(far, kind="stable")[: self.count]
             filled[index, ~mask] = self.rows[nearest][:, ~mask].mean(axis=0)
         return filled
+
+
+class KernelFill:
+    """Conditional mean of a Gaussian, and a kernel regression of what it leaves over, on the channels that are seen.
+
+    The regression is fitted anew for each mask: one factorisation of an (M, M) matrix, which rows of one mask share.
+
+    Args:
+        train: (M, L) rows to fit to.
+        gaussian: fitted to the same rows.
+        setting: kernel, width and noise.
+        device: where the matrices are.
+
+    Example:
+        >>> rows = np.random.default_rng(0).uniform(-2, 2, size=(200, 1)) ** np.array([1, 1, 1, 2])
+        >>> seen, gaussian = np.array([[True, True, True, False]]), GaussianFill(rows, 1e-6)
+        >>> fill = KernelFill(rows, gaussian, Setting("Gaussian", 1.0, 1e-4))
+        >>> [each([[1.5, 1.5, 1.5, 0.0]], seen)[0, 3].round(1).item() for each in (gaussian, fill)]
+        [1.6, 2.2]
+    """
+
+    def __init__(
+        self, train: npt.ArrayLike, gaussian: GaussianFill, setting: Setting, *, device: torch.device | str = "cpu"
+    ) -> None:
+        self.rows = _complete(train)
+        self.gaussian, self.setting, self.device = gaussian, setting, device
+        self._scale = self.rows.std(axis=0) + 1e-12
+
+    def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
+        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
+        filled = self.gaussian(rows, seen)
+        for mask, alike in _by_mask(seen):
+            if mask.all() or not mask.any():
+                continue
+            left = self.rows[:, ~mask] - self.gaussian.hidden_means(self.rows, mask)
+            fitted = KernelRegression(self._seen(self.rows, mask), self._on_device(left), self.setting)
+            filled[np.ix_(alike, ~mask)] += fitted.mean(self._seen(rows[alike], mask)).cpu().numpy()
+        return filled
+
+    def _seen(self, rows: _Float, mask: _Bool) -> Tensor:
+        off = (rows[:, mask] - self.gaussian.mean[mask]) / self._scale[mask]
+        return self._on_device(np.clip(off, -5, 5))
+
+    def _on_device(self, values: _Float) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _complete(train: npt.ArrayLike) -> _Float:
+    rows = np.asarray(train, dtype=np.float64)
+    check_complete(int((~np.isfinite(rows).all(axis=1)).sum()), len(rows))
+    return rows
+
+
+def _by_mask(seen: _Bool) -> Iterator[tuple[_Bool, npt.NDArray[np.intp]]]:
+    """Yield each mask (L,) that rows have, and these rows."""
+    masks, which = np.unique(seen, axis=0, return_inverse=True)
+    for index, mask in enumerate(masks):
+        yield mask, np.flatnonzero(which.ravel() == index)
 
 
 Fill = Callable[[npt.ArrayLike, npt.ArrayLike], _Float]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
+from treadle.spectra.arrays import check_complete
 from treadle.spectra.encoder import EncoderLayer, check_input, sine_positions
 from treadle.spectra.masks import (
     MaskedAutoencoder,
@@ -72,6 +73,7 @@ class LinearGaussian(nn.Module):
         rows = train.detach().to("cpu", torch.float64)
         if rows.dim() != 2 or len(rows) < 2 or rows.shape[1] != len(self.mean):
             raise ValueError(f"train has shape {tuple(train.shape)} but must be (N, {len(self.mean)}) with N >= 2")
+        check_complete(int((~rows.isfinite().all(dim=1)).sum()), len(rows))
         covariance = torch.cov(rows.T).reshape(len(self.mean), len(self.mean))
         values, vectors = torch.linalg.eigh(covariance)
         rank = self.factors.shape[1]

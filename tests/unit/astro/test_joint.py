@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -106,3 +108,31 @@ def test_it_learns_a_number_from_another() -> None:
     assert (answer.mean() - target)[:, 1].square().mean() < 0.3  # the mean has 1
     inside = (answer.cdf(target)[:, 1] - 0.5).abs() < 0.45
     assert inside.float().mean() > 0.75
+
+
+def test_missing_fluxes_and_numbers_are_the_mean_of_the_training_objects() -> None:
+    spectra, scalars = SURVEYS["spex"].spectra.copy(), SURVEYS["sdss"].scalars.copy()
+    spectra[0, 5], spectra[:, 9], scalars[0, 0], scalars[:, 1] = np.nan, np.inf, -np.inf, np.nan
+    gaps = {
+        "spex": dataclasses.replace(SURVEYS["spex"], spectra=spectra),
+        "sdss": dataclasses.replace(SURVEYS["sdss"], scalars=scalars),
+    }
+    torch.manual_seed(0)
+    made = JointRegressor(gaps, **SIZES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made.fit(gaps)
+    inputs = made.eval().survey("spex")
+    filled = spectra.astype(np.float64)
+    filled[0, 5] = 0.5 * np.sinh(np.arcsinh(filled[1:, 5] / 0.5).mean())
+    filled[:, 9] = 0.0
+    torch.testing.assert_close(inputs.fluxes(torch.from_numpy(spectra))[0, 5], torch.tensor(0.0))
+    hide = torch.ones(1, 4, dtype=torch.bool)
+    first, second = (
+        made("spex", torch.zeros(40, 4), hide=hide, data=torch.from_numpy(rows).float()) for rows in (spectra, filled)
+    )
+    torch.testing.assert_close(first.numbers.mean(), second.numbers.mean())
+    assert made.survey("sdss").mean[0].item() == pytest.approx(scalars[1:, 0].mean(), rel=1e-6)
+    plain = torch.from_numpy(np.where(np.isfinite(scalars), scalars, 20.0)).float()  # the unknown column is known now
+    answer = made("sdss", plain, hide=torch.zeros(1, 7, dtype=torch.bool))
+    assert answer.numbers.mean().isfinite().all()

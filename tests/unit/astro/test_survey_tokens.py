@@ -200,6 +200,8 @@ def test_surveys_that_do_not_fit_are_refused(fitted, surveys):
         Survey("mine", ("mine.mag",), scalars, np.arange(3))
     with pytest.raises(ConfigError, match="2 columns"):
         Survey("mine", ("mine.mag", "mine.size"), scalars, np.arange(2))
+    with pytest.raises(ConfigError, match=r"two columns are named mine\.mag"):
+        Survey("mine", ("mine.mag", "mine.mag"), np.ones((2, 2)), np.arange(2))
     with pytest.raises(ConfigError, match="images: no survey has them"):
         fit_tokenizers([surveys["spex"].take(np.arange(9))])
     with pytest.raises(ConfigError, match="no column 'mag'; it has"):

@@ -103,7 +103,9 @@ def test_a_wrong_shape_names_the_place_in_the_users_file_and_what_the_loader_gav
     assert treadle("train", "run.yaml", "model.width=2") == 1
     lines = capsys.readouterr().err.splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith("error: "))
-    assert lines[at] == "error: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)"
+    assert lines[at].replace("addmm: ", "") == (  # torch 2.15 names the operator
+        "error: RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x3 and 2x1)"
+    )
     told = lines[at + 1 :]
     if sys.version_info >= (3, 11):
         assert told.pop(0) == "  in step 1, epoch 1; what the loader gave: (float32 (4, 3), float32 (4, 1))"

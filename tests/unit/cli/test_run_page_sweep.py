@@ -83,4 +83,6 @@ def test_parallel_coordinates_need_a_setting_and_a_result():
 
 
 def test_names_sort_by_their_numbers():
+    values = ["lr=0.1,seed=0", "lr=0.01,seed=1", "lr=1e-05,seed=3", "lr=0.01,seed=0", "lr=-2,seed=0", "lr=10,seed=0"]
+    assert sorted(values, key=natural) == [values[4], values[2], values[3], values[1], values[0], values[5]]
     assert sorted(["b/run10", "b/run9", "a/run11"], key=natural) == ["a/run11", "b/run9", "b/run10"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
 
 import treadle
 from functional_kit import loader, make, net, same_weights
-from treadle import BaseHook
+from treadle import BaseHook, CheckpointingHook
 from treadle.checkpoint import load_checkpoint
 from treadle.errors import ConfigError
 
@@ -105,6 +108,43 @@ def test_a_run_of_them_resumes_to_the_bit(cls, tmp_path):
     assert history == again
     assert history["lr"] == [0.01, 0.005, 0.0025, 0.00125]
     assert resumed.step == 12
+
+
+class LoopWithEvaluation(treadle.Trainer):
+    """Fails on an epoch of no batch, as a loop by hand does; the mean is by the length of the loader."""
+
+    def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+        total, rows = 0.0, 0
+        for batch in train_dataloader:
+            total += self.train_step(batch)["loss"]
+            rows += len(batch[0])
+        mean = {"train_loss": total / len(train_dataloader), "batches": rows / rows}
+        return {**mean, "eval_loss": self.evaluate(eval_dataloader)["loss"]}
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6])
+def test_an_epoch_of_ones_own_that_was_stopped_inside_or_after_its_last_batch_goes_on(stop, tmp_path, caplog):
+    class Signals(BaseHook):
+        def on_after_step(self, trainer):
+            if trainer.step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(folder, *hooks):
+        saving = CheckpointingHook(100, path=tmp_path / folder, exit_signals=[signal.SIGTERM])
+        trainer = make(LoopWithEvaluation, hooks=[saving, *hooks])
+        return trainer, trainer.train(loader(24, shuffle=True), 3, loader(), best_model_metric="train_loss")
+
+    straight, history = run("straight")
+    caplog.clear()
+    with pytest.raises(SystemExit):
+        run("parts", Signals())
+    resumed, again = run("parts")
+    assert resumed.step == 9
+    assert same_weights(straight, resumed)
+    assert again["eval_loss"] == history["eval_loss"]
+    assert again["train_loss"] == pytest.approx(history["train_loss"], rel=1e-6)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("train_epoch" in text and f"{stop - 3} batches" in text for text in messages)
 
 
 def test_a_step_without_a_move_of_the_optimizer_is_not_applied_and_keeps_its_gradients():
@@ -320,3 +360,10 @@ def test_steps_that_move_the_weights_by_another_way_are_applied(cls, caplog):
     assert (trainer.step, trainer._engine.progress.applied_steps) == (6, 6)
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
     assert "no step changed the weights" not in caplog.text
+
+
+@pytest.mark.parametrize("cls", [Step, Loop, LoopOverSteps])
+def test_a_batch_of_one_in_a_batch_norm_layer_is_named_in_them_too(cls):
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    with pytest.raises(ConfigError, match=r"batch 3 of epoch 1 \(step 3\) has one sample, and 1 \(BatchNorm1d\)"):
+        make(cls, model=model).train(loader(17), 1)

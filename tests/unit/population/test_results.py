@@ -12,7 +12,7 @@ import pytest
 
 from treadle import ConfigError
 from treadle.population import Results, Summary, difference
-from treadle.population.results import Row, read_rows
+from treadle.population.results import Row, _widened, read_rows
 
 
 def rows(values, **settings):
@@ -93,3 +93,36 @@ def test_bad_options_are_refused(options, words):
 def test_one_member_has_no_noise_to_compare_with():
     with pytest.raises(ConfigError, match="A has 1 members with it and B has 1; noise needs at least 2 of each"):
         difference(Results(rows([1.0])), Results(rows([2.0])), "loss")
+
+
+@pytest.mark.parametrize(
+    ("count", "level", "quantile"), [(2, 0.95, 12.706), (3, 0.99, 9.925), (5, 0.8, 1.533), (21, 0.95, 2.086)]
+)
+def test_intervals_are_widened_by_the_quantiles_of_t(count, level, quantile):
+    normal = {0.95: 1.95996, 0.99: 2.57583, 0.8: 1.28155}[level]
+    assert _widened(count, level) == pytest.approx(quantile / normal * (count / (count - 1)) ** 0.5, rel=1e-3)
+
+
+def test_members_of_a_sweep_are_paired_by_all_settings_that_differ():
+    rng = random.Random(2)
+    base = {(lr, seed): 10 * lr + rng.gauss(0, 1) for lr in (0.1, 1.0) for seed in range(4)}
+
+    def sweep(shift, **more):
+        return Results([
+            Row(f"lr={lr},seed={seed}", {"lr": lr, "seed": seed, **more}, "finished", 9, 1, {"loss": value + shift})
+            for (lr, seed), value in base.items()
+        ])  # fmt: skip
+
+    found = difference(sweep(0.0, wide=True), sweep(0.1, wide=False), "loss")
+    assert (found.paired, found.pairs, found.count, found.is_real) == (True, "settings", 8, True)
+    assert "paired over 8 settings" in str(found)
+
+
+def test_a_member_that_has_not_finished_is_no_part_of_a_mean():
+    members = [Row(f"seed={n}", {"seed": n}, "finished", 9, 1, {"loss": float(n)}) for n in range(3)]
+    paused = Row("seed=3", {"seed": 3}, "paused", 3, 1, {"loss": 100.0})
+    results = Results([*members, paused])
+    assert str(results.summary("loss")) == "1 ± 1 (3)"
+    assert results.lines() == ["all: 3 of 4 members, 1 paused; loss 1 ± 1 (3)"]
+    assert difference(results, results, "loss").count == 3
+    assert Results([paused]).summary("loss").mean == 100.0

@@ -32,6 +32,13 @@ def moved(made: ResidualMAE) -> ResidualMAE:
     return made
 
 
+def test_spectra_with_gaps_are_not_fitted_to() -> None:
+    rows = ROWS.clone()
+    rows[7, 3] = torch.nan
+    with pytest.raises(ValueError, match="train: 1 of 300 rows are not finite"):
+        ResidualMAE(**SIZES).fit(rows)
+
+
 def test_the_linear_part_is_the_conditional_of_its_covariance() -> None:
     gaussian = LinearGaussian(32, 3)
     gaussian.fit(ROWS)

@@ -38,7 +38,7 @@ _DTYPES = {  # bytes of an element; a table, as looking into a file is to load n
             "float8_e4m3fnuz float8_e8m0fnu float4_e2m1fn_x2"
         ),
         2: "int16 short uint16 float16 half bfloat16 bits16",
-        4: "int32 int uint32 qint32 float32 float complex32 chalf",
+        4: "int32 int uint32 qint32 float32 float complex32 chalf bcomplex32",
         8: "int64 long uint64 float64 double complex64 cfloat",
         16: "complex128 cdouble",
     }.items()

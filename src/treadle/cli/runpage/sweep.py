@@ -17,6 +17,7 @@ from treadle.cli.runpage.tables import section
 _MOST_SETTINGS, _MOST_RESULTS = 8, 6
 # Settings that follow from the place or the machine of a run rather than from a choice.
 _PLACES = re.compile(r"(.*[._])?(out|out_dir|workspace|save_dir|output_dir|checkpoint_dir|path|device|name|run_name)")
+_NUMBERS = re.compile(r"((?<==)-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\d+)")  # the value of a setting, or digits
 _SEED = re.compile(r"(.*[._])?seed")
 
 
@@ -155,14 +156,15 @@ def parallel(columns: Sequence[Column]) -> list[dict[str, Any]] | None:
     ]
 
 
-def natural(text: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts ``run2`` before ``run10``.
+def natural(text: str) -> list[tuple[int, float, str]]:
+    """Return a key that sorts ``run2`` before ``run10``, and values of settings by size.
 
     Example:
-        >>> sorted(["run10", "run2"], key=natural)
-        ['run2', 'run10']
+        >>> sorted(["run10", "run2", "lr=0.1,seed=0", "lr=0.01,seed=1", "lr=1e-3,seed=2"], key=natural)
+        ['lr=1e-3,seed=2', 'lr=0.01,seed=1', 'lr=0.1,seed=0', 'run2', 'run10']
     """
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part]
+    parts = enumerate(_NUMBERS.split(text))  # every second one is a number
+    return [(0, float(part), "") if index % 2 else (1, 0.0, part) for index, part in parts if part]
 
 
 def _different(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:

@@ -14,6 +14,7 @@ from treadle.cli.runpage.sessions import read_sessions
 from treadle.cli.runpage.summary import device_of
 
 _MOST_EVENTS, _FEW = 50, 20
+_BESIDE = 3  # runs whose columns fit into half of the width
 _SURROUNDINGS = {
     "precision": "precision", "num_parameters": "parameters", "threads": "threads", "cpu_count": "CPU cores",
     "device_name": "processor", "system": "system",
@@ -162,7 +163,7 @@ def _compared(
     same = f'<p class="note">No difference between the {len(runs)} runs.</p>' if keys and not different else ""
     return section(
         title, same, table(head, [[key, *texts[key]] for key in different], name="settings"), note,
-        folded(f"All {len(keys)} {what}", everything),
+        folded(f"All {len(keys)} {what}", everything), wide=len(runs) > _BESIDE,
     )  # fmt: skip
 
 
