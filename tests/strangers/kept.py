@@ -8,8 +8,10 @@ import dataclasses
 import enum
 import functools
 import itertools
+import queue
 import threading
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -54,10 +56,14 @@ def divide(trainer: Any, number: float) -> None:
 class Iterators(Scaled):
     def __init__(self) -> None:
         self.parts = [itertools.cycle([1, 2, 4]), itertools.chain(range(3), range(5, 99)), iter([3.0, 1.0] * 9)]
+        self.waiting: queue.Queue[int] = queue.Queue(3)
         self.pairs = enumerate(zip(range(99), itertools.repeat(2)), start=1)
 
     def next(self, batch: Any) -> Any:
         number, (one, two) = next(self.pairs)
+        if self.waiting.full():
+            number += self.waiting.get()
+        self.waiting.put(number)
         return sum(next(part) for part in self.parts) + number + one * two
 
 
@@ -201,6 +207,7 @@ class Replaces(Scaled):
         self.before = self.now
         self.one, self.other = Node(), Node()
         self.left, self.right = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.recent = deque([nn.Linear(1, 1), nn.Linear(1, 1)])
 
     @torch.no_grad()
     def next(self, batch: Any) -> Any:
@@ -211,10 +218,16 @@ class Replaces(Scaled):
         self.one.calls += 1 + self.other.calls
         self.left, self.right = self.right, self.left
         self.left.weight.mul_(0.5)
+        self.recent.rotate()
+        self.recent[0].weight.mul_(0.7)
         if self.record.calls == 4:
             self.options |= Options.LATE
         factor = 2 if Options.LATE in self.options else 1
-        return (self.record.calls + self.before.calls + self.one.calls) * factor + self.left.weight.abs().sum()
+        return (
+            (self.record.calls + self.before.calls + self.one.calls) * factor
+            + self.left.weight.abs().sum()
+            + self.recent[1].weight.abs().sum()
+        )
 
 
 class Memory(Dataset):

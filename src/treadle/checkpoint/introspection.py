@@ -123,10 +123,11 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def _set_on_object(owner: Any, name: str, value: Any) -> None:
-    try:
-        setattr(owner, name, value)
-    except AttributeError:  # of a frozen dataclass
+    own = type(owner).__setattr__
+    if isinstance(own, types.FunctionType) and is_users_class(own):  # of a frozen dataclass, or what keeps it elsewhere
         object.__setattr__(owner, name, value)
+    else:
+        setattr(owner, name, value)
 
 
 def _set_in_partial(owner: partial[Any], name: str, value: Any) -> None:

@@ -6,9 +6,11 @@ import argparse
 import array
 import contextvars
 import copyreg
+import ctypes
 import datetime
 import io
 import itertools
+import queue
 import statistics
 import threading
 import types
@@ -16,24 +18,31 @@ import uuid
 import warnings
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
 import torch
 
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _KINDS: tuple[type, ...] = (
     array.array, bytearray, uuid.UUID, datetime.time, datetime.timezone, statistics.NormalDist, ChainMap, UserDict,
     UserList, io.BytesIO, io.StringIO, itertools.count, *NAMESPACES,
 )  # fmt: skip
 _SEQUENCES: tuple[Any, ...] = ([], (), "", "\u00e9", range(0), range(2**70), {}, {}.values(), {}.items(), set())
+_WITH_FORMS = (
+    *_QUEUES, SynchronizedBase, memoryview, np.ma.MaskedArray, threading.local, contextvars.ContextVar,
+)  # fmt: skip
 _ITERATORS: tuple[type, ...] = (
     itertools.chain, itertools.cycle, itertools.islice, itertools.repeat, enumerate, zip,
     type(reversed([])), *(type(iter(each)) for each in _SEQUENCES),
 )  # fmt: skip
 _MAKERS: dict[str, Callable[..., Any]] = {"iter": iter, "reversed": reversed}
 _BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_KINDS, *_ITERATORS)}
-LIBRARY_VALUES = frozenset(("reduced", "iterator", "elements", "objects", "masked", "memory", "local", "context"))
+LIBRARY_VALUES = frozenset(
+    ("reduced", "iterator", "elements", "objects", "masked", "memory", "local", "context", "queue", "shared")
+)
 
 
 def is_library_value(value: Any) -> bool:
@@ -43,7 +52,7 @@ def is_library_value(value: Any) -> bool:
         >>> is_library_value(array.array("i")), is_library_value(io)
         (True, False)
     """
-    if isinstance(value, (*_KINDS, memoryview, np.ma.MaskedArray, threading.local, contextvars.ContextVar)):
+    if isinstance(value, (*_KINDS, *_WITH_FORMS)):
         return True
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
@@ -69,6 +78,11 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         is_local = isinstance(value, threading.local)
         inside = encode(dict(vars(value)) if is_local else value.get(None))
         return opaque if inside is opaque else {"local" if is_local else "context": inside}
+    if isinstance(value, SynchronizedBase):
+        return {"shared": bytes(value.get_obj()).hex()}
+    if type(value) in _QUEUES:
+        waiting = encode(list(value.queue))
+        return opaque if waiting is opaque else {"queue": waiting, "of": type(value).__name__, "most": value.maxsize}
     if isinstance(value, memoryview):
         return {"memory": value.tobytes().hex(), "format": value.format} if value.contiguous else opaque
     if type(value) not in (*_KINDS, *_ITERATORS):
@@ -124,6 +138,13 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
         if isinstance(held, contextvars.ContextVar):
             held.set(decode(inner))
         return held
+    if kind == "shared":
+        return _shared(bytes.fromhex(inner), held)
+    if kind == "queue":
+        waits = held if type(held) in _QUEUES else getattr(queue, value["of"])(value["most"])
+        waits.queue.clear()
+        waits.queue.extend(decode(inner))
+        return waits
     if kind == "memory":
         return _viewed(bytes.fromhex(inner), value["format"], held)
     if kind == "iterator":
@@ -152,6 +173,14 @@ def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) 
         for name, item in {**(plain or {}), **(slots or {})}.items():
             object.__setattr__(made, name, item)
     return made
+
+
+def _shared(content: bytes, held: Any) -> Any:
+    """Fill a value that processes share, which only its own process can make."""
+    if isinstance(held, SynchronizedBase) and len(bytes(held.get_obj())) == len(content):
+        with held.get_lock():
+            ctypes.memmove(held.get_obj(), content, len(content))
+    return held
 
 
 def _viewed(content: bytes, form: str, held: Any) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import types
 import weakref
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -79,8 +81,8 @@ class Search:
             return
         if isinstance(owner, types.FunctionType) and is_users(owner):
             self.functions.append(owner)
-        if isinstance(owner, (list, tuple)):
-            for number, item in enumerate(owner[:_MOST]):
+        if isinstance(owner, (list, tuple, deque)):
+            for number, item in enumerate(itertools.islice(owner, _MOST)):
                 if path in self._roots or not _is_written_whole(item):
                     self.walk(f"{path}[{number}]", item, depth - 1)
         elif isinstance(owner, dict) and len(owner) <= _MOST:
@@ -157,7 +159,8 @@ def _is_looked_into(owner: Any) -> bool:
     if isinstance(owner, (Dataset, Sampler)):
         return is_users(owner)
     foreign = (type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
-    if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
+    has_slots = is_users(owner) and hasattr(type(owner), "__slots__")
+    if isinstance(owner, foreign) or not (has_slots or hasattr(owner, "__dict__")):
         return False
     root = type(owner).__module__.partition(".")[0]
     return is_ours(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)
