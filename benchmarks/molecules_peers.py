@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--chemprop", default=sys.executable, help="the python of its environment")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--most", type=int, help="molecules of each part; default all")
+    parser.add_argument("--trained-on", help="the machine of runs that were brought here, for the notes")
     options = parsed(parser)
     if options.tiny:
         options.seeds, options.epochs, options.most = [0], 3, 40
@@ -147,7 +148,8 @@ def main() -> None:
         print(rows)
         return
     counts = ", ".join(f"{sum(row['split'] == part for row in _rows(options.molecules)):,} {part}" for part in PARTS)
-    notes = [f"Molecules: {counts}. Seconds are of runs beside each other on {options.device} and compare nothing."]
+    notes = [f"Molecules: {counts}. Seconds are of runs beside each other and compare nothing."]
+    notes += [f"Trained on {options.trained_on}."] if options.trained_on else []
     title = "chemprop at its defaults beside our message passing: penalised logP of NCI molecules"
     partial = len(results) < len(each)
     write_result("molecules_peers", title, list(rows[0]), rows, describe(), notes=notes, partial=partial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from pathlib import Path
 
@@ -97,3 +98,8 @@ def same(one, two):
     if isinstance(one, (list, tuple)):
         return len(one) == len(two) and all(map(same, one, two))
     return one == two or (one != one and two != two)
+
+
+def make_that_warns(seed):
+    logging.getLogger("treadle.engine").warning("%d is odd", seed)
+    return lambda: {"seed": seed}

@@ -18,8 +18,10 @@ from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput
 from treadle.capture.check import unordered_kernels
 from treadle.capture.graph import CudaGraph, FixedBatch, Results, shape_of
 from treadle.capture.step import CapturedStep
+from treadle.capture.steps import _why_not
 from treadle.data.tensors import RowGather
-from treadle.hooks import BaseHook, EmaHook, SwaHook
+from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StuckRankHook, SwaHook
+from treadle.hooks.base import capturable
 from treadle.optim.ema import Ema
 from treadle.optim.loss_weights import GivenWeights
 from treadle.optim.precision import Precision
@@ -603,3 +605,42 @@ class TestGatheringInTheGraph:
 
         loader = self.loader()
         assert same(run(False, 12, task=Wants(), loader=loader_of()), run(True, 12, task=Wants(), loader=loader))
+
+
+class Halves(BaseHook):
+    """Halves the gradients, and counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    @capturable
+    def on_before_optimizer_step(self, trainer):
+        self.calls += 1
+        for parameter in trainer.model.parameters():
+            parameter.grad.mul_(0.5)
+
+
+def test_a_hook_that_is_marked_is_in_the_captured_step(on_the_cpu):
+    one, other = (run(capture, hooks=[Halves()], loader=loader_of(num_buffers=1)) for capture in (False, True))
+    assert other.steps._steps
+    assert same(one, other)
+    assert not same_weights(one, run(False))
+
+
+def same_weights(one, other):
+    return all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
+@pytest.mark.parametrize("hook", [Halves(), StuckRankHook(60), CudaMaxMemoryHook()])
+def test_hooks_that_are_marked_forbid_no_capture(hook):
+    class Unmarked(BaseHook):
+        def on_before_optimizer_step(self, trainer):
+            pass
+
+    def reason(*hooks):
+        engine = engine_of(False, hooks=hooks)
+        engine.precision.device = torch.device("cuda")
+        return _why_not(engine) or ""
+
+    assert "Unmarked acts before" in reason(Unmarked(), hook)
+    assert "acts before" not in reason(hook)

@@ -164,32 +164,6 @@ def test_other_settings_have_the_bits_of_eager_steps(options):
     assert same(run(False, 60, **options), run(True, 60, **options))
 
 
-CAPTURABLE = ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-
-
-def capturable(name):
-    def make(model):
-        rate = torch.tensor(0.01, device="cuda")
-        return getattr(torch.optim, name)(model.parameters(), lr=rate, capturable=True)
-
-    return make
-
-
-@pytest.mark.parametrize("name", CAPTURABLE)
-def test_optimizers_that_are_capturable_and_not_fused_have_the_bits_of_eager_steps(name):
-    captured = run(True, 40, make=capturable(name))
-    assert captured.steps._steps
-    assert same(run(False, 40, make=capturable(name)), captured)
-
-
-@pytest.mark.parametrize("name", CAPTURABLE)
-def test_a_nan_leaves_the_state_of_capturable_optimizers(name):
-    (one, error), (other, seen) = (run_to_the_error(capture, make=capturable(name)) for capture in (False, True))
-    assert (seen.step, seen.epoch) == (error.step, error.epoch)
-    assert equal(list(one.model.parameters()), list(other.model.parameters()))
-    assert equal(one.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
-
-
 def test_a_step_is_captured_in_an_epoch_of_two_batches():
     def two(capture):
         loader = TensorLoader(*rows(32), batch_size=16, shuffle=True, device="cuda", num_buffers=1)

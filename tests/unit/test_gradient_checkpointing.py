@@ -141,7 +141,7 @@ def test_what_cannot_be_run_twice_is_refused(model, setting, message):
 
 
 def test_a_captured_step_says_why_it_is_not(monkeypatch):
-    monkeypatch.setattr(steps, "can_be_recorded", lambda optimizer, device: True)
+    monkeypatch.setattr(steps, "skips_on_device", lambda optimizer, device: True)
     engine = SimpleNamespace(
         device=torch.device("cuda"), hooks=[], optimizer=None, num_ranks=1, precision=SimpleNamespace(scaled=False),
         model=treadle.checkpoint_model(nn.Sequential(nn.Linear(1, 1)), ["0"]),

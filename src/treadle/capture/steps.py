@@ -24,7 +24,7 @@ from treadle.engine.block import RunsAhead, StepBlock
 from treadle.engine.hook import listeners
 from treadle.engine.settings import Outcome, Steps
 from treadle.errors import ConfigError
-from treadle.optim.nonfinite import can_be_recorded
+from treadle.optim.nonfinite import skips_on_device
 
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
@@ -58,19 +58,23 @@ def _refuse(engine: Engine, reason: str) -> None:
 
 def _why_not(engine: Engine) -> str | None:
     """Return what makes capturing impossible, as far as that is known before the first step."""
-    listening = [hook.state_key for hook in listeners(engine.hooks, "on_before_optimizer_step")]
+    hooks = listeners(engine.hooks, "on_before_optimizer_step")
+    listening = [hook.state_key for hook in hooks if not getattr(hook.on_before_optimizer_step, "capturable", False)]
     observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
     if engine.device.type != "cuda":
         return f"the device is {engine.device}; CUDA graphs need a CUDA device"
     if engine.num_ranks > 1:
         return f"there are {engine.num_ranks} ranks, and what they tell each other in a step cannot be captured"
-    if not can_be_recorded(engine.optimizer, engine.device):
+    if not skips_on_device(engine.optimizer, engine.device):
         return (
-            f"the step of {type(engine.optimizer).__name__} cannot be recorded; build it with fused=True, or where "
-            "it has not that, capturable=True, in every parameter group"
+            f"{type(engine.optimizer).__name__} cannot leave out a step on the device; build it with fused=True in "
+            "every parameter group"
         )
     if listening:
-        return f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out"
+        return (
+            f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out, or "
+            "mark that method with treadle.hooks.base.capturable if it only launches work on the device"
+        )
     if observed:
         return "the optimizer has step hooks, which would run while it is captured only; remove them"
     if is_checkpointed(engine.model):
@@ -105,8 +109,7 @@ class CapturedSteps(RunsAhead):
         self._loader: Any = None  # the latest
         self._find: Callable[[], RowGather | None] | None = None  # what that has for whole batches
         self._numbers: dict[str, int] = {}
-        late = engine.guard.deferred or (engine.guard.can_wait and engine.device.type == "cuda")
-        self._flags = engine.guard.late_flags(engine.device) if late else None
+        self._flags = engine.guard.late_flags(engine.device) if engine.guard.deferred else None
 
     def __call__(self, group: Group) -> Outcome:
         """Run one step: by a graph, or eagerly where there is none for the shape of its data yet."""

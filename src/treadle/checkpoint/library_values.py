@@ -179,7 +179,7 @@ def _shared(content: bytes, held: Any) -> Any:
     """Fill a value that processes share, which only its own process can make."""
     if isinstance(held, SynchronizedBase) and len(bytes(held.get_obj())) == len(content):
         with held.get_lock():
-            ctypes.memmove(held.get_obj(), content, len(content))
+            ctypes.memmove(ctypes.addressof(held.get_obj()), content, len(content))
     return held
 
 

@@ -93,6 +93,22 @@ def read_only(method: Event) -> Event:
     return method
 
 
+def capturable(method: Event) -> Event:
+    """Mark an ``on_before_optimizer_step`` that launches work on the device and does nothing else that counts.
+
+    Captured steps hold that work. The method itself is called while a step is recorded and tried, and not in a replay.
+
+    Example:
+        >>> class Halve(BaseHook):
+        ...     @capturable
+        ...     def on_before_optimizer_step(self, trainer):
+        ...         for parameter in trainer.model.parameters():
+        ...             parameter.grad.mul_(0.5)
+    """
+    method.capturable = True  # type: ignore[attr-defined]
+    return method
+
+
 class BaseHook:
     """Hook that does nothing at every event; subclass it and override what you need.
 

@@ -40,7 +40,7 @@ def explaining_single_samples(engine: Engine) -> Iterator[None]:
 
 def _single_sample(engine: Engine, error: BaseException) -> tuple[int, str] | None:
     """Return the number of the micro-batch with one sample and the layer that cannot take it, if a step failed so."""
-    layers = {
+    layers: dict[nn.Module, str] = {
         module: f"{clean_name(name)} ({type(module).__name__})"
         for name, module in engine.model.named_modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from treadle.engine.hook import BaseHook, read_only
+from treadle.engine.hook import BaseHook, capturable, read_only
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -40,6 +40,7 @@ class CudaMaxMemoryHook(BaseHook):
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
+    @capturable
     @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
         """Leave a value that is read when it is used, for hooks that see the end of the step before this one."""

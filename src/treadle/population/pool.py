@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from treadle.engine.voice import VARIABLE
+from treadle.engine.voice import VARIABLE, VOICE
 from treadle.errors import ConfigError
 from treadle.population.member import Make, Member, Outcome, run_member
 from treadle.population.turns import Source, run_in_turns
@@ -221,6 +222,8 @@ def _serve(make: Make, worker: Worker, pipe: Connection) -> None:
     """Train the members that come through a pipe until it is closed."""
     _end_with_parent()
     torch.set_num_threads(worker.threads)
+    if not logging.root.handlers:  # else warnings go where the user's modules send them
+        logging.getLogger("treadle").addHandler(_NamedWarnings())
     inbox = _Inbox(pipe)
     if worker.together > 1:
         run_in_turns(make, inbox, together=worker.together, steps=worker.steps)
@@ -229,8 +232,22 @@ def _serve(make: Make, worker: Worker, pipe: Connection) -> None:
         _train_each(make, inbox)
 
 
+class _NamedWarnings(logging.StreamHandler[Any]):
+    """Handler that shows warnings with the name of the member that they are about, as one process does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        name = "" if VOICE.speaker is None else f"{VOICE.speaker}: "
+        return f"{record.levelname.lower()}: {name}{record.getMessage()}"
+
+
 def _train_each(make: Make, inbox: _Inbox) -> None:
     while (member := inbox.next()) is not None:
+        VOICE.speaker = member.name
         try:
             outcome = run_member(make, member)
         except KeyboardInterrupt:

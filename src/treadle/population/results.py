@@ -165,7 +165,7 @@ class Results:
             ended = counted(rows)
             names = list(dict.fromkeys(name for row in ended for name in row.metrics))
             cells = [f"{name} {self.summary(name, group)}" for name in names[:6]]
-            others = Counter(row.status for row in rows if row not in ended and row.status != "failed")
+            others = Counter(row.status for row in rows if row.status not in ("finished", "failed"))
             more = "".join(f", {count} {status}" for status, count in others.items())
             lines.append(f"{group}: {len(ended)} of {len(rows)} members{more}; {', '.join(cells) or 'no numbers'}")
         return [*lines, *(f"{row.name} failed: {row.error}" for row in self.failed)]
@@ -211,6 +211,7 @@ class Difference:
         count: pairs, or members of the smaller population.
         paired: whether members of the same settings, or of one seed, were compared with each other.
         pairs: what the members of a pair have in common: ``"seeds"`` or ``"settings"``.
+        left_out: members of both that have no partner; 0 where there are no pairs.
     """
 
     metric: str
@@ -221,6 +222,7 @@ class Difference:
     count: int
     paired: bool
     pairs: str = "seeds"
+    left_out: int = 0
 
     @property
     def is_real(self) -> bool:
@@ -228,7 +230,9 @@ class Difference:
         return not self.low <= 0 <= self.high
 
     def __str__(self) -> str:
-        over = f"paired over {self.count} {self.pairs}" if self.paired else f"{self.count} members and more, not paired"
+        alone = f"; {self.left_out} members have no partner" if self.left_out else ""
+        paired = f"paired over {self.count} {self.pairs}{alone}"
+        over = paired if self.paired else f"{self.count} members and more, not paired"
         verdict = "more than noise" if self.is_real else "no more than noise"
         return (
             f"{self.metric}: B - A = {self.mean:+.4g}, {self.level:.0%} interval {self.low:+.4g} to {self.high:+.4g} "
@@ -294,7 +298,8 @@ def difference(
     low, high = (drawn[min(int(part * resamples), resamples - 1)] for part in ((1 - level) / 2, (1 + level) / 2))
     wide = _widened(count, level)
     ends = mean + (low - mean) * wide, mean + (high - mean) * wide
-    return Difference(metric, mean, *ends, level, count, bool(gaps), pairs)
+    left_out = sum(map(len, rows)) - 2 * len(gaps) if gaps else 0
+    return Difference(metric, mean, *ends, level, count, bool(gaps), pairs, left_out)
 
 
 def _mean_of(values: Sequence[float]) -> float:
@@ -324,11 +329,10 @@ def _t_quantile(freedom: int, level: float) -> float:
 
 def _with_number(results: Results, metric: str) -> list[Row]:
     rows = [row for row in counted(results.rows) if math.isfinite(row.metrics.get(metric, math.nan))]
+    if metric not in results.metrics():
+        raise ConfigError(f"no member has it; {nearest(metric, results.metrics())}", argument="metric", value=metric)
     if not rows:
-        raise ConfigError(
-            f"no member that finished has a finite one; {nearest(metric, results.metrics())}", argument="metric",
-            value=metric,
-        )  # fmt: skip
+        raise ConfigError("no member that counts has a finite one", argument="metric", value=metric)
     return rows
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from population_kit import alone, make, same_folder
+from population_kit import alone, make, make_that_warns, same_folder
 from treadle.population import Population
 from treadle.population.results import read_rows
 
@@ -43,6 +43,12 @@ def test_members_in_processes_are_the_same_as_their_runs_alone(tmp_path):
     for row in (results.rows[0], results.rows[2]):
         alone(tmp_path / row.name, **row.settings)
         same_folder(tmp_path / "all" / row.name, tmp_path / row.name)
+
+
+def test_warnings_of_members_in_processes_name_them(tmp_path, capfd):
+    Population(make_that_warns, seeds=[1, 3], out=tmp_path, workers=1, progress=False).run()
+    shown = capfd.readouterr().err.splitlines()
+    assert [line for line in shown if "odd" in line] == ["warning: seed=1: 1 is odd", "warning: seed=3: 3 is odd"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -126,3 +126,13 @@ def test_a_member_that_has_not_finished_is_no_part_of_a_mean():
     assert results.lines() == ["all: 3 of 4 members, 1 paused; loss 1 ± 1 (3)"]
     assert difference(results, results, "loss").count == 3
     assert Results([paused]).summary("loss").mean == 100.0
+    assert Results([paused]).lines() == ["all: 1 of 1 members, 1 paused; loss 100 (1)"]
+
+
+def test_members_without_a_partner_are_counted_and_missing_numbers_are_told_apart():
+    one, more = Results(rows([1.0, 2.0, 3.0])), Results(rows([1.5, 2.5, 3.5, 4.0, 5.0]))
+    assert "(paired over 3 seeds; 2 members have no partner)" in str(difference(one, more, "loss"))
+    with pytest.raises(ConfigError, match="no member has it; did you mean 'loss'"):
+        difference(one, more, "los")
+    with pytest.raises(ConfigError, match="metric='loss': no member that counts has a finite one"):
+        difference(Results(rows([math.nan, math.nan])), more, "loss")
