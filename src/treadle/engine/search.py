@@ -24,6 +24,7 @@ from treadle.checkpoint.introspection import (
     is_of_a_run,
     is_users,
 )
+from treadle.checkpoint.library_values import is_library_value
 from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object
 from treadle.distributed.state_names import clean_name
 
@@ -156,6 +157,8 @@ def _is_looked_into(owner: Any) -> bool:
         return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
     if isinstance(owner, Named):
         return True
+    if is_library_value(owner):
+        return False
     if isinstance(owner, (Dataset, Sampler)):
         return is_users(owner)
     foreign = (type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
