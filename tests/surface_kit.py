@@ -160,7 +160,7 @@ def _of_instances(kind: type) -> set[str]:
     names = {name.strip("` ") for line in lines for name in line.split(",")}
     if kind.__name__ == "Engine":
         model = torch.nn.Linear(1, 1)
-        engine = kind(model, torch.optim.SGD(model.parameters()), None, device="cpu")
+        engine = kind(model, torch.optim.SGD(model.parameters()), types.SimpleNamespace(step=print), device="cpu")
         names |= {name for name in vars(engine) if not name.startswith("_")}
     return names
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _Float = npt.NDArray[np.float64]
 Views = Mapping[str, npt.ArrayLike]
@@ -199,6 +200,7 @@ class KernelStack:
         True
     """
 
+    @checked
     def __init__(
         self,
         views: Views,
@@ -318,6 +320,7 @@ class NumberViews:
         {'values': [[2.0, nan, 1.0]], 'ranks': [[0.0, nan, 1.0]], 'both': [[2.0, nan, 0.0, nan, 1.0]]}
     """
 
+    @checked
     def __init__(self, train: npt.ArrayLike) -> None:
         rows = np.asarray(train, dtype=np.float64)
         self.known = [np.sort(column[np.isfinite(column)]) for column in rows.T]

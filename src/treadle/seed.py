@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -45,6 +46,7 @@ def as_seed(name: str, seed: Any) -> int:
     return number
 
 
+@checked
 def set_seed(seed: int = 42, deterministic: bool = False) -> None:
     """Seed python, numpy and torch (all devices).
 
@@ -224,6 +226,7 @@ class ReproducibilityContext:
         True
     """
 
+    @checked
     def __init__(self, seed: int = 42, deterministic: bool = False):
         self.seed = seed
         self.deterministic = deterministic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -198,6 +199,11 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
         raise ConfigError(
             "must be 'mean' or 'sum', the reduction of the loss", argument="reduction", value=output.reduction
         )
+    weight = output.weight
+    if weight is not None and type(weight) is not Tensor and (type(weight) is not float or not weight >= 0):
+        _check_weight(weight)
+    if type(output.records) is not dict and not isinstance(output.records, Mapping):
+        raise ConfigError("must be a dict of numbers by name, or {}", argument="records", value=output.records)
     loss = output.loss
     if loss is None:
         return output
@@ -213,6 +219,17 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
             argument="loss",
         )
     return output
+
+
+def _check_weight(weight: Any) -> None:
+    if isinstance(weight, Tensor):
+        return
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not float(weight) >= 0:
+        raise ConfigError(
+            "must be how many things the loss is a mean over, a number >= 0, or None for 1 per micro-batch",
+            argument="weight",
+            value=weight,
+        )
 
 
 def add_output(means: RunningMeans, output: StepOutput) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import treadle.hooks
 from treadle import BaseTrainer, BestRule, ConfigError, ValidationHook
-from treadle.engine.arguments import check_argument
+from treadle.errors.arguments import check_argument
 from treadle.hooks import BaseHook, CheckpointingHook, EmaHook, HistoryHook, SignalHook, WandbHook
 
 GOOD = {

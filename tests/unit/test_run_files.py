@@ -95,6 +95,18 @@ def test_the_settings_name_each_group_the_schedule_and_the_commit(tmp_path):
     assert found["target"] == "step 8"
 
 
+def test_a_fresh_run_in_a_used_folder_keeps_the_settings_of_the_other(tmp_path):
+    class Fresh(Fit):
+        def build_hooks(self):
+            return []
+
+    Fresh(5, workspace=tmp_path, device="cpu").train()
+    before = (tmp_path / "settings.json").read_text()
+    Fresh(3, workspace=tmp_path, device="cpu", grad_clip=9.0).train()
+    assert (tmp_path / "settings.1.json").read_text() == before
+    assert json.loads((tmp_path / "settings.json").read_text())["trainer"]["grad_clip"] == 9.0
+
+
 def test_a_run_that_goes_on_has_the_rate_before_any_schedule_and_each_step_once(tmp_path):
     Fit(5, workspace=tmp_path, device="cpu").train()
     mini(tmp_path)

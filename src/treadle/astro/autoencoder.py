@@ -23,6 +23,7 @@ from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import check_least, checked
 
 _KIND = "treadle.astro.CutoutTokenizer"
 
@@ -35,8 +36,10 @@ class ResBlock(nn.Module):
         torch.Size([2, 4, 8, 8])
     """
 
+    @checked
     def __init__(self, channels: int):
         super().__init__()
+        check_least(1, channels=channels)
         self.conv1 = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
         self.conv2 = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
         self.act = nn.ReLU()
@@ -60,8 +63,10 @@ class Encoder(nn.Module):
         torch.Size([1, 2, 4, 4])
     """
 
+    @checked
     def __init__(self, in_channels: int, latent_dim: int, proj_channels: int = 64):
         super().__init__()
+        check_least(1, in_channels=in_channels, latent_dim=latent_dim, proj_channels=proj_channels)
         self.proj = nn.Conv2d(in_channels, proj_channels, kernel_size=1)
         self.enc_block1 = nn.Sequential(
             ResBlock(proj_channels), nn.Conv2d(proj_channels, 128, kernel_size=3, stride=2, padding=1), nn.ReLU()
@@ -90,8 +95,10 @@ class Decoder(nn.Module):
         torch.Size([1, 3, 16, 16])
     """
 
+    @checked
     def __init__(self, latent_dim: int, out_channels: int, proj_channels: int = 64):
         super().__init__()
+        check_least(1, latent_dim=latent_dim, out_channels=out_channels, proj_channels=proj_channels)
         self.from_latent = nn.Conv2d(latent_dim, 128, kernel_size=1)
         self.dec_block1 = nn.Sequential(
             ResBlock(128), nn.ConvTranspose2d(128, 64, kernel_size=4, stride=2, padding=1), nn.ReLU()
@@ -131,6 +138,7 @@ class AutoEncoder(nn.Module):
         (torch.Size([1, 3, 16, 16]), torch.Size([1, 2, 4, 4]))
     """
 
+    @checked
     def __init__(self, in_channels: int, latent_dim: int = 2, proj_channels: int = 64, *, cutout_size: int = 96):
         super().__init__()
         sizes = {"in_channels": in_channels, "latent_dim": latent_dim, "proj_channels": proj_channels}
@@ -200,6 +208,7 @@ class CutoutTokenizer(BaseTokenizer):
         ((6, 4, 4), torch.Size([6, 3, 16, 16]))
     """
 
+    @checked
     def __init__(
         self, autoencoder: AutoEncoder, codebook_size: int = 2048, *, device: torch.device | str | int | None = None
     ):

@@ -20,6 +20,7 @@ from torch import Tensor
 from treadle.astro.codebooks import as_array
 from treadle.checkpoint.store import write_bytes
 from treadle.errors import CheckpointError, ConfigError, MissingExtraError
+from treadle.errors.arguments import checked
 from treadle.exchange.tensor_files import read_tree, write_safetensors
 
 CODEBOOK_KEYS = ("centroids", "codebook", "centers", "cluster_centers_", "clusters")
@@ -27,6 +28,7 @@ CENTER_KEYS = ("bin_centers", "centers", "quantile_centers", "centroids")
 _PICKLED = (".joblib", ".pkl", ".pickle")
 
 
+@checked
 def load_codebook(
     path: str | os.PathLike[str], key_candidates: Sequence[str] = CODEBOOK_KEYS, *, allow_pickle: bool = False
 ) -> NDArray[np.float32]:
@@ -80,6 +82,7 @@ def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) ->
     return as_array(_picked(_read(file), key_candidates, file), str(file))
 
 
+@checked
 def load_scalar_centers(
     path: str | os.PathLike[str], key_candidates: Sequence[str] = CENTER_KEYS
 ) -> NDArray[np.float32]:
@@ -109,6 +112,7 @@ def load_scalar_centers(
     return centers.reshape(-1)
 
 
+@checked
 def save_codebook(path: str | os.PathLike[str], array: ArrayLike | Tensor, *, key: str = CODEBOOK_KEYS[0]) -> Path:
     """Write a codebook, or bin centres, in float32; the file is replaced as a whole or not at all.
 

@@ -13,8 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from treadle.errors import ConfigError, MissingExtraError
+from treadle.errors.arguments import check_least, checked
 
 
+@checked
 def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Cut values into bins that hold equally many of them.
 
@@ -53,6 +55,7 @@ def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.f
     return edges, centers
 
 
+@checked
 def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: int = 50) -> NDArray[np.float32]:
     """Return the centroids of k-means on vectors, started by k-means++ (Arthur & Vassilvitskii 2007).
 
@@ -79,6 +82,8 @@ def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: i
     vectors_ND = as_array(x, "x").astype(np.float32)
     if vectors_ND.ndim != 2 or not np.isfinite(vectors_ND).all():
         raise ConfigError(f"x of shape {vectors_ND.shape}: must be (N, D) and finite in float32")
+    check_least(1, max_iter=max_iter)
+    check_least(0, seed=seed)
     if not 1 <= k <= len(vectors_ND):
         raise ConfigError(f"={k}: must be at least 1 and at most the {len(vectors_ND)} vectors of x", argument="k")
     try:

@@ -23,10 +23,12 @@ from treadle.astro.sequences import collate_sequences, move_scalars_last
 from treadle.astro.vocab import NUM_SPECIAL, VocabSpec
 from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 Sequences = Sequence[Mapping[str, Any]]
 
 
+@checked
 def column_probabilities(
     model: nn.Module,
     sequences: Sequences,
@@ -100,6 +102,7 @@ def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: T
     return posterior_NK
 
 
+@checked
 def expected_vectors(
     model: nn.Module, sequences: Sequences, base: int, codebook: Any, *, batch_size: int = 64
 ) -> Tensor:
@@ -149,6 +152,7 @@ def expected_vectors(
     return torch.cat(found)
 
 
+@checked
 def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int]) -> list[dict[str, Tensor]]:
     """Return sequences with MISS in the place of some scalar columns.
 

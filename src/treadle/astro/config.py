@@ -16,12 +16,14 @@ from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
 from treadle.capture.compile import check_compile
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import check_least, checked
 from treadle.faces.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
 """The packaged file with every setting and its meaning; a test holds it equal to the defaults below."""
 
 
+@checked
 @dataclass
 class VocabConfig:
     """Sizes of the vocabulary, as `build_vocab_spec` takes them."""
@@ -48,6 +50,7 @@ class VocabConfig:
         _require(distinct, "vocab.spectrum_groups", names, "must be names, each of them once")
 
 
+@checked
 @dataclass
 class SequencesConfig:
     """How sequences are made."""
@@ -66,6 +69,7 @@ class SequencesConfig:
             _require(value >= 1, f"sequences.{name}", value, "must be at least 1")
 
 
+@checked
 @dataclass
 class ModelConfig:
     """Sizes of `CausalTransformerLM`, which checks them."""
@@ -90,6 +94,7 @@ class ModelConfig:
         _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must lie in [0, 1)")
 
 
+@checked
 @dataclass
 class MeaningfulLossConfig:
     """The expected-value terms of the loss."""
@@ -109,6 +114,7 @@ class MeaningfulLossConfig:
         LossConfig.read(self)  # the losses know which values make sense
 
 
+@checked
 @dataclass
 class TrainingConfig:
     """Settings of `AstroTrainer` and of the loader. Steps are optimizer steps throughout."""
@@ -169,6 +175,7 @@ class TrainingConfig:
         _require(0 <= self.min_lr_ratio <= 1, "training.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
 
 
+@checked
 @dataclass
 class PathsConfig:
     """Files of a project; ``{field}`` is replaced by the name of a field."""
@@ -195,6 +202,7 @@ class PathsConfig:
     """Checkpoints and history."""
 
 
+@checked
 @dataclass
 class DataConfig:
     """Which objects are taken."""
@@ -210,8 +218,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("data.mag_filter", self.mag_filter, ("column", "min", "max"))
+        _require(self.magerr_max >= 0, "data.magerr_max", self.magerr_max, "must be at least 0")
 
 
+@checked
 @dataclass
 class ScalarTokenizerConfig:
     """Sizes of the tokenizer of scalars."""
@@ -223,7 +233,11 @@ class ScalarTokenizerConfig:
     max_values_per_file_per_col: int = 100_000
     """The same from one file."""
 
+    def __post_init__(self) -> None:
+        check_least(1, **vars(self))
 
+
+@checked
 @dataclass
 class SpectrumTokenizerConfig:
     """Sizes of the tokenizer of spectra."""
@@ -233,7 +247,11 @@ class SpectrumTokenizerConfig:
     groups: list[str] = field(default_factory=lambda: list(SPECTRUM_GROUPS))
     """Names of the groups."""
 
+    def __post_init__(self) -> None:
+        check_least(1, codebook_size=self.codebook_size)
 
+
+@checked
 @dataclass
 class ImageTokenizerConfig:
     """Sizes of the tokenizer of pictures."""
@@ -247,7 +265,11 @@ class ImageTokenizerConfig:
     bands: list[str] = field(default_factory=lambda: list(CUTOUT_BANDS))
     """Bands of a picture, in the order of its channels."""
 
+    def __post_init__(self) -> None:
+        check_least(1, cutout_size=self.cutout_size, latent_dim=self.latent_dim, codebook_size=self.codebook_size)
 
+
+@checked
 @dataclass
 class TokenizersConfig:
     """Sizes of the tokenizers."""
@@ -260,6 +282,7 @@ class TokenizersConfig:
     """Of pictures."""
 
 
+@checked
 @dataclass
 class AstroConfig:
     """All settings.
@@ -305,6 +328,7 @@ def _require(ok: bool, name: str, value: Any, rule: str) -> None:
         raise ConfigError(rule, argument=name, value=value)
 
 
+@checked
 def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:
     """Read settings from a YAML file, merged key by key over the packaged defaults.
 
@@ -330,6 +354,7 @@ def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:
         return from_dict(config_files.load_config([defaults, path]))
 
 
+@checked
 def save_config(config: AstroConfig, path: str | os.PathLike[str]) -> None:
     """Write all settings to a file that :func:`load_config` reads back equal, whole or not at all.
 
@@ -352,6 +377,7 @@ def save_config(config: AstroConfig, path: str | os.PathLike[str]) -> None:
     config_files.save_config(to_dict(config), path)
 
 
+@checked
 def to_dict(config: Section) -> dict[str, Any]:
     """Return all settings, or those of a section, as nested plain values.
 
@@ -362,6 +388,7 @@ def to_dict(config: Section) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+@checked
 def from_dict(values: Mapping[str, Any], kind: type[Section] = AstroConfig) -> Section:  # type: ignore[assignment]
     """Make settings from nested plain values; missing ones keep their defaults.
 

@@ -19,6 +19,7 @@ from treadle.astro.conditionals import column_probabilities, hide_columns
 from treadle.astro.survey_tokens import SurveyTokenizers
 from treadle.astro.surveys import Survey
 from treadle.errors import ConfigError, MissingExtraError
+from treadle.errors.arguments import checked
 
 Floats = NDArray[np.float64]
 
@@ -92,6 +93,7 @@ class CrossResult:
         return scores
 
 
+@checked
 def cross_predict(
     model: nn.Module,
     tokenizers: SurveyTokenizers,

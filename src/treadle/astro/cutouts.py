@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 CUTOUT_BANDS = ("F378", "F395", "F410", "F430", "F515", "F660", "F861", "U", "G", "R", "I", "Z")
 
@@ -90,6 +91,7 @@ class SplusDataset(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     DEFAULT_BANDS = list(CUTOUT_BANDS)
 
+    @checked
     def __init__(self, df: Any, bands: Sequence[str] | None = None, img_size: int = 96):
         self.df = df
         self.bands = list(CUTOUT_BANDS) if bands is None else list(bands)

@@ -15,8 +15,10 @@ from treadle.astro.sequences import collate_sequences
 from treadle.astro.vocab import VocabSpec
 from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 
+@checked
 def draw_spectra(
     model: nn.Module,
     sequences: Sequence[Mapping[str, Any]],

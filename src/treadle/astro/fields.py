@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _PLACE = "{field}"
 
 
+@checked
 def discover_fields_from_template(
     tmpl: str | os.PathLike[str], prefix: str | None = None, suffix: str | None = None
 ) -> list[str]:
@@ -46,6 +48,7 @@ def discover_fields_from_template(
     )
 
 
+@checked
 def discover_fields_from_datacubes(tmpl: str | os.PathLike[str]) -> list[str]:
     """Return the names of the fields that there are tables of; the same as :func:`discover_fields_from_template`."""
     return discover_fields_from_template(tmpl)

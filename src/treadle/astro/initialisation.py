@@ -15,10 +15,12 @@ from treadle.astro.loss_inputs import prepare_codebooks
 from treadle.astro.model import CausalTransformerLM
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _WAVES = 8  # cosines along the bins of a column
 
 
+@checked
 def initialise_from_codebooks(
     model: CausalTransformerLM,
     vocab: VocabSpec,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from treadle.astro.layers import CausalLayer
 from treadle.astro.surveys import Survey
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _PATCH, _SEGMENT, _QUANTILES = 8, 16, 129
 
@@ -229,6 +230,7 @@ class JointRegressor(nn.Module):
         torch.Size([30, 2])
     """
 
+    @checked
     def __init__(
         self,
         surveys: Mapping[str, Survey],

@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, Dataset
 from treadle.astro.config import TrainingConfig
 from treadle.astro.sequences import collate_sequences
 from treadle.astro.settings import training_settings
+from treadle.errors.arguments import checked
 
 
+@checked
 def build_loader(
     dataset: Dataset[Any],
     training: TrainingConfig | Mapping[str, Any],

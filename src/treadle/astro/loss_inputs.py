@@ -19,6 +19,7 @@ from torch import Tensor
 
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import checked
 
 logger = logging.getLogger("treadle.astro")
 
@@ -133,6 +134,7 @@ class Codebooks(NamedTuple):
     scalar: Codebook | None = None
 
 
+@checked
 def prepare_codebooks(
     vocab: VocabSpec,
     *,

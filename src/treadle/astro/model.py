@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from treadle.astro.generation import generate
 from treadle.astro.layers import CausalLayer, LayerCache, padding_last
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 if TYPE_CHECKING:
     from treadle.astro.vocab import VocabSpec
@@ -56,6 +57,7 @@ class CausalTransformerLM(nn.Module):
         torch.Size([1, 3, 15])
     """
 
+    @checked
     def __init__(
         self,
         vocab_size: int,

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from treadle.astro.survey_readers import Columns, reader_of, require_one_length
 from treadle.astro.surveys import Survey
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 BLOCK_ROWS = 16384
 
 
+@checked
 def iter_columns(
     path: str | os.PathLike[str],
     columns: Sequence[str] | None = None,
@@ -69,6 +71,7 @@ def iter_columns(
         yield from blocks
 
 
+@checked
 def read_columns(
     path: str | os.PathLike[str],
     columns: Sequence[str] | None = None,
@@ -117,6 +120,7 @@ def read_columns(
     return {name: np.concatenate([block[name] for block in blocks])[:max_rows] for name in blocks[0]}
 
 
+@checked
 def read_survey(
     path: str | os.PathLike[str],
     name: str,

@@ -21,6 +21,7 @@ from treadle.astro.surveys import Survey
 from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 SPEX_GROUPS = ("spex_zj", "spex_jh", "spex_hk", "spex_k")
 """Quarters of the SpeX range: 0.90-1.27, 1.28-1.65, 1.65-2.02 and 2.03-2.40 µm."""
@@ -107,6 +108,7 @@ class SurveyTokenizers:
         }
 
 
+@checked
 def fit_tokenizers(
     surveys: Sequence[Survey],
     *,
@@ -219,6 +221,7 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         (1, torch.Size([9]))
     """
 
+    @checked
     def __init__(
         self,
         sequences: Sequence[Mapping[str, Any]],

@@ -26,6 +26,7 @@ from treadle.astro.survey_files import read_columns
 from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, IMAGE_TYPE, VocabSpec
 from treadle.checkpoint.store import write_bytes
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _log = logging.getLogger("treadle.astro")
 
@@ -169,6 +170,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
         >>> # loader = DataLoader(MultiFieldTokenDataset(fields, vocab, ...), collate_fn=collate_sequences)
     """
 
+    @checked
     def __init__(
         self,
         fields: Sequence[str],

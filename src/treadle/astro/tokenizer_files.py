@@ -15,12 +15,14 @@ from treadle.astro.scalar_tokenizer import ScalarTokenizer
 from treadle.astro.survey_tokens import SurveyTokenizers
 from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer, Standardised
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import checked
 from treadle.exchange.tensor_files import read_tree, write_safetensors
 
 _HEADER = "tokenizers"
 _SCALAR_PARTS = ("edges", "centers", "mean", "scale")
 
 
+@checked
 def save_tokenizers(path: str | os.PathLike[str], tokenizers: SurveyTokenizers) -> Path:
     """Write tokenizers to one file, which is replaced as a whole or not at all.
 
@@ -60,6 +62,7 @@ def save_tokenizers(path: str | os.PathLike[str], tokenizers: SurveyTokenizers) 
     return file
 
 
+@checked
 def load_tokenizers(path: str | os.PathLike[str]) -> SurveyTokenizers:
     """Read what `save_tokenizers` wrote; the tokenizers give the same tokens to the bit.
 

@@ -41,6 +41,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
@@ -117,6 +118,7 @@ class AstroTrainer(EpochFace):
     _epochs: AstroEpochs
     _folder: AstroFolder
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

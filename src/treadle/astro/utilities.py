@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 logger = logging.getLogger("treadle.astro")
 
 
+@checked
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Return how many parameters a model has and how many of them are trained; shared ones are counted once.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 
 logger = logging.getLogger("treadle.astro")
 
@@ -19,6 +20,7 @@ NUM_SPECIAL = 5
 IMAGE_TYPE, FIRST_SPECTRUM_TYPE = 5, 7
 
 
+@checked
 @dataclass(frozen=True)
 class VocabSpec:
     """Five special ids, then the image ids, the scalar ids by column, and the ids of each spectrum group.
@@ -177,6 +179,7 @@ class VocabSpec:
         return special_or_image + (ids >= self.base_scalar) + (group + 1).clamp(min=0)
 
 
+@checked
 def build_vocab_spec(
     v_image: int = 2048,
     v_scalar: int = 1024,

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from treadle.capture.compile import repeated_blocks
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 
 Checkpointing = bool | Sequence[str]
 
@@ -43,6 +44,7 @@ def check_checkpointing(setting: Any, *, name: str = "gradient_checkpointing") -
     )
 
 
+@checked
 def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Module:
     """Make a model compute activations again in the backward pass, in place; names in files and all bits stay.
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from treadle.distributed import is_sharded, unwrap
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _log = logging.getLogger("treadle.compiling")
 Compile = bool | Literal["blocks"]
@@ -45,6 +46,7 @@ def check_compile(setting: Any, *, name: str = "compile") -> Compile:
     )
 
 
+@checked
 def compile_model(
     model: nn.Module,
     setting: Compile = "blocks",

@@ -11,8 +11,10 @@ from treadle.checkpoint.find_step import states_in
 from treadle.checkpoint.shard_manifest import has_shards
 from treadle.checkpoint.store import find_latest, load_checkpoint, save_checkpoint
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import checked
 
 
+@checked
 def convert_checkpoint(
     source: str | os.PathLike[str],
     to: Literal["file", "folder"],

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.checkpoint.shard_manifest import MARKER, is_whole, remove_folder
+from treadle.errors.arguments import check_least, checked
 
 _log = logging.getLogger("treadle.checkpoint")
 
@@ -44,6 +45,7 @@ def date_last(path: Path, folder: Path) -> None:
             os.utime(path, ns=(newest + 1, newest + 1))
 
 
+@checked
 @dataclass(frozen=True)
 class Retention:
     """Which numbered files stay.
@@ -61,6 +63,9 @@ class Retention:
     keep_previous: int | None = None
     keep_interval: int | None = None
     keep_steps: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        check_least(0, keep_previous=self.keep_previous, keep_interval=self.keep_interval)
 
     def keeps(self, number: int) -> bool:
         """Return whether a number stays for ever, and so is also saved."""

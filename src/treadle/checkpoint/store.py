@@ -39,6 +39,7 @@ from treadle.checkpoint.schema import check_format, non_finite_names
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
 from treadle.device.handover import beside_others
 from treadle.errors import CheckpointError, PickledCodeError
+from treadle.errors.arguments import checked
 
 __all__ = [
     "Retention",
@@ -63,6 +64,7 @@ _log = logging.getLogger("treadle.checkpoint")
 _Opened = Callable[[Path], dict[str, Any]]
 
 
+@checked
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
     """Return the problems found in a checkpoint; an empty list means it is intact and holds no code.
 
@@ -107,6 +109,7 @@ def check_written(path: Path) -> list[str]:
     return []
 
 
+@checked
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a checkpoint to the CPU after checking every byte of it.
 
@@ -165,6 +168,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, share: tuple[int, int] = (0
     return tree
 
 
+@checked
 def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
     """Write a state tree to a file, atomically and verified.
 
@@ -291,6 +295,7 @@ def _listed(paths: list[Path]) -> str:
     return shown if len(paths) <= 5 else f"{shown} and {len(paths) - 5:,} more"
 
 
+@checked
 def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the scored weights of any treadle file: a checkpoint or a weights-only export.
 

@@ -17,6 +17,7 @@ from treadle.config import yaml_files
 from treadle.config.merging import merge_configs
 from treadle.config.tree import nearest_key
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _SUFFIXES = (".py", *yaml_files.SUFFIXES)
 _numbers = itertools.count()
@@ -57,6 +58,7 @@ class _File:
         return values
 
 
+@checked
 def load_config(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], params: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from treadle.config.tree import join_path, nearest_key, same_tuple
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _log = logging.getLogger("treadle.config")
 
@@ -40,6 +41,7 @@ class REPLACE:
     """The value after the merge."""
 
 
+@checked
 def merge_configs(base: Mapping[str, Any], over: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
     """Merge one configuration over another: dicts key by key, everything else is replaced, lists as a whole.
 

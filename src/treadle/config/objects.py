@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from treadle.config.tree import copied, join_path, same_tuple
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 T = TypeVar("T")
 
@@ -95,6 +96,7 @@ REGISTRY = Registry()
 """The shared registry, the default of ``build_from_cfg``."""
 
 
+@checked
 def build_from_cfg(cfg: Any, registry: Registry | None = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
     """Call what ``cfg["type"]`` names with the other entries of ``cfg`` as arguments.
 

@@ -9,11 +9,13 @@ from typing import Any
 from treadle.config.grammar import Assignment, fitted, parse
 from treadle.config.tree import copied, same_tuple
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 
 Fit = Callable[[Assignment, Any], Any]
 """Returns the value of an assignment for a place, by its present value."""
 
 
+@checked
 def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Change a configuration in place, one override after the other.
 

@@ -12,11 +12,13 @@ from treadle.checkpoint.store import write_text
 from treadle.config import yaml_files
 from treadle.config.tree import join_path
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _WIDTH = 88
 _HEADER = "# fmt: off\n# Auto-generated config snapshot\n"
 
 
+@checked
 def format_config(config: Mapping[str, Any]) -> str:
     """Write a configuration as a Python expression, one key a line where it is long.
 
@@ -33,6 +35,7 @@ def format_config(config: Mapping[str, Any]) -> str:
     return _expression(config, 0, 0)
 
 
+@checked
 def save_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a configuration to a file that :func:`load_config` reads back equal, whole or not at all.
 

@@ -23,12 +23,14 @@ from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
 from treadle.data.sources import Source, open_source
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.seed import RngState, forked_rng, mix_seed
 
 _log = logging.getLogger("treadle.data")
 _END = object()
 
 
+@checked
 def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
     """Return the optimizer steps of one epoch: ceil(len(loader) / accumulation).
 

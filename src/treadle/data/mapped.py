@@ -17,6 +17,7 @@ from treadle.data.window_reader import RowArray, WindowReader
 from treadle.data.windows import WindowedOrder, Windows
 from treadle.device import get_device
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _CHUNK_BYTES = 2**20
 
@@ -69,6 +70,7 @@ class MappedLoader(RowLoader):
 
     in_background = True  # the cursor ends the thread when training ends
 
+    @checked
     def __init__(
         self,
         *arrays: Any,

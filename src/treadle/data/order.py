@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.seed import mix_seed
 
 _CUTS = ("global_batch_size", "num_replicas", "drop_last")  # how an order is cut into batches
 
 
+@checked
 @dataclass(frozen=True)
 class GlobalOrder:
     """Samples that each rank reads in each batch of an epoch.

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 from treadle import distributed
 from treadle.data.order import GlobalOrder, check_batch_size
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,7 @@ class RankBatchSampler(Sampler[list[int]]):
         [[[0, 1], [4, 5], [7]], [[2, 3], [6], [8]]]
     """
 
+    @checked
     def __init__(
         self,
         data: Sized | int,
@@ -158,6 +160,7 @@ class _Shard(IterableDataset[_T]):
         return itertools.islice(self.iterable, index, None, count)
 
 
+@checked
 def shard_iterable(iterable: Iterable[_T]) -> IterableDataset[_T]:
     """Return a data set that gives each rank, and each of its loader's workers, every n-th item of an iterable.
 

@@ -18,6 +18,7 @@ import torch
 from treadle.data.ranks import rank_and_worker, ranks_of, reader_of
 from treadle.data.streamed import EnteredStream
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.seed import mix_seed
 
 _KINDS = (".tar", ".parquet")
@@ -59,6 +60,7 @@ class ShardedStream(EnteredStream):
         [b'1', b'2']
     """
 
+    @checked
     def __init__(
         self,
         shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

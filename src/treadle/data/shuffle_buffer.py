@@ -15,6 +15,7 @@ from treadle.data.indexed import seed_worker
 from treadle.data.ranks import rank_and_worker
 from treadle.data.streamed import Draws, EnteredStream
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.seed import mix_seed
 
 
@@ -42,6 +43,7 @@ class ShuffleBuffer(EnteredStream):
         stream: a list offers no state_dict an
     """
 
+    @checked
     def __init__(self, stream: Any, size: int, *, seed: int = 0):
         if not has_state(stream):
             raise ConfigError(

@@ -13,6 +13,7 @@ from treadle.data.order import GlobalOrder
 from treadle.data.rows import LastRows, Read, RowLoader, noted, one_number_of_rows
 from treadle.data.sharing import kept_once
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 
 class TensorLoader(RowLoader):
@@ -55,6 +56,7 @@ class TensorLoader(RowLoader):
         [[0, 1], [2, 3], [4]]
     """
 
+    @checked
     def __init__(
         self,
         *tensors: Tensor | Mapping[str, Tensor],

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from treadle.data.host_copies import note_host_copies, note_host_copy, tensors_by_name
 from treadle.device import get_device, moves_itself, to_device
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.nested import map_nested_tensor
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class TransferLoader:
         [tensor([1., 1.])]
     """
 
+    @checked
     def __init__(self, loader: Iterable[Any], device: torch.device | str | int | None = None):
         self.loader = loader
         self.device = get_device(device)

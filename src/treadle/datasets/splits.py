@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 Rows = npt.NDArray[np.intp]
 
@@ -40,6 +41,7 @@ def object_groups(names: npt.NDArray[np.str_], spectra: npt.NDArray[np.float32])
         groups = merged
 
 
+@checked
 def split_by_group(
     groups: Rows, *, val_fraction: float = 0.1, test_fraction: float = 0.1, seed: int = 0
 ) -> tuple[Rows, Rows, Rows]:
@@ -61,6 +63,9 @@ def split_by_group(
         >>> [len(part) for part in split_by_group(np.arange(20), val_fraction=0.1, test_fraction=0.2)]
         [14, 2, 4]
     """
+    for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
+        if not 0 <= share < 1:
+            raise ConfigError("must lie in [0, 1)", argument=name, value=share)
     names = np.random.default_rng(seed).permutation(np.unique(groups))
     num_val = max(1, round(val_fraction * len(names)))
     num_test = max(1, round(test_fraction * len(names)))

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle import distributed
 from treadle.data.cursor import Group
+from treadle.engine.masks import warn_of_masks
 from treadle.engine.session import leave_after_step, own_messages
 from treadle.engine.settings import Outcome
 from treadle.errors import NonFiniteError
@@ -186,6 +187,8 @@ def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float]
     )  # fmt: skip
     if engine.guard.plan is not None:
         engine.guard.plan.watch()
+    if engine.progress.step <= 1 and group.batches:
+        warn_of_masks(engine, group.batches[0], training=True)
 
 
 def counts_terms(engine: Engine, batch: Any) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, Literal
 
-from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least, checked
 
 Mode = Literal["min", "max"]
 
@@ -91,6 +91,7 @@ class BestRule:
         self.mode = resolve_mode(metric, mode)
         self.min_delta = min_delta
         self.patience = patience
+        check_least(0, start_epoch=start_epoch)
         self.start_epoch = start_epoch
         self.best = math.inf if self.mode == "min" else -math.inf
         self.best_epoch: int | None = None

@@ -42,6 +42,7 @@ from treadle.engine.session import leave_on_signal, resume_from_hooks, training_
 from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
+from treadle.errors.arguments import check_argument, checked
 from treadle.optim.evaluation_point import at_evaluation_point
 from treadle.optim.gradients import Gradients, clip_, clip_values_, divide_, total_norm
 from treadle.optim.precision import PrecisionName
@@ -89,6 +90,7 @@ class Engine(EngineBase):
         3
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module,
@@ -131,6 +133,7 @@ class Engine(EngineBase):
             limits=Limits.of(limits),
         )
         self._configure(settings, precision, logger=logger or logging.getLogger("treadle.engine"))
+        check_argument("hooks", hooks, list | tuple)
         self.hooks = list(hooks)
         self.config = config
         self.workspace = None if workspace is None else Path(workspace)

@@ -25,10 +25,10 @@ from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
+from treadle.engine.masks import warn_of_masks
 from treadle.engine.metrics import EpochMetrics
 from treadle.errors import ConfigError
 from treadle.nested import flatten_nested_dict
-from treadle.optim.precision import Precision
 from treadle.optim.schedules import scheduler_state
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, as_step_output, update_of
@@ -197,36 +197,34 @@ def try_folders(engine: Engine) -> None:
                 raise ConfigError(f"{owner}: {os.fspath(nearest)!r} cannot be written to; choose another path")
 
 
-def try_evaluation(
-    model: nn.Module, loader: Iterable[Any], task: Task | None, *, precision: Precision, eval_seed: int = 0
-) -> list[str] | None:
+def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> list[str] | None:
     """Read the first batch of a loader and evaluate it, with the metrics if there are any; keep nothing of it.
+
+    Args:
+        engine: whose model and random numbers the evaluation takes.
+        loader: of the evaluation; where it cannot be opened twice, nothing is tried.
+        task: turns a batch into a loss, and has the metrics; None only collates the batch.
 
     Returns:
         The names of records and metrics; None where they are not known.
-
-    Args:
-        model: on the device of ``precision``.
-        loader: of the evaluation; where it cannot be opened twice, nothing is tried.
-        task: turns a batch into a loss, and has the metrics; None only collates the batch.
-        precision: autocast as in training.
-        eval_seed: seeds the random numbers of the evaluation.
     """
     if isinstance(loader, Iterator):
         return None
     cursor = Cursor()
-    with evaluation_rules(model, loader, eval_seed=eval_seed):
+    with evaluation_rules(engine.model, loader, eval_seed=engine.eval_seed):
         try:
             cursor.restart()
             cursor.open(loader)
             batches = cursor.take(1).batches
+            if batches:
+                warn_of_masks(engine, batches[0], training=False)
             if task is None or not batches:
                 return None
             metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
             if metrics:
                 metrics.reset()
-            with precision.autocast():
-                output = as_step_output(task.step(model, batches[0]), training=False)
+            with engine.precision.autocast():
+                output = as_step_output(task.step(engine.model, batches[0]), training=False)
             records = ["/".join(path) for path in flatten_nested_dict(output.records or {})]
             if not metrics or output.outputs is None:
                 return records if not metrics else None

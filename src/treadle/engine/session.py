@@ -15,11 +15,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from treadle import distributed
+from treadle.checkpoint.introspection import is_users_class
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
+from treadle.engine.names import uncalled_methods
 from treadle.engine.objects_part import warn_of_lost
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.rehearsal import try_folders, try_schedule
@@ -318,6 +320,7 @@ def check_before_training(engine: Engine) -> None:
         try_optimizer(engine.optimizer)
     try_schedule(engine)
     try_folders(engine)
+    _warn_of_uncalled(engine)
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(
@@ -342,6 +345,18 @@ def check_before_training(engine: Engine) -> None:
             "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
             len(names), ", ".join(names[:10]),
         )  # fmt: skip
+
+
+_OF_A_TASK = ("step", "weights", "new_metrics", "prepare_batch", "replayed", "with_metrics", "state_dict",
+              "load_state_dict")  # fmt: skip
+
+
+def _warn_of_uncalled(engine: Engine) -> None:
+    """Warn of methods of the user's task whose names are almost those that are called."""
+    kind = type(engine.task)
+    if is_users_class(kind) and not engine.progress.step and not engine.state.num_runs:
+        for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
+            engine.logger.warning("%s", warning)
 
 
 def _warn_of_half_sums(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from treadle.distributed import unwrap
 from treadle.distributed.state_names import clean_name, load_model_state, model_state, state_mismatches
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import checked
 from treadle.exchange.adapters import adapted
 from treadle.exchange.foreign import ForeignCheckpoint
 from treadle.exchange.reading import read_as_named, without_prefix
@@ -25,6 +26,7 @@ _log = logging.getLogger("treadle.exchange")
 _ANY = {"params", "param_names", "initial_lr", "max_lr", "min_lr"}
 
 
+@checked
 def load_foreign(
     model: nn.Module,
     path: str | os.PathLike[str],

@@ -6,11 +6,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from treadle.errors.arguments import checked
 from treadle.exchange.folders import read_folder
 from treadle.exchange.foreign import ForeignCheckpoint, from_tree
 from treadle.exchange.tensor_files import read_tree
 
 
+@checked
 def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
     """Read a checkpoint of another framework; nothing in it is executed, and no pickled object is loaded.
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.checkpointing import Checkpointing, checkpoint_model
-from treadle.capture.compile import Compile, compile_model
+from treadle.capture.compile import Compile, check_compile, compile_model
 from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
@@ -73,7 +73,7 @@ def place(
     moved = model.to(where)
     made = optimizer(moved) if callable(optimizer) else optimizer
     checkpoint_model(moved, gradient_checkpointing)
-    ready = spread(compile_model(moved, compile), parallel, made)
+    ready = spread(compile_model(moved, check_compile(compile)), parallel, made)
     move_optimizer_state(made)
     check_scheduler(scheduler, made)
     return Placed(ready, made, where)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
+from treadle.checkpoint.introspection import is_users_class
+from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
-from treadle.engine.evaluation import refuse_no_batch
+from treadle.engine.evaluation import refuse_no_batch, results_of, try_override
 from treadle.engine.limits import Deadline
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.rehearsal import try_evaluation
+from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
+from treadle.faces.loaders import refuse_used_up
 from treadle.optim.evaluation_point import has_modes
 from treadle.optim.schedules import check_plateau
 from treadle.task import Task
@@ -41,6 +46,7 @@ class EpochTrainer:
 
     loss_name = "loss"
 
+    @checked
     def __init__(self, engine: Engine, *, best: BestRule | None = None, prefix: str = "val_"):
         self.engine = engine
         self.best = best
@@ -76,6 +82,7 @@ class EpochTrainer:
         """
         metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
         check_plateau(self.engine.lr_scheduler, metric, mode)
+        refuse_used_up(val_loader, "val_loader", times=epochs - self.engine.epoch)
         if after_epoch is not None:
             self.engine.prepare()
             self.engine.state.objects.add("after_epoch", after_epoch)
@@ -121,6 +128,8 @@ class EpochTrainer:
         """
         with self.scored_weights():
             values = self.engine.evaluate(loader)
+        if is_users_class(_owner(type(self.engine), "evaluate")):
+            return dict(results_of("evaluate", values))
         refuse_no_batch(self.engine.eval_cursor.position, "val_loader: it")
         return values
 
@@ -133,7 +142,7 @@ class EpochTrainer:
     ) -> dict[str, Any]:
         if not isinstance(loaders, Mapping):
             return evaluate(loaders)
-        results = {name: evaluate(loader) for name, loader in loaders.items()}
+        results = {name: results_of("evaluate", evaluate(loader)) for name, loader in loaders.items()}
         return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
@@ -160,19 +169,36 @@ class EpochTrainer:
         self.engine.logger.info("evaluated before step 1: %s", results, extra={"topic": "sanity"})
 
     def _check_names(self, names: Mapping[str, list[str] | None]) -> None:
-        """Look at the names of results of each loader, as far as they are known before step 1; a face may do more."""
+        """Raise for a metric to select by that no epoch's record will have, as far as that is known before step 1.
+
+        Raises:
+            ConfigError: it is not among the results of the first batches.
+        """
+        if self.best is None or type(self) is not EpochTrainer or None in names.values():
+            return
+        each = [(loader, name) for loader, some in names.items() for name in ("loss", *(some or ()))]
+        found = {f"{loader}_{name}" if loader else name for loader, name in each}
+        known = ["epoch", "lr", "train_loss", *(f"{self.prefix}{name}" for name in sorted(found))]
+        if self.best.metric not in known:
+            raise ConfigError(
+                f"no epoch's record will have it; it will have {', '.join(known)}", argument="best.metric",
+                value=self.best.metric,
+            )  # fmt: skip
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
         """Return the names of results, of one batch before step 1; only read it where a subclass evaluates itself."""
-        own = type(self).evaluate is not EpochTrainer.evaluate
-        return self._try_batch(val_loader, None if own else self.engine.task)
+        owners = [_owner(type(self), "evaluate"), _owner(type(self.engine), "evaluate")]
+        own = owners[0] is not EpochTrainer or is_users_class(owners[1])
+        names = self._try_batch(val_loader, None if own else self.engine.task)
+        if any(map(is_users_class, owners)) and not isinstance(val_loader, Iterator):
+            first = FirstBatches(val_loader, 1, "limit_eval_batches")
+            with self.engine.evaluations_limited_to(None):
+                try_override(lambda: self.evaluate(first), self.engine.logger)
+        return names
 
     def _try_batch(self, val_loader: Iterable[Any], task: Task | None) -> list[str] | None:
-        engine = self.engine
         with self.scored_weights():
-            return try_evaluation(
-                engine.model, val_loader, task, precision=engine.precision, eval_seed=engine.eval_seed
-            )
+            return try_evaluation(self.engine, val_loader, task)
 
     def scored_weights(self) -> AbstractContextManager[None]:
         """Put the weights that evaluations score into the model inside the block."""
@@ -189,7 +215,7 @@ class EpochTrainer:
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
             self.scoring = True  # and so it stays if the evaluation fails
-            self.metrics = self.evaluate_each(val_loader)
+            self.metrics = dict(results_of("evaluate", self.evaluate_each(val_loader)))
             self.scoring = False
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
@@ -235,6 +261,11 @@ class EpochTrainer:
             self.engine.logger.warning("the checkpoint has no state of the best rule: selection starts fresh")
         self.metrics = state_dict.get("metrics")
         self.history = [dict(record) for record in state_dict.get("history") or []]
+
+
+def _owner(kind: type, method: str) -> type:
+    """Return the class that a method of another comes from."""
+    return next(owner for owner in kind.__mro__ if method in vars(owner))
 
 
 def _as_float(value: float | Tensor) -> float:

@@ -14,6 +14,7 @@ from treadle.engine import Engine
 from treadle.engine.out_of_memory import is_out_of_memory
 from treadle.engine.trial import TrialSteps, undone
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _SMOOTHING = 0.9
 
@@ -49,6 +50,7 @@ class LearningRates:
         return self.rates[max(falls, key=falls.__getitem__) + width // 2] if falls else None
 
 
+@checked
 def find_learning_rate(
     trainer: Any,
     loader: Iterable[Any] | None = None,
@@ -117,6 +119,7 @@ def _check_search(lowest: float, highest: float, num_steps: Any, divergence: flo
         raise ConfigError("must be > 1", argument="divergence", value=divergence)
 
 
+@checked
 def find_batch_size(
     trainer: Any,
     make_loader: Callable[[int], Iterable[Any]],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
@@ -53,6 +53,26 @@ def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
         _check_eval_loader(loader, f"{argument}[{name!r}]")
     if not loaders or not all(isinstance(name, str) and name for name in loaders):
         raise ConfigError("a dict of loaders needs a name for each, and at least one", argument=argument)
+
+
+def refuse_used_up(loaders: EvalLoaders | None, argument: str, *, times: int) -> None:
+    """Raise ConfigError for an iterator, which can be read once, where a loader is read several times.
+
+    Args:
+        loaders: as the user gave them.
+        argument: how it is called.
+        times: how often it will be read.
+
+    Example:
+        >>> refuse_used_up([[0.5]], "val_loader", times=2)
+    """
+    named = loaders.values() if isinstance(loaders, Mapping) else [loaders]
+    if times > 1 and any(isinstance(loader, Iterator) for loader in named):
+        raise ConfigError(
+            f"a generator or another iterator can be read once, and it would be read {times} times; pass a list or a "
+            "DataLoader",
+            argument=argument,
+        )
 
 
 def _check_eval_loader(loader: Any, argument: str) -> None:

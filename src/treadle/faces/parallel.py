@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 from treadle import distributed
 from treadle.capture.compile import compile_in_place, repeated_blocks, warn_of_sharded
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import checked
 
 ParallelName = Literal["ddp", "fsdp"]
 Block = type[nn.Module] | nn.Module | str
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+@checked
 @dataclass(frozen=True)
 class ParallelConfig:
     """How a model is spread over ranks, as a face takes it by ``parallel=``.
@@ -92,6 +94,7 @@ def as_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> Paral
     raise ConfigError("must be 'ddp', 'fsdp', a ParallelConfig or None", argument="parallel", value=value)
 
 
+@checked
 def parallelize(
     model: nn.Module,
     kind: ParallelName | ParallelConfig,

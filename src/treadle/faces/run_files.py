@@ -15,7 +15,7 @@ from treadle import distributed
 from treadle.checkpoint.schema import versions
 from treadle.checkpoint.store import write_text
 from treadle.engine.hook import BaseHook
-from treadle.hooks.files import to_json
+from treadle.hooks.files import set_aside, to_json
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tracking import Guard
@@ -59,6 +59,9 @@ class RunFilesHook(BaseHook):
             self._sessions.on_before_train(trainer)
         if distributed.rank() == 0:
             self._settings = trainer.workspace / "settings.json"
+            if trainer.step == 0:
+                with self._guard(trainer, self, "setting the settings of an earlier run aside"):
+                    set_aside(trainer, self._settings)
 
     def on_after_step(self, trainer: Engine) -> None:
         """Log the step; after the first one, whose loader is known, write the settings."""

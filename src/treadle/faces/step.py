@@ -20,7 +20,6 @@ from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
-from treadle.engine.arguments import checked
 from treadle.engine.attempt import Attempt
 from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.events import Events
@@ -38,6 +37,7 @@ from treadle.engine.state import RunState
 from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epoch_face import save_state
 from treadle.hooks.remote import local_workspace

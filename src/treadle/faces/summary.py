@@ -15,6 +15,7 @@ from treadle.distributed import unwrap
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class ModelSummary:
         ])  # fmt: skip
 
 
+@checked
 def summary(model: nn.Module, input: Any = None, *, depth: int | None = 2) -> ModelSummary:
     """Return a table of the modules of a model; print it.
 

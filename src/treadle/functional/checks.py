@@ -16,20 +16,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from treadle.data.amount import batches_in
-from treadle.engine.arguments import check_argument
-from treadle.engine.best import BestRule, EarlyStopping, Mode
+from treadle.engine.best import BestRule, EarlyStopping, Mode, resolve_mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.names import overridden_on_instance, refuse_signatures, takes, uncalled_methods
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_argument
 from treadle.faces.loaders import (
     EvalLoaders,
     check_eval_loaders,
     check_loader,
     mode_over,
+    refuse_used_up,
     results_by_name,
     selected_by,
 )
+from treadle.functional.claims import warn_of_claims
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
 from treadle.functional.settings import TrainingSettings
 from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
@@ -243,6 +245,12 @@ def check_call(
     for callback in callbacks or ():
         check_callback(callback)
     check_eval_loaders(eval_loader, "eval_dataloader")
+    refuse_used_up(eval_loader, "eval_dataloader", times=num_epochs)
+    steps = trainer.settings.gradient_accumulation_steps
+    warn_of_claims(trainer._claims, num_epochs=num_epochs, loaders=loaders, accumulation=steps)
+    evaluates = trainer._is_own("evaluate") or trainer._is_own("eval_step") or trainer._eval_task.metrics
+    if eval_loader is None and evaluates:
+        _log.info("eval_dataloader=None: no epoch is evaluated; metrics and evaluate() serve calls of your own")
 
 
 def check_callback(callback: Any) -> None:
@@ -346,6 +354,7 @@ def rule_for(
         raise ConfigError(
             f"no epoch's record will have it; they have {', '.join(known)}", argument="best_model_metric", value=metric
         )
+    _warn_of_direction(name, mode)
     make = partial(MetricRule, name, mode or mode_over(name.removeprefix(PREFIX), loaders), min_delta, patience)
     try:
         make()  # refuses bad values now
@@ -357,6 +366,19 @@ def rule_for(
             ) from None  # fmt: skip
         raise error.renamed(_OURS.get(error.argument or "", str(error.argument))) from None
     return make
+
+
+def _warn_of_direction(name: str, mode: Mode | None) -> None:
+    """Warn where a direction is given and the name of the metric tells the other one."""
+    try:
+        told = resolve_mode(name.removeprefix(PREFIX))
+    except ConfigError:
+        return
+    if mode is not None and mode != told:
+        _log.warning(
+            "best_mode=%r: %s is better the %s it is, by its name, and the epoch with the %s is selected",
+            mode, name, "higher" if told == "max" else "lower", "lowest" if mode == "min" else "highest",
+        )  # fmt: skip
 
 
 _ARGUMENTS = {
@@ -376,6 +398,8 @@ _FOREIGN = {
     "val_dataloader": "pass eval_dataloader= to train()",
     "get_eval_dataloader": "pass eval_dataloader= to train()",
     "compute_metrics": "evaluate, or pass metrics= to the trainer",
+    "save_checkpoint": "_save_checkpoint", "save_model": "_save_checkpoint",
+    "on_epoch_end": "pass a function in callbacks=[...] to train()",
 }  # fmt: skip
 
 

@@ -12,14 +12,21 @@ from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.base import temporarily
 from treadle.engine.best import BestRule
-from treadle.engine.evaluation import EvaluationAbandoned, evaluation_mode, evaluation_rules, refuse_no_batch
+from treadle.engine.evaluation import (
+    EvaluationAbandoned,
+    evaluation_mode,
+    evaluation_rules,
+    refuse_no_batch,
+    results_of,
+    try_override,
+)
 from treadle.engine.own_loop import run_own_epochs
 from treadle.engine.session import BetweenRuns, held_by_hooks, ranks_stop, resume_from_hooks
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs
 from treadle.functional.replaced import EpochBatches, OwnSteps
-from treadle.functional.task import EvalTask, numbers_from
+from treadle.functional.task import EvalTask
 from treadle.nested import as_number, flatten_nested_dict
 
 PREFIX = "eval_"
@@ -253,14 +260,32 @@ class FaceEpochs(SelectingEpochs):
         limit = self.engine.settings.limits.evaluation
         with self.scored_weights(), self._inside_the_rules(loader), temporarily(self, _evaluating=True):
             first = loader if limit is None else FirstBatches(loader, limit, "limit_eval_batches")
-            values = numbers_from("evaluate", own_evaluate(first))
+            values = results_of("evaluate", own_evaluate(first))
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
-        """Evaluate one batch before step 1 by the task; an overridden ``evaluate`` has a loop that is not entered."""
+        """Evaluate one batch before step 1: by the task, or by an overridden ``evaluate``, which gets it alone."""
+        own_evaluate = self._find_evaluate()
         with temporarily(self, _evaluating=True):
-            names = self._try_batch(val_loader, self._task if self._find_evaluate() is None else None)
+            names = self._try_batch(val_loader, self._task if own_evaluate is None else None)
+            if own_evaluate is not None and not isinstance(val_loader, Iterator):
+                with self.scored_weights(), self._inside_the_rules(val_loader):
+                    first = FirstBatches(val_loader, 1, "limit_eval_batches")
+                    found = try_override(
+                        lambda: _as_record(results_of("evaluate", own_evaluate(first))), self.engine.logger
+                    )
+                self._warn_of_absent_metric(found)
         return ["loss", *names] if names is not None and self._task.gives_loss else names
+
+    def _warn_of_absent_metric(self, found: Mapping[str, Any] | None) -> None:
+        """Warn of a metric to select by that an overridden evaluation did not give for the first batch."""
+        metric = "train_" if self.best is None else self.best.metric
+        bare = metric.removeprefix(PREFIX)
+        if found is not None and bare not in found and bare != "lr" and not metric.startswith("train_"):
+            self.engine.logger.warning(
+                "evaluate: the override gave %s for the first batch, and the best epoch is selected by %s; return it "
+                "or pass best_model_metric=", ", ".join(sorted(found)) or "nothing", metric,
+            )  # fmt: skip
 
     def _check_names(self, names: Mapping[str, list[str] | None]) -> None:
         """Raise for a metric to select by that no epoch's record will have.

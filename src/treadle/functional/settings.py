@@ -14,9 +14,9 @@ from typing import Any, get_args
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
 from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
-from treadle.engine.arguments import check_argument
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import check_argument
 from treadle.faces.build import EngineArguments
 from treadle.functional.user_config import UserConfig
 from treadle.optim.precision import PrecisionName
@@ -28,8 +28,10 @@ _FIRST = (
     "max_grad_norm", "scheduler_step_per_batch", "weight_decay", "learning_rate", "gradient_accumulation_steps",
     "mixed_precision", "max_non_finite_grad_retries", "log_interval", "min_delta", "ema_decay",
 )  # fmt: skip
-_UNUSED = ("batch_size", "num_epochs", "epochs", "seed", "max_eval_samples")
+UNUSED = ("batch_size", "num_epochs", "epochs", "seed", "max_eval_samples")
 _OF_FILES = ("checkpoint_dir", "save_interval")
+_MEANT = {"lr": "learning_rate", "max_epochs": "num_epochs", "grad_clip": "max_grad_norm", "amp": "mixed_precision",
+          "accumulate_grad_batches": "gradient_accumulation_steps", "scheduler": "lr_scheduler"}  # fmt: skip
 _NOWHERE = {"eval_interval": "evaluations come after each epoch; ValidationHook(interval=...) evaluates between steps"}
 
 
@@ -245,11 +247,13 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
         True
     """
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
-    whole = _config_of(config)
+    whole = config_of(config)
     part = whole.part("training")
     values = {} if part is None else part.fields()
     _refuse_misplaced(whole, known, has_part=part is not None)
-    refuse_unknown(_WHERE, values, [*known, *_UNUSED, *_OF_FILES, *_NOWHERE])
+    for name in values.keys() & _MEANT.keys():
+        raise ConfigError(f"unknown key {name!r}; did you mean {_MEANT[name]!r}?", argument=_WHERE)
+    refuse_unknown(_WHERE, values, [*known, *UNUSED, *_OF_FILES, *_NOWHERE])
     for name in values.keys() & _NOWHERE.keys():
         _log.warning("config.training.%s=%s is not read: %s", name, values[name], _NOWHERE[name])
     given = {name: value for name, value in values.items() if name in known}
@@ -265,12 +269,21 @@ def read_run_defaults(config: Any) -> RunDefaults:
         >>> read_run_defaults({"training": {"checkpoint_dir": "runs"}})
         RunDefaults(checkpoint_dir='runs', save_interval=None)
     """
-    part = _config_of(config).part("training")
+    part = config_of(config).part("training")
     values = {} if part is None else part.fields()
     return RunDefaults(**{name: values[name] for name in _OF_FILES if name in values})
 
 
-def _config_of(config: Any) -> UserConfig:
+def config_of(config: Any) -> UserConfig:
+    """Return a view of a user's config.
+
+    Raises:
+        ConfigError: it is a text, a number or another value without fields.
+
+    Example:
+        >>> config_of({"seed": 1}).value("seed")
+        1
+    """
     if isinstance(config, (str, bytes, int, float, Path)) or (isinstance(config, (list, set)) and config):
         raise ConfigError(
             "must be a dict, or an object, with a part 'training'; read a file first, for example by "
@@ -278,7 +291,7 @@ def _config_of(config: Any) -> UserConfig:
             argument="config", value=config,
         )  # fmt: skip
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
-    return UserConfig({} if config is None else config, "config", [*known, *_UNUSED, *_OF_FILES, *_NOWHERE])
+    return UserConfig({} if config is None else config, "config", [*known, *UNUSED, *_OF_FILES, *_NOWHERE])
 
 
 def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:

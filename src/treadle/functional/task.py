@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from treadle.engine.evaluation import results_of
 from treadle.engine.metrics import EpochMetrics
-from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples, split_batch
 from treadle.functional.losses import counted_labels, model_loss, num_counted
 from treadle.functional.row_counts import RowCounts
@@ -166,7 +166,7 @@ class OverriddenEvalTask(EvalTask):
         """Return the numbers of ``eval_step`` as records."""
         trainer = self.trainer
         with _watched(trainer) as seen:
-            numbers = dict(numbers_from("eval_step", trainer.eval_step(batch)))
+            numbers = dict(results_of("eval_step", trainer.eval_step(batch)))
         if "inputs" not in seen:
             seen["inputs"], seen["targets"] = trainer._prepare_batch(batch)
         inputs, outputs, targets = seen["inputs"], seen.get("outputs"), seen.get("targets")
@@ -183,21 +183,6 @@ class OverriddenEvalTask(EvalTask):
         """Return the metrics of an evaluation, emptied; whether there is a loss is the override's affair."""
         self.gives_loss = False
         return super().new_metrics()
-
-
-def numbers_from(method: str, result: Any) -> Mapping[str, Any]:
-    """Return the result of an overridden method of an evaluation.
-
-    Raises:
-        ConfigError: it is no mapping, as where a ``return`` was forgotten.
-
-    Example:
-        >>> numbers_from("evaluate", {"loss": 1.0})
-        {'loss': 1.0}
-    """
-    if not isinstance(result, Mapping):
-        raise ConfigError(f"the override returned a {type(result).__name__}; return a dict of numbers", argument=method)
-    return result
 
 
 @contextlib.contextmanager

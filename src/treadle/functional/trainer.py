@@ -24,6 +24,7 @@ from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import replaces, takes
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
+from treadle.errors import ConfigError
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
@@ -43,6 +44,7 @@ from treadle.functional.checks import (
     set_length,
     warn_of_idle_interval,
 )
+from treadle.functional.claims import read_claims
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
@@ -120,7 +122,7 @@ class Trainer(EpochFace):
         optimizer, loss_fn = in_argument_order(optimizer, loss_fn)
         self.config = config
         self.settings = read_settings(config, settings)
-        self._run_defaults = read_run_defaults(config)
+        self._run_defaults, self._claims = read_run_defaults(config), read_claims(config)
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
@@ -402,6 +404,8 @@ class Trainer(EpochFace):
         Raises:
             ConfigError: the loader is empty.
         """
+        if isinstance(dataloader, Mapping):
+            raise ConfigError("is a dict of loaders; call evaluate with one of them", argument="dataloader")
         return self._epochs.measure(dataloader)
 
     def predict(self, dataloader: Iterable[Any]) -> Any:

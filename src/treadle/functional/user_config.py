@@ -58,6 +58,14 @@ class UserConfig:
             raise ConfigError("must be a dict or an object with fields", argument=part._where, value=found)
         return part
 
+    def value(self, name: str) -> Any:
+        """Return a value under a key or an attribute as a plain one; None where there is none, or it cannot be read."""
+        if isinstance(self.source, Mapping):
+            return plain(self.source[name]) if name in self.source else None
+        with contextlib.suppress(*_LACKING):
+            return plain(self._asked(name))
+        return None
+
     def _asked(self, name: str) -> Any:
         """Return what the object gives for a name as an attribute, or else as a key."""
         value = getattr(self.source, name, None)

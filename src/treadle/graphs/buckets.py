@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least, checked
 
 
+@checked
 @dataclass(frozen=True)
 class PadBucket:
     """The room of a padded batch: what it holds at most.
@@ -36,6 +38,10 @@ class PadBucket:
     """Pairs with an encoding (``edge_pe_index``) of all graphs."""
     target_pairs: int = 0
     """Pairs with a target (``pair_index``) of all graphs."""
+
+    def __post_init__(self) -> None:
+        check_least(1, graphs=self.graphs, rows=self.rows, row_length=self.row_length)
+        check_least(0, edges=self.edges, pairs=self.pairs, target_pairs=self.target_pairs)
 
     @property
     def reserve(self) -> int:
@@ -68,6 +74,7 @@ def columns(batch: Any, name: str) -> int:
     return 0 if index is None else int(index.shape[1])
 
 
+@checked
 def plan_buckets(
     graphs: Iterable[Any],
     batch_size: int,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.graphs.datasets.targets import import_rdkit
 from treadle.runs.figures import INK, MUTED, new_figure, save_figure
 
@@ -30,6 +31,7 @@ _COLOURS = ("#4d9dcc", "#ffffff", "#e68a4d")  # the blue and orange of all pictu
 _BOUND = 0.95  # quantile of the contributions that has the full colour: few atoms far off would pale all others
 
 
+@checked
 @torch.no_grad()
 def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) -> Tensor:
     """Return the outputs for a graph less those without the features of each of its nodes.

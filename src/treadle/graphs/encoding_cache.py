@@ -14,6 +14,7 @@ from torch import Tensor
 
 from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.errors import CheckpointError
+from treadle.errors.arguments import checked
 from treadle.graphs.encodings.config import PEConfig, PEConfigLike, parse_pe_config
 from treadle.graphs.encodings.many import EncodedGraphs, encode_graphs
 
@@ -23,6 +24,7 @@ _log = logging.getLogger("treadle.graphs")
 _VERSION = 2
 
 
+@checked
 def cached_encodings(
     graphs: Sequence[tuple[Tensor, int]],
     config: PEConfigLike,

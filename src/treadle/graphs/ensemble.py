@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from treadle.device import get_device
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 from treadle.graphs.encodings.compute import encode_graph
 from treadle.graphs.encodings.config import parse_pe_config
 
@@ -33,6 +34,7 @@ class SmilesPrediction(NamedTuple):
     """One line about every SMILES that gave no graph."""
 
 
+@checked
 def predict_smiles(
     models: Sequence[nn.Module],
     smiles: Sequence[str],

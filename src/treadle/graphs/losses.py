@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
 
 # The default comes first.
@@ -33,6 +34,7 @@ class GraphLoss:
         from_logits: whether predictions are logits; False: probabilities; None: neither, as in regression.
     """
 
+    @checked
     def __init__(self, task_type: str, loss_type: str, num_classes: int | None, class_weights: Tensor | None) -> None:
         self.task_type = task_type
         self.loss_type = loss_type
@@ -124,6 +126,7 @@ class GraphLoss:
             )
 
 
+@checked
 def get_loss_fn(
     task_type: str,
     loss_type: str | None = None,

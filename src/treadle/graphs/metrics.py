@@ -14,6 +14,7 @@ from torch import Tensor
 
 from treadle.device.on_the_way import OnTheWay
 from treadle.errors import ConfigError, MissingExtraError
+from treadle.errors.arguments import check_least, checked
 from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -156,6 +157,7 @@ class GraphMetrics:
         return logit.sigmoid() if self.from_logits else logit
 
 
+@checked
 def get_metrics(task_type: str, num_classes: int = 2, *, from_logits: bool = True, k: int = 100) -> GraphMetrics:
     """Return the metrics of a task, an object with ``reset()``, ``update(pred, target, mask=None)``, ``compute()``.
 
@@ -187,6 +189,7 @@ def get_metrics(task_type: str, num_classes: int = 2, *, from_logits: bool = Tru
         >>> metrics.compute()
         {'mse': 2.5, 'mae': 1.5, 'rmse': 1.5811388300841898}
     """
+    check_least(1, num_classes=num_classes, k=k)
     return GraphMetrics(task_type, num_classes, from_logits=from_logits, k=k)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from treadle.data.graph_sizes import noted_sizes
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import checked
 from treadle.graphs.attention import AttentionLayout, GraphAttention, PairBias, batch_layout, padded_layout
 from treadle.graphs.heads import EdgeHead, GraphHead, NodeHead
 from treadle.graphs.inputs import FeatureEncoder, NodeEncodingInput, graphs_of, needed
@@ -44,6 +45,7 @@ class GraphTransformer(nn.Module):
         num_classes: width C of the output.
     """
 
+    @checked
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
         self.num_classes = options.num_classes
@@ -186,6 +188,7 @@ def _check_width(name: str, value: Tensor, width: int, argument: str) -> None:
         )
 
 
+@checked
 def get_model(
     name: str = "graph_transformer",
     num_features: int | None = None,

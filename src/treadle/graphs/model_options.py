@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 from treadle.graphs.statistics import GraphStatistics
 
 MODEL_NAMES = ("gps", "graph_transformer", "gt", "mpnn")
@@ -13,6 +14,7 @@ MPNN_TYPES = ("gat", "gatedgcn", "gcn", "gin")
 READOUTS = ("add", "max", "mean", "mean_add")
 
 
+@checked
 @dataclass(frozen=True)
 class ModelOptions:
     """What `get_model` takes, with the defaults filled in.

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import check_least, checked
 from treadle.optim.optimizer import can_be_fused, decay_groups
 
 _log = logging.getLogger("treadle.graphs")
@@ -19,6 +20,7 @@ _OPTIMIZERS = ("adamw", "adam", "sgd")
 _KEYS = ("type", "lr", "weight_decay", "betas", "eps", "momentum")
 
 
+@checked
 def get_optimizer(
     model: nn.Module,
     optimizer_type: str = "adamw",
@@ -56,6 +58,7 @@ def get_optimizer(
             f" is unknown; {nearest(str(optimizer_type), _OPTIMIZERS)}", argument="optimizer_type", value=optimizer_type
         )
     betas = (betas[0], betas[1])
+    check_least(0, lr=lr, weight_decay=weight_decay, eps=eps, momentum=momentum)
     given = {"betas": (betas, (0.9, 0.999)), "eps": (eps, 1e-8), "momentum": (momentum, 0.9)}
     say_what_is_idle(optimizer_type, given, ("momentum",) if optimizer_type == "sgd" else ("betas", "eps"))
     groups = decay_groups(model, weight_decay)
@@ -83,6 +86,7 @@ def say_what_is_idle(kind: str, given: Mapping[str, tuple[Any, Any]], used: Coll
         _log.warning("%r has no %s: without effect; leave it out, or take another type", kind, ", ".join(idle))
 
 
+@checked
 def get_optimizer_from_config(model: nn.Module, cfg: Mapping[str, Any]) -> Optimizer:
     """Build an optimizer from the keys ``type``, ``lr``, ``weight_decay``, ``betas``, ``eps``, ``momentum``.
 

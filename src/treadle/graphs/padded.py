@@ -19,6 +19,7 @@ from torch import Tensor
 
 from treadle.device.one_piece import in_one_piece
 from treadle.errors import ConfigError, MissingExtraError
+from treadle.errors.arguments import checked
 from treadle.graphs.buckets import PadBucket, columns
 from treadle.graphs.inputs import graphs_of, needed
 from treadle.graphs.masks import masks_in
@@ -242,6 +243,7 @@ class PaddingCollater:
         ImportError: when ``torch_geometric`` is needed and not installed.
     """
 
+    @checked
     def __init__(
         self,
         buckets: Sequence[PadBucket],

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import checked
 from treadle.graphs.optimizer import say_what_is_idle
 from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
@@ -26,6 +27,7 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
+@checked
 def get_scheduler(
     optimizer: Optimizer,
     scheduler_type: str = "cosine_warmup",
@@ -88,6 +90,7 @@ def get_scheduler(
     return _follow(curve, scheduler_type, optimizer)
 
 
+@checked
 def get_scheduler_from_config(optimizer: Optimizer, config: Mapping[str, Any]) -> LRScheduler | None:
     """Build a schedule from the keys of a configuration.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.graphs.encodings.graphs import one_thread
 from treadle.seed import forked_rng
 
@@ -49,6 +50,7 @@ class GraphStatistics:
         return cls(torch.nan, *torch.full((2, node_pe_dim), torch.nan))
 
 
+@checked
 def graph_statistics(graphs: Iterable[Any]) -> GraphStatistics:
     """Measure the graphs of a training set, once and the same to the bit in every process.
 

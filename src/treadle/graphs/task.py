@@ -15,6 +15,7 @@ from treadle.data.graph_sizes import count_sizes, note_sizes
 from treadle.data.host_copies import host_of
 from treadle.device import to_device
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.masks import counted_rows
@@ -124,11 +125,15 @@ class GraphTask:
 
     Attributes:
         step_outputs: outputs of the training steps since they were last taken; see `TrainOutputsHook`.
+        reads_masks: True, as batches are counted by their masks.
 
     Example:
         >>> # Engine(model, optimizer, GraphTask(device, "regression", loss_fn=loss_fn, metrics=metrics))
     """
 
+    reads_masks = True
+
+    @checked
     def __init__(
         self,
         device: torch.device,

@@ -22,6 +22,7 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
+from treadle.errors.arguments import checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import CheckpointFolder, loss_name, write_best_and_last
@@ -111,6 +112,7 @@ class GraphTrainer(EpochFace):
     _epochs: GraphEpochs
     _folder: BestAndLast
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

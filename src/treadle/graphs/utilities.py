@@ -7,6 +7,7 @@ import logging
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _log = logging.getLogger("treadle.graphs")
 
@@ -26,6 +27,7 @@ class GradientAccumulator:
         ([False, True, False, True], True)
     """
 
+    @checked
     def __init__(self, accumulation_steps: int = 1):
         if not accumulation_steps >= 1:
             raise ConfigError(
@@ -51,6 +53,7 @@ class GradientAccumulator:
         self._seen = 0
 
 
+@checked
 def count_parameters(model: nn.Module) -> dict[str, int]:
     """Return how many parameters a model has; shared ones are counted once.
 
@@ -66,6 +69,7 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     return {"total": total, "trainable": trainable, "frozen": total - trainable}
 
 
+@checked
 def log_model_info(model: nn.Module) -> dict[str, int]:
     """Log the result of `count_parameters` and return it.
 

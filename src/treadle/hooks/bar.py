@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import IO, TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.engine.voice import VOICE
 from treadle.errors import ConfigError, MissingExtraError
+from treadle.errors.arguments import checked
 from treadle.hooks.tracking import epoch_records
 from treadle.hooks.values import hours
 from treadle.means import RunningMeans, read_scalars

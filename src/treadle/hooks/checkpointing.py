@@ -18,9 +18,9 @@ from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
 from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
-from treadle.engine.arguments import checked
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
+from treadle.errors.arguments import checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.saving import SavingHook, equal_names
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.checkpoint.store import write_text
-from treadle.engine.arguments import checked
-from treadle.hooks.files import append_lines, in_workspace, next_free
+from treadle.errors.arguments import checked
+from treadle.hooks.files import append_lines, file_in_workspace, in_workspace, set_aside
 from treadle.hooks.tracking import TrackerHook
 
 if TYPE_CHECKING:
@@ -40,17 +40,15 @@ class CsvHook(TrackerHook):
 
     def check(self, trainer: Engine) -> None:
         """Check the path."""
-        in_workspace(trainer, self.path)
+        file_in_workspace(trainer, self.path)
 
     def open(self, trainer: Engine) -> None:
         """Set the file of another run aside, or cut the rows that a resumed run will write again."""
         self._file = path = in_workspace(trainer, self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.sent_through = trainer.step
-        if path.exists() and trainer.step == 0:
-            aside = next_free(path)
-            path.rename(aside)
-            trainer.logger.info("%s belonged to an earlier run and is now %s", path.name, aside.name)
+        if trainer.step == 0:
+            set_aside(trainer, path)
         rows = [row for row in _rows(path) if row["step"].isdigit() and int(row["step"]) <= trainer.step]
         self._columns = ["step", *dict.fromkeys(key for row in rows for key in row if key != "step")]
         at_step = [row for row in rows if int(row["step"]) == trainer.step]

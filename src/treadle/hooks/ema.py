@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from treadle.engine.arguments import checked
+from treadle.errors.arguments import checked
 from treadle.hooks.averaging import AveragingHook
 from treadle.optim.ema import Ema, check_average
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from treadle import distributed
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, RanksDifferError
+from treadle.errors.arguments import checked
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

@@ -34,12 +34,32 @@ def in_workspace(trainer: Engine, path: str | Path) -> Path:
     return trainer.workspace / path
 
 
+def file_in_workspace(trainer: Engine, path: str | Path) -> Path:
+    """Return the path of a file as :func:`in_workspace` does.
+
+    Raises:
+        ConfigError: the path is relative and the trainer has no workspace, or a folder is in its place.
+    """
+    path = in_workspace(trainer, path)
+    if path.is_dir():
+        raise ConfigError("is a folder; name a file, which may be in it", argument="path", value=str(path))
+    return path
+
+
 def next_free(path: Path) -> Path:
     """Return ``<stem>.N<suffix>`` with the smallest N that is free."""
     number = 1
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return candidate
+
+
+def set_aside(trainer: Engine, path: Path) -> None:
+    """Rename the file of an earlier run to the next free name."""
+    if path.exists():
+        aside = next_free(path)
+        path.rename(aside)
+        trainer.logger.info("%s belonged to an earlier run and is now %s", path.name, aside.name)
 
 
 def continue_lines(trainer: Engine, path: Path) -> set[str]:
@@ -49,10 +69,8 @@ def continue_lines(trainer: Engine, path: Path) -> set[str]:
         The keys of the lines at the step resumed from.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and trainer.step == 0:
-        aside = next_free(path)
-        path.rename(aside)
-        trainer.logger.info("%s belonged to an earlier run and is now %s", path.name, aside.name)
+    if trainer.step == 0:
+        set_aside(trainer, path)
     return cut_lines(path, trainer.step) if path.exists() else set()
 
 

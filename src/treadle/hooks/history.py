@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
-from treadle.hooks.files import next_free
+from treadle.errors.arguments import checked
+from treadle.hooks.files import file_in_workspace, set_aside
 from treadle.hooks.files import to_json as to_json
 
 if TYPE_CHECKING:
@@ -55,12 +55,11 @@ class HistoryHook(BaseHook):
 
     def on_before_train(self, trainer: Engine) -> None:
         """Set the file of another run aside when this one starts from nothing, or before its first epoch was over."""
+        file_in_workspace(trainer, self.path.absolute())
         if trainer.step > 0 and self.history():
             self._write()  # epochs that were recorded after the checkpoint never happened
-        elif self.path.exists() and distributed.rank() == 0:
-            aside = next_free(self.path)
-            self.path.rename(aside)
-            trainer.logger.info("%s belonged to an earlier run and is now %s", self.path.name, aside.name)
+        elif distributed.rank() == 0:
+            set_aside(trainer, self.path)
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Write the file."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.hooks.files import in_workspace
+from treadle.errors.arguments import checked
+from treadle.hooks.files import in_workspace, next_free
 from treadle.hooks.tracking import Guard
 from treadle.hooks.values import as_image, require
 from treadle.nested import flatten_nested_dict
@@ -62,8 +62,8 @@ class ImageFileLoggerHook(BaseHook):
         self._guard = Guard()
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Check the folder, the package and the format before any work is lost."""
-        in_workspace(trainer, self.path)
+        """Check the folder, the package and the format before any work is lost; set images of an earlier run aside."""
+        folder = in_workspace(trainer, self.path)
         pillow = require("PIL.Image", "ImageFileLoggerHook")
         if isinstance(self.image_format, str) and f".{self.image_format}" not in pillow.registered_extensions():
             raise ConfigError(
@@ -71,6 +71,9 @@ class ImageFileLoggerHook(BaseHook):
                 argument="image_format",
                 value=self.image_format,
             )
+        if trainer.step == 0 and distributed.rank() == 0 and folder.is_dir():
+            with self._guard(trainer, self, "setting the images of an earlier run aside"):
+                _set_aside(trainer, folder)
 
     def on_log_images(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
         """Write the images."""
@@ -88,6 +91,17 @@ class ImageFileLoggerHook(BaseHook):
                 if not dry_run:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     image.save(target)
+
+
+def _set_aside(trainer: Engine, folder: Path) -> None:
+    """Move the folders of steps, which an earlier run has written, into another one beside theirs."""
+    steps = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
+    if steps:
+        aside = next_free(folder)
+        aside.mkdir()
+        for path in steps:
+            path.rename(aside / path.name)
+        trainer.logger.info("images of an earlier run in %s are now in %s", folder.name, aside.name)
 
 
 def _safe(part: str) -> str:

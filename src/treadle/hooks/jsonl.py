@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
-from treadle.hooks.files import continue_lines, in_workspace, to_json
+from treadle.errors.arguments import checked
+from treadle.hooks.files import continue_lines, file_in_workspace, in_workspace, to_json
 from treadle.hooks.tracking import TrackerHook
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class JsonlHook(TrackerHook):
 
     def check(self, trainer: Engine) -> None:
         """Check the path."""
-        in_workspace(trainer, self.path)
+        file_in_workspace(trainer, self.path)
 
     def open(self, trainer: Engine) -> None:
         """Set the file of another run aside, or cut what a resumed run will write again."""

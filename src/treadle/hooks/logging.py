@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.reporting import IntervalHook
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import flat_settings, require
 

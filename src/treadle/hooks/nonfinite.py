@@ -16,9 +16,9 @@ from treadle.checkpoint.files import TEMPORARY, remove_leftover
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
 from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.files import in_workspace, next_free, to_json
 from treadle.hooks.flight import (
     AttemptStart,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.tracking import epoch_records
 from treadle.hooks.values import require
 from treadle.nested import flatten_nested_dict

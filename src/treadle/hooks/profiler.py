@@ -10,9 +10,9 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.store import replacing
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import Guard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.reporting import IntervalHook
 from treadle.hooks.values import hours
 from treadle.nested import flatten_nested_dict
@@ -39,6 +39,7 @@ class ProgressHook(IntervalHook):
     def __init__(self, interval: int = 1, with_records: bool = False, sync: bool = False, eta_warmup: int = 10):
         super().__init__(interval, sync=sync)
         self.with_records = with_records
+        check_least(0, eta_warmup=eta_warmup)
         self.eta_warmup = eta_warmup
         self._first_step = 0
         self._started = 0.0

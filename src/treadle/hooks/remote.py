@@ -16,9 +16,9 @@ from treadle import distributed
 from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.remote import RemoteWorkspace
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import checked
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

@@ -12,9 +12,9 @@ from treadle.checkpoint.objects import ObjectStore
 from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import on_rank_0, together, writers_group
 from treadle.checkpoint.remote_claim import RemoteClaim
-from treadle.engine.arguments import checked
 from treadle.engine.signals import ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.saving import SavingHook, equal_names
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.schema import versions
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
-from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
+from treadle.errors.arguments import checked
+from treadle.hooks.files import append_lines, continue_lines, file_in_workspace, to_json
 from treadle.hooks.tracking import Guard
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class SessionLogHook(BaseHook):
 
     def on_before_train(self, trainer: Engine) -> None:
         """Write the line of the start."""
-        path = in_workspace(trainer, self.path)
+        path = file_in_workspace(trainer, self.path)
         if distributed.rank() != 0:
             return
         self._started = time.monotonic()  # the time of day may be set back

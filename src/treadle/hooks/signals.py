@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
+from treadle.errors.arguments import checked
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

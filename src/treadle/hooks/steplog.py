@@ -12,10 +12,10 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.device.on_the_way import OnTheWay
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError, NonFiniteError
-from treadle.hooks.files import append_lines, continue_lines, in_workspace, to_json
+from treadle.errors.arguments import checked
+from treadle.hooks.files import append_lines, continue_lines, file_in_workspace, to_json
 from treadle.hooks.tracking import Guard
 from treadle.means import read_scalars
 
@@ -172,7 +172,7 @@ class StepLogHook(BaseHook):
 
     def on_before_train(self, trainer: Engine) -> None:
         """Set the file of another run aside, or cut what a resumed run will write again."""
-        path = in_workspace(trainer, self.path)
+        path = file_in_workspace(trainer, self.path)
         self._rows = StepRows()
         if distributed.rank() == 0:
             continue_lines(trainer, path)

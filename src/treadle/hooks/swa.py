@@ -10,8 +10,8 @@ from torch import nn
 
 from treadle.data.sources import refuse_dataset
 from treadle.distributed import unwrap
-from treadle.engine.arguments import checked
 from treadle.engine.evaluation import for_each_batch
+from treadle.errors.arguments import checked
 from treadle.hooks.averaging import AveragingHook
 from treadle.optim.ema import check_average
 from treadle.optim.swa import Swa, check_start

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treadle.engine.arguments import checked
+from treadle.errors.arguments import checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import flat_settings, require

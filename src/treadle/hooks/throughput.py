@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 if TYPE_CHECKING:
     from treadle.engine import Engine

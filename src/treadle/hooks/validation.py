@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,18 +13,20 @@ from torch import nn
 
 from treadle import distributed
 from treadle.checkpoint.files import name_also
+from treadle.checkpoint.introspection import is_users_class
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
+from treadle.data.amount import FirstBatches
 from treadle.data.sources import refuse_dataset
-from treadle.engine.arguments import checked
 from treadle.engine.best import BestRule, Mode
-from treadle.engine.evaluation import EvaluationAbandoned
+from treadle.engine.evaluation import EvaluationAbandoned, enclosed_kept, try_override
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.predictions import scored_weights
 from treadle.engine.rehearsal import try_evaluation
 from treadle.engine.session import leave_on_signal
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, to_json
 from treadle.hooks.tracking import Guard
 from treadle.nested import flatten_nested_dict
@@ -126,8 +129,8 @@ class ValidationHook(BaseHook):
         if self.metrics is not None:
             loss_fn = trainer.task.loss_fn if isinstance(trainer.task, TakesMetrics) else None
             self._metrics = EpochMetrics(self.metrics, trainer.device, loss_fn=loss_fn)
-            if trainer.step == 0 and not trainer.state.loaded:
-                trainer.state.isolated(trainer, lambda: self._try_first_batches(trainer))
+        if trainer.step == 0 and not trainer.state.loaded:
+            trainer.state.isolated(trainer, lambda: self._try_first_batches(trainer))
         if distributed.rank() == 0 and trainer.workspace is not None:
             with self._guard(trainer, self, "opening the file"):
                 path = trainer.workspace / (_LINES if self.name == "val" else f"validation_{self.name}.jsonl")
@@ -219,10 +222,29 @@ class ValidationHook(BaseHook):
         return task.with_metrics(self._metrics) if isinstance(task, TakesMetrics) else _MetricTask(task, self._metrics)
 
     def _try_first_batches(self, trainer: Engine) -> None:
-        task = self._task(trainer)
-        with scored_weights(trainer):
-            for loader in self.loaders.values():
-                try_evaluation(trainer.model, loader, task, precision=trainer.precision, eval_seed=trainer.eval_seed)
+        """Evaluate one batch of each loader before step 1; of an overridden ``evaluate`` look at the results, too.
+
+        Raises:
+            ConfigError: the metric to select by is not among the results.
+        """
+        owner = next(kind for kind in type(trainer).__mro__ if "evaluate" in vars(kind))
+        own, task, known = is_users_class(owner), self._task(trainer), set[str]()
+        with scored_weights(trainer), enclosed_kept(self.eval_step or trainer.task.step):
+            for name, loader in self.loaders.items():
+                found = try_evaluation(trainer, loader, None if own else task or trainer.task)
+                if own and not isinstance(loader, Iterator):
+                    first = FirstBatches(loader, 1, "limit_eval_batches")
+                    with trainer.evaluations_limited_to(None):
+                        try_override(partial(trainer.evaluate, first, task), trainer.logger)
+                if found is None:
+                    return
+                before = f"{self.name}_{name}_" if name else f"{self.name}_"
+                known |= {before + one.replace("/", "_") for one in ("loss", *found)}
+        if self.metric not in known:
+            raise ConfigError(
+                f"no evaluation will have it; it will have {', '.join(sorted(known))}", argument="metric",
+                value=self.metric,
+            )  # fmt: skip
 
     def _report(
         self, trainer: Engine, record: Mapping[str, float], values: Mapping[str, Any], *, improved: bool

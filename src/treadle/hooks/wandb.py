@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.engine.arguments import checked
+from treadle.errors.arguments import checked
 from treadle.hooks.files import RunNotes
 from treadle.hooks.tracking import TrackerHook
 from treadle.hooks.values import as_image, require

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from treadle import distributed
-from treadle.engine.arguments import checked
 from treadle.engine.hook import BaseHook, capturable, read_only
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.thread_activity import stack_of, thread_activity
 
 if TYPE_CHECKING:

@@ -6,12 +6,14 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from treadle.errors.arguments import checked
 from treadle.optim.optimizer import can_be_fused, is_normalisation
 from treadle.optim.schedules import build_schedule
 
 _UNDECAYED_NAMES = ("cls_token", "pos_embed")
 
 
+@checked
 def build_optimizer(
     model: nn.Module,
     *,
@@ -86,6 +88,7 @@ def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     return decayed, undecayed
 
 
+@checked
 def build_warmup_cosine(
     optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_lr_scale: float = 0.0
 ) -> LambdaLR:

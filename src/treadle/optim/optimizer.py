@@ -335,6 +335,11 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     """Raise ConfigError if a scheduler moves another optimizer's learning rate, or its step wants an argument."""
+    if isinstance(scheduler, type):
+        raise ConfigError(
+            f"is the class {scheduler.__name__}; make an object: {scheduler.__name__}(optimizer, ...)",
+            argument="scheduler",
+        )
     built_over = getattr(scheduler, "optimizer", optimizer)
     if built_over is not optimizer and getattr(built_over, "param_groups", None) is not optimizer.param_groups:
         raise ConfigError(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 
 logger = logging.getLogger("treadle.schedules")
 
@@ -257,6 +258,7 @@ class ScheduleShape:
         )
 
 
+@checked
 def build_schedule(
     optimizer: Optimizer,
     name: str = "cosine",

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.optim.ema import Ema
 
 
@@ -111,6 +112,7 @@ class SwaSchedule:
         [1.0, 1.0, 0.75, 0.5, 0.5]
     """
 
+    @checked
     def __init__(
         self,
         optimizer: Optimizer,

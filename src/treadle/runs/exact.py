@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.runs.compare import Replay, replay_and_compare
 from treadle.runs.target import PackRun, checked_target
 from treadle.runs.verify.runs import Verification, Verifier, two_servers
@@ -32,6 +33,7 @@ module.{name}()
 """
 
 
+@checked
 def verify(
     target: str | os.PathLike[str] | Callable[[], Any],
     arguments: Sequence[str] = (),
@@ -72,6 +74,7 @@ def verify(
     return run_verification(os.fspath(target), arguments, steps=steps, kills=kills, seed=seed)
 
 
+@checked
 def replay(
     run: str | os.PathLike[str],
     step: int,

@@ -13,6 +13,7 @@ from typing import Any
 
 from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.exchange.export import export_weights
 from treadle.exchange.sources import Source
 from treadle.hooks.values import require
@@ -23,6 +24,7 @@ _MOST_SETTINGS = 80
 _WHICH = {"ema": "averaged weights", "model": "raw weights", "stored": "weights"}
 
 
+@checked
 def push_to_hub(
     source: str | os.PathLike[str],
     repo_id: str,

@@ -17,6 +17,7 @@ from treadle.checkpoint.store import load_checkpoint, load_weights
 from treadle.distributed.state_names import load_model_state
 from treadle.engine import Engine
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import checked
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import EpochTrainer
 from treadle.faces.step import BaseTrainer
@@ -28,6 +29,7 @@ BEST = ("checkpoints/best.pt", "best.pt", "best_model.pt")
 """States of the best epoch in a run folder, in the order in which they are looked for."""
 
 
+@checked
 def open_run(
     run: str | os.PathLike[str],
     trainer: Any = None,

@@ -152,14 +152,29 @@ def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRu
         ConfigError: the file is a script, is not there or gives no configuration, or an override names no key of it.
     """
     if path.is_file() and path.suffix.lower() == ".py" and not is_config_file(path):
-        raise ConfigError(
-            f"{path}: is a script and no configuration: it defines no config, or trains by itself; run it with "
-            f"`python {path}`"
-        )
+        raise ConfigError(f"{path}: is no configuration: {_what_a_script_is_for(path)}")
     config = load_config(path)
     if "face" not in config:
         return apply_overrides(config, overrides)
     return _pack_run(path, config, overrides)
+
+
+def _what_a_script_is_for(path: Path) -> str:
+    """Return what a Python file without a configuration does, and how to train with it."""
+    try:
+        tree = ast.parse(path.read_bytes(), filename=path.name)
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"it cannot be read: {error}"
+    if _starts_something(tree):
+        return f"it is a script that trains by itself; run it with `python {path}`"
+    kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    if kinds:
+        return (
+            f"it defines {' and '.join(kinds)} and trains nothing; name the trainer in a configuration, as "
+            f"`type: {path.stem}.{kinds[-1]}` in its part trainer (`treadle new config` writes an example), or call "
+            f"its train() in the file and run `python {path}`"
+        )
+    return "it trains nothing and defines no config; `treadle new mini` writes a script to start from"
 
 
 def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> PackRun:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 LabelMap = Tensor | NDArray[Any]
 
@@ -73,6 +74,7 @@ class LLAResult:
     windows: tuple[LLAWindowResult, ...]
 
 
+@checked
 @torch.no_grad()
 def local_label_agreement(
     labels: LabelMap,

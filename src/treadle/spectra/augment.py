@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.spectra.arrays import centre
 
 
@@ -38,6 +39,7 @@ class SpectraAugmenter:
         4.0
     """
 
+    @checked
     def __init__(
         self, *, max_shift: float = 0.0, max_angle: float = 0.0, generator: torch.Generator | None = None
     ) -> None:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least, checked
+
 
 def sine_positions(seq_len: int, d_model: int) -> Tensor:
     """Fixed sine/cosine positions (Vaswani et al. 2017, section 3.5), for even and odd widths.
@@ -119,6 +122,7 @@ class SpectrumEncoder(nn.Module):
 
     pos_embed: Tensor
 
+    @checked
     def __init__(
         self,
         *,
@@ -132,6 +136,12 @@ class SpectrumEncoder(nn.Module):
         latent_dim: int = 64,
     ) -> None:
         super().__init__()
+        check_least(
+            1, seq_len=seq_len, d_model=d_model, nhead=nhead, num_layers=num_layers, dim_feedforward=dim_feedforward,
+            latent_dim=latent_dim,
+        )  # fmt: skip
+        if not 0 <= dropout < 1:
+            raise ConfigError("must lie in [0, 1)", argument="dropout", value=dropout)
         self.seq_len = seq_len
         self.token_proj = nn.Linear(1, d_model, bias=False)
         self.cls_token = nn.Parameter(torch.empty(d_model))
@@ -202,7 +212,9 @@ class SpectrumDecoder(nn.Linear):
         torch.Size([3, 6])
     """
 
+    @checked
     def __init__(self, *, seq_len: int, latent_dim: int = 64) -> None:
+        check_least(1, seq_len=seq_len, latent_dim=latent_dim)
         super().__init__(latent_dim, seq_len, bias=False)
 
 

@@ -20,6 +20,7 @@ from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.engine.evaluation import evaluate, for_each_batch, refuse_no_batch
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.history import dump_records
 from treadle.optim.precision import Precision
 from treadle.seed import as_seed
@@ -78,6 +79,7 @@ class Tester:
 
     __test__ = False  # by its name pytest would take it for a test
 
+    @checked
     def __init__(self, model: nn.Module, cfg: TesterConfig | None = None):
         self.cfg = cfg or TesterConfig()
         self.device = get_device(self.cfg.device)
@@ -159,6 +161,7 @@ class Extractor:
         >>> # latents_ND = Extractor(model)(loader)
     """
 
+    @checked
     def __init__(self, model: nn.Module, cfg: ExtractorConfig | None = None):
         self.cfg = cfg or ExtractorConfig()
         self.device = get_device(self.cfg.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 
 class MixedSpectra(Dataset[Tensor]):
@@ -28,6 +29,7 @@ class MixedSpectra(Dataset[Tensor]):
         (40, torch.Size([8]), 2)
     """
 
+    @checked
     def __init__(self, spectra: Tensor, *, share: float = 0.7, neighbours: int = 10, repeats: int = 1) -> None:
         if not 0 <= share <= 1:
             raise ConfigError("must lie between 0 and 1", argument="share", value=share)

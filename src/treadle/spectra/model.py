@@ -7,6 +7,7 @@ sees a channel.
 from __future__ import annotations
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder
 from treadle.spectra.masks import CountedMasksAutoencoder, check_blocks, check_mask_count, make_block_mask
 
@@ -49,6 +50,7 @@ class ChemoMAE(CountedMasksAutoencoder):
     _make_mask = staticmethod(make_block_mask)
     _parts = "n_blocks"
 
+    @checked
     def __init__(
         self,
         *,

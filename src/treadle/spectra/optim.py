@@ -6,11 +6,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.optim.adamw import build_optimizer, build_warmup_cosine, split_by_decay
 
 __all__ = ["build_optimizer", "build_scheduler", "build_warmup_cosine", "split_by_decay"]
 
 
+@checked
 def build_scheduler(
     optimizer: Optimizer,
     *,

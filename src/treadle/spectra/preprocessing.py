@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_argument, checked
 from treadle.spectra.arrays import Spectra, as_array, as_float64, centre, device_of, like, per_row, take, write_into
 from treadle.spectra.augment import SpectraAugmenter
 from treadle.spectra.estimator import Estimator
@@ -48,6 +49,7 @@ class SNVScaler(Estimator):
     """
 
     def __init__(self, eps: float = 1e-12, copy: bool = True, transform_stats: bool = False) -> None:
+        check_argument("eps", eps, float)
         if not eps >= 0.0:
             raise ConfigError(f"={eps} must be 0 or more; it is added to the standard deviation", argument="eps")
         self.eps = eps
@@ -175,6 +177,7 @@ def _derivative(spectra: NDArray[np.float64], order: int) -> NDArray[np.float64]
     return spectra
 
 
+@checked
 def cosine_fps_downsample(
     X: NDArray[Any] | Tensor,
     *,

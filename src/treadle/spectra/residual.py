@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.spectra.arrays import check_complete
 from treadle.spectra.encoder import EncoderLayer, check_input, sine_positions
 from treadle.spectra.masks import (
@@ -52,6 +53,7 @@ class LinearGaussian(nn.Module):
     factors: Tensor
     noise: Tensor
 
+    @checked
     def __init__(self, seq_len: int, rank: int) -> None:
         super().__init__()
         if not 1 <= rank <= seq_len:
@@ -237,6 +239,7 @@ class ResidualMAE(MaskedAutoencoder):
     _parts = "n_blocks"
     _mixes_masks = True
 
+    @checked
     def __init__(
         self,
         *,

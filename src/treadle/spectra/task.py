@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from treadle.device import moved
 from treadle.distributed import unwrap
+from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import checked
 from treadle.optim.loss_weights import as_count
 from treadle.spectra.losses import masked_mse, masked_sse, masked_uncertain
 from treadle.spectra.model import ChemoMAE
@@ -80,6 +82,7 @@ class SpectraTask:
         >>> task = SpectraTask(torch.device("cpu"))
     """
 
+    @checked
     def __init__(
         self,
         device: torch.device,
@@ -90,7 +93,11 @@ class SpectraTask:
         augmenter: Augmenter | None = None,
         fixed_visible: Tensor | None = None,
     ):
-        self.device = device
+        if loss_type not in LOSSES:
+            raise ConfigError(nearest(loss_type, LOSSES), argument="loss_type", value=loss_type)
+        if loss_region not in ("masked", "all"):
+            raise ConfigError("must be 'masked' or 'all'", argument="loss_region", value=loss_region)
+        self.device = torch.device(device)
         self.loss_fn = LOSSES[loss_type]
         self.reduction = reduction
         self.loss_region = loss_region

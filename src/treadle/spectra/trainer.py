@@ -28,6 +28,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
@@ -81,6 +82,7 @@ class SpectraTrainer(EpochFace):
     _epochs: SpectraEpochs
     _folder: SpectraFolder
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 _PASSAGE_END = re.compile(r"\n\s*\n")
 _STATEMENT = re.compile(r'The "\w+" statement')
@@ -32,6 +33,7 @@ def load_manual() -> dict[str, str]:
     return {name: text.strip() for name, text in sorted(topics.topics.items())}
 
 
+@checked
 def without_repeats(topics: Mapping[str, str]) -> dict[str, str]:
     """Leave every passage in one topic only, the shortest that has it; a topic without any left is dropped.
 
@@ -68,6 +70,7 @@ def is_statement(text: str) -> bool:
     return _STATEMENT.fullmatch(text.partition("\n")[0].strip()) is not None
 
 
+@checked
 def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -> tuple[dict[str, str], dict[str, str]]:
     """Deal whole topics out to training and validation.
 

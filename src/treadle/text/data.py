@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 IGNORED = -100
 """The label of a position that is not counted; what torch's cross-entropy and transformers leave out."""
 
 
+@checked
 def token_stream(tokenizer: Any, texts: Iterable[str], *, end_id: int = 0) -> Tensor:
     """Join documents to one stream, with an end token before, between and behind them.
 
@@ -68,6 +70,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         ([[1, 2, 3, 4], [4, 5, 6, 0]], [[-100, 2, 3, 4], [-100, 5, 6, -100]])
     """
 
+    @checked
     def __init__(self, tokens_N: Tensor, length: int, *, pad_id: int = 0):
         if length < 2:
             raise ConfigError("must be at least 2, a token to read and one to predict", argument="length", value=length)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 
+@checked
 def sample_tokens(
     model: Any,
     prompt_BT: Tensor,
@@ -84,6 +86,7 @@ def _drawn(logits_BV: Tensor, temperature: float, top_k: int | None, generator: 
     return torch.multinomial(probabilities_BV, 1, generator=generator)[:, 0]
 
 
+@checked
 def sample_texts(
     model: Any,
     tokenizer: Any,

@@ -6,10 +6,12 @@ import warnings
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.text.extras import import_extra
 from treadle.text.packing import skip_packing_check
 
 
+@checked
 def build_gpt2(
     vocab_size: int,
     *,
@@ -64,6 +66,7 @@ def build_gpt2(
     return skip_packing_check(model)
 
 
+@checked
 def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05) -> Any:
     """Freeze a GPT-2 and give every linear layer of its blocks a low-rank update (Hu et al. 2021).
 

@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from treadle.errors.arguments import check_least, checked
 
+
+@checked
 def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str, float]:
     """Return the mean negative log-likelihood in nats of every token of a stream but the first.
 
@@ -33,6 +36,7 @@ def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str
         >>> round(losses["unigram"], 4), round(losses["bigram"], 4)
         (0.6931, 0.1823)
     """
+    check_least(1, vocab_size=vocab_size)
     train, val = train_N.numpy(), val_N.numpy()
     before, after = train[:-1], train[1:]
     counts = np.bincount(after, minlength=vocab_size)
@@ -57,6 +61,7 @@ def _mixed(
     return np.asarray(np.where(total > 0, mixed, lower))
 
 
+@checked
 def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
     """Turn a mean loss in nats per token into bits per byte of text, which no choice of tokenizer changes.
 
@@ -64,4 +69,5 @@ def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
         >>> bits_per_byte(math.log(2), num_tokens=10, num_bytes=20)
         0.5
     """
+    check_least(1, num_tokens=num_tokens, num_bytes=num_bytes)
     return loss * num_tokens / (math.log(2) * num_bytes)

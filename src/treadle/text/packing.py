@@ -15,9 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from treadle.errors.arguments import checked
+
 _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
+@checked
 def skip_packing_check(model: Any) -> Any:
     """Let a causal model of transformers compute without asking the device whether rows hold packed documents.
 

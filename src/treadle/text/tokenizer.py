@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.text.extras import import_extra
 
 END = "<|endoftext|>"
@@ -13,6 +14,7 @@ END = "<|endoftext|>"
 _LEAST = 257  # every byte, and END
 
 
+@checked
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Learn merges of bytes from texts (Sennrich et al. 2016, on bytes as in GPT-2).
 
@@ -50,6 +52,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     return tokenizer
 
 
+@checked
 def as_transformers(tokenizer: Any) -> Any:
     """Return a ``PreTrainedTokenizerFast`` that ``save_pretrained`` writes for ``AutoTokenizer``.
 

@@ -119,8 +119,19 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(config, tmp_path, capsys, s
 
 
 def test_a_script_is_sent_to_python_and_a_missing_file_named(config, tmp_path, capsys):
-    treadle("train", tmp_path / "parts.py", code=2)
-    assert f"run it with `python {tmp_path / 'parts.py'}`" in " ".join(capsys.readouterr().err.split())
+    script = tmp_path / "script.py"
+    for text, words in (
+        ("trainer.train()", f"it is a script that trains by itself; run it with `python {script}`"),
+        (
+            "class Mine: ...",
+            "it defines Mine and trains nothing; name the trainer in a configuration, as `type: script.Mine`",
+        ),
+        ("x = 1", "it trains nothing and defines no config"),
+        ("def f(:", "it cannot be read: invalid syntax"),
+    ):
+        script.write_text(text)
+        treadle("train", script, code=2)
+        assert words in " ".join(capsys.readouterr().err.split())
     treadle("train", tmp_path / "fit.yml", code=2)
     assert "did you mean 'fit.yaml'?" in capsys.readouterr().err
 

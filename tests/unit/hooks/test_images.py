@@ -112,3 +112,17 @@ def test_the_format_may_depend_on_the_key(tmp_path):
 def test_a_format_that_pillow_does_not_write_is_refused_before_training(tmp_path):
     with pytest.raises(ConfigError, match=r"image_format='pgn'.*png"):
         ImageFileLoggerHook(image_format="pgn").on_before_train(bare_engine(tmp_path))
+
+
+def test_images_of_an_earlier_run_are_set_aside_whole(tmp_path):
+    images = tmp_path / "images"
+    (images / "4").mkdir(parents=True)
+    (images / "4" / "first.png").write_bytes(b"first")
+    (images / "mine.txt").write_text("x")
+    hook = ImageFileLoggerHook(1)
+    hook.on_before_train(bare_engine(tmp_path, step=0))
+    assert (tmp_path / "images.1" / "4" / "first.png").read_bytes() == b"first"
+    assert [path.name for path in images.iterdir()] == ["mine.txt"]
+    (images / "4").mkdir()
+    hook.on_before_train(bare_engine(tmp_path, step=4))  # a resumed run goes on in them
+    assert sorted(path.name for path in images.iterdir()) == ["4", "mine.txt"]

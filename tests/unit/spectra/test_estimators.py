@@ -105,3 +105,24 @@ def test_what_holds_no_numbers_is_refused_by_name(make):
 
 def test_an_estimator_shows_its_settings():
     assert repr(MADE["scaler"]()) == "SNVScaler(eps=1e-06, copy=True, transform_stats=True)"
+
+
+@pytest.mark.parametrize(("kind", "setting"), [(CosineKMeans, "tol"), (VMFMixture, "tol"), (SNVScaler, "eps")])
+def test_a_text_for_a_number_is_named(kind, setting):
+    given = {"n_components": 2} if kind is VMFMixture else {}
+    with pytest.raises(ConfigError, match=f"^{setting}='x': must be a number"):
+        kind(**given, **{setting: "x"}).fit(rows())
+
+
+def test_a_mixture_keeps_its_settings_when_it_is_fitted_and_is_fitted_anew_to_other_rows():
+    wide = np.random.default_rng(1).normal(size=(30, 6))
+    narrow = wide[:, :4]
+    mixture = VMFMixture(n_components=2, random_state=0)
+    before = mixture.get_params()
+    assert mixture.fit(wide).get_params() == before
+    assert base.clone(mixture).fit(narrow).predict(narrow).shape == (len(wide),)
+    assert mixture.fit(narrow).mus.shape == (2, 4)
+    with pytest.raises(ValueError, match="X has D=6 columns, but d=4"):
+        mixture.predict(wide)
+    with pytest.raises(ValueError, match="X has D=4 columns, but d=6"):
+        VMFMixture(n_components=2, d=6).fit(narrow)

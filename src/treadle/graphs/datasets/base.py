@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 if TYPE_CHECKING:
     from treadle.graphs.datasets.packed import GraphSplit
@@ -37,6 +38,7 @@ class Described:
     """A name for each column of `y`; empty where the source names none."""
 
 
+@checked
 @dataclass(frozen=True)
 class GraphDataset(Described):
     """Three splits of graphs and what a model needs to know of them.

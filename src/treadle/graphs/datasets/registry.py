@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import checked
 from treadle.graphs.datasets.base import GraphDataset, Indices, Source
 from treadle.graphs.datasets.parallel import count_workers
 from treadle.graphs.encoding_cache import cached_encodings
@@ -78,6 +79,7 @@ def list_available_datasets() -> dict[str, list[str]]:
     return kinds
 
 
+@checked
 def get_dataset(
     name: str,
     root: str | os.PathLike[str] = "./data",

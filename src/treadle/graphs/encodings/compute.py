@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.graphs.encodings.config import (
     NodePEConfig,
     PEConfig,
@@ -48,6 +49,7 @@ class GraphEncoding(NamedTuple):
         return data
 
 
+@checked
 def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | NodePEConfig) -> Tensor:
     """Return the encoding of the nodes of one graph.
 
@@ -72,6 +74,7 @@ def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | N
     return torch.zeros(num_nodes, 0, device=edge_index.device) if node_pe is None else node_pe
 
 
+@checked
 def compute_relative_pe(
     edge_index: Tensor, num_nodes: int, config: PEConfigLike | RelativePEConfig
 ) -> tuple[Tensor, Tensor]:
@@ -149,6 +152,7 @@ class AddPositionalEncodings:
         torch.Size([3, 20])
     """
 
+    @checked
     def __init__(self, pe_config: PEConfigLike):
         self.config = parse_pe_config(pe_config)
 
@@ -195,6 +199,7 @@ class RandomSignFlip:
         (True, [1.0, 1.0])
     """
 
+    @checked
     def __init__(self, columns: int):
         if columns < 0:
             raise ConfigError(f"={columns}: must be 0 or more; pass flip_columns of the settings", argument="columns")

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import checked
 
 _NODE_ALIASES = {"lap_pe": "lap", "lappe": "lap"}
 _NODE_TYPES = ("lap", "rwse", "hks", "role", "combined", "none")
 _RELATIVE_TYPES = ("spd", "bfs", "diffusion", "resistance", "landmark", "none")
 
 
+@checked
 @dataclass(frozen=True)
 class LapConfig:
     """Settings of the Laplacian eigenvectors."""
@@ -29,6 +31,7 @@ class LapConfig:
         _check_word("lap.sign_invariant", self.sign_invariant, ("abs", "square", "flip"))
 
 
+@checked
 @dataclass(frozen=True)
 class RWSEConfig:
     """Settings of the return probabilities of a random walk."""
@@ -42,6 +45,7 @@ class RWSEConfig:
             _check_whole("rwse.scales", scale, at_least=1)
 
 
+@checked
 @dataclass(frozen=True)
 class HKSConfig:
     """Settings of the heat kernel signature."""
@@ -53,6 +57,7 @@ class HKSConfig:
         _check_times("hks.scales", self.scales)
 
 
+@checked
 @dataclass(frozen=True)
 class RoleConfig:
     """Settings of the structural role of a node."""
@@ -64,6 +69,7 @@ class RoleConfig:
         _check_words("role.features", self.features, ("degree", "clustering", "kcore"))
 
 
+@checked
 @dataclass(frozen=True)
 class NodePEConfig:
     """What every node is given.
@@ -133,6 +139,7 @@ class NodePEConfig:
         return self.blocks.get("lap", 0) if self.lap.sign_invariant == "flip" else 0
 
 
+@checked
 @dataclass(frozen=True)
 class RelativePEConfig:
     """What every pair of nodes is given.
@@ -176,6 +183,7 @@ class RelativePEConfig:
         return widths.get(self.type, self.num_buckets)
 
 
+@checked
 @dataclass(frozen=True)
 class PEConfig:
     """The encodings of a data set; None leaves out those of nodes or of pairs, and so does the type ``"none"``.
@@ -214,6 +222,7 @@ class PEConfig:
 PEConfigLike: TypeAlias = "PEConfig | Mapping[str, Any] | str | None"
 
 
+@checked
 def parse_pe_config(config: PEConfigLike) -> PEConfig:
     """Read the settings of encodings and check every key and value.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.graphs.encodings.compute import GraphEncoding
 from treadle.graphs.encodings.config import PEConfig, PEConfigLike, parse_pe_config
 from treadle.graphs.encodings.graphs import PlainGraphs, check_graph, one_thread
@@ -62,6 +63,7 @@ class EncodedGraphs:
         return GraphEncoding(node_pe, edge_pe_index, edge_pe)
 
 
+@checked
 def encode_graphs(
     graphs: Sequence[tuple[Tensor, int]],
     config: PEConfigLike,

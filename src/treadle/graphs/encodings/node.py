@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from treadle.errors.arguments import checked
 from treadle.graphs.encodings.config import HKSConfig, LapConfig, NodePEConfig, RoleConfig, RWSEConfig
 from treadle.graphs.encodings.graphs import PlainGraphs, apart
 
@@ -20,6 +21,7 @@ from treadle.graphs.encodings.graphs import PlainGraphs, apart
 _EQUAL = 1e-6
 
 
+@checked
 def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: str = "abs") -> Tensor:
     """Return eigenvectors φ of the normalised Laplacian I - D^-½ A D^-½ (row 0 for an isolated node).
 
@@ -50,6 +52,7 @@ def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: s
     return _alone(_lap, edge_index, num_nodes, LapConfig(k, sign_invariant))
 
 
+@checked
 def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = RWSEConfig.scales) -> Tensor:
     """Return the probability that a random walk is back at its start after t steps: diag(P^t), P = D⁻¹A.
 
@@ -71,6 +74,7 @@ def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = RWSEC
     return _alone(_rwse, edge_index, num_nodes, RWSEConfig(scales))
 
 
+@checked
 def hks_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1, 0.5, 1.0, 2.0, 5.0)) -> Tensor:
     """Return the heat kernel signature diag(exp(-tL)) of the normalised Laplacian, over all eigenvalues.
 
@@ -95,6 +99,7 @@ def hks_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1
     return _alone(_hks, edge_index, num_nodes, HKSConfig(scales))
 
 
+@checked
 def role_pe(
     edge_index: Tensor, num_nodes: int, *, features: Sequence[str] = ("degree", "clustering", "kcore")
 ) -> Tensor:

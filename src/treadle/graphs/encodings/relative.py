@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.graphs.encodings.config import RelativePEConfig
 from treadle.graphs.encodings.graphs import PlainGraphs, apart
 
 
+@checked
 def spd_pe(
     edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
 ) -> tuple[Tensor, Tensor]:
@@ -47,6 +49,7 @@ def spd_pe(
     return _alone(edge_index, num_nodes, RelativePEConfig("spd", num_buckets, max_distance))
 
 
+@checked
 def bfs_pe(
     edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
 ) -> tuple[Tensor, Tensor]:
@@ -67,6 +70,7 @@ def bfs_pe(
     return _alone(edge_index, num_nodes, RelativePEConfig("bfs", num_buckets, max_distance))
 
 
+@checked
 def diffusion_pe(
     edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1, 1.0, 10.0)
 ) -> tuple[Tensor, Tensor]:
@@ -91,6 +95,7 @@ def diffusion_pe(
     return _alone(edge_index, num_nodes, RelativePEConfig("diffusion", scales=scales))
 
 
+@checked
 def resistance_pe(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Return the effective resistance between all pairs, every edge being a resistor of 1.
 
@@ -115,6 +120,7 @@ def resistance_pe(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     return _alone(edge_index, num_nodes, RelativePEConfig("resistance"))
 
 
+@checked
 def landmark_pe(
     edge_index: Tensor,
     num_nodes: int,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from treadle.errors.arguments import checked
 from treadle.spectra.agreement import LLAResult, LLAWindowResult, local_label_agreement
 from treadle.spectra.chemomae.augmenter import SpectraAugmenter, SpectraAugmenterConfig
 from treadle.spectra.chemomae.clusters import (
@@ -44,6 +45,7 @@ from treadle.spectra.patches import PatchMAEConfig as ChemoMAEConfig
 from treadle.spectra.preprocessing import SNVScaler, snv
 
 
+@checked
 def find_elbow_curvature(
     k_list: Sequence[int],
     inertia_list: Sequence[float],

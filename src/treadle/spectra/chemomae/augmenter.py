@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 Range = tuple[float, float]
 
 
+@checked
 @dataclass(frozen=True)
 class SpectraAugmenterConfig:
     """Settings of :class:`SpectraAugmenter`.
@@ -78,6 +80,7 @@ class SpectraAugmenter(nn.Module):
         torch.Size([4, 16])
     """
 
+    @checked
     def __init__(
         self, config: SpectraAugmenterConfig | None = None, *, generator: torch.Generator | None = None
     ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.spectra import preprocessing
 from treadle.spectra.arrays import take
 from treadle.spectra.clustering.elbow import curvature_elbow
@@ -21,6 +22,7 @@ from treadle.spectra.clustering.vmf import vmf_log_normalizer
 Rows = Tensor | NDArray[Any]
 
 
+@checked
 def cosine_fps_downsample(
     X: Rows,
     *,
@@ -85,6 +87,7 @@ def _rows_at(X: Rows, indices: Tensor, where: torch.device, *, as_numpy: bool) -
     return torch.as_tensor(rows).to(where), indices.to(where)
 
 
+@checked
 def silhouette_samples_cosine_gpu(
     X: Rows,
     labels: Rows,
@@ -126,6 +129,7 @@ def silhouette_samples_cosine_gpu(
     return values.to(dtype) if device is None else values.to(torch.device(device), dtype)
 
 
+@checked
 def silhouette_score_cosine_gpu(X: Rows, labels: Rows, *, return_numpy: bool = True, **settings: Any) -> Any:
     """Return the mean of :func:`silhouette_samples_cosine_gpu`: a float, or a tensor with ``return_numpy=False``."""
     values = silhouette_samples_cosine_gpu(X, labels, **{**settings, "return_numpy": False})
@@ -153,6 +157,7 @@ def cosine_dissimilarity(A: Tensor, B: Tensor) -> Tensor:
     return 1.0 - A @ B.T
 
 
+@checked
 def find_elbow_curvature(
     k_list: Sequence[int],
     inertia_list: Sequence[float],
@@ -175,11 +180,13 @@ def find_elbow_curvature(
     return int(k_list[index]), index, curvature
 
 
+@checked
 def plot_elbow_ckm(k_list: Sequence[int], inertias: Sequence[float], optimal_k: int, elbow_idx: int) -> None:
     """Draw inertias over K into a new pyplot figure, with the elbow marked."""
     _plot_elbow(k_list, inertias, optimal_k, elbow_idx, ("Number of Clusters (k)", "Mean Cosine Inertia", "inertia"))
 
 
+@checked
 def plot_elbow_vmf(
     k_list: Sequence[int], scores: Sequence[float], optimal_k: int, elbow_idx: int, criterion: str = "bic"
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treadle.device import moved
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.spectra import config as own_config
 from treadle.spectra.config import check_allowed, check_types
 
@@ -68,6 +69,7 @@ class PreparedBatch:
         return PreparedBatch(moved(self.model_input, where), moved(self.target, where), mask)
 
 
+@checked
 @dataclass
 class TrainerConfig:
     """Settings of :class:`Trainer`, those of chemomae 0.2 with its defaults.

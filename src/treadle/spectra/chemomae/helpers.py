@@ -11,10 +11,12 @@ from torch.optim import AdamW
 
 from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.spectra.encoder import sine_positions
 from treadle.spectra.originals import decays_0
 
 
+@checked
 def build_optimizer(
     model: nn.Module,
     *,
@@ -75,7 +77,10 @@ class EMACallback:
         2.0
     """
 
+    @checked
     def __init__(self, model: nn.Module, decay: float = 0.999):
+        if not 0 <= decay <= 1:
+            raise ConfigError("must lie in [0, 1]", argument="decay", value=decay)
         self.decay = float(decay)
         self.shadow: dict[str, Tensor] = {}
         self.register(model)
@@ -125,6 +130,7 @@ class EarlyStopping:
         ([False, False, True], 1)
     """
 
+    @checked
     def __init__(self, patience: int = 20, min_delta: float = 0.0, start_epoch_ratio: float = 0.5):
         if not 0 <= start_epoch_ratio <= 1:
             raise ConfigError("must lie in [0, 1]", argument="start_epoch_ratio", value=start_epoch_ratio)

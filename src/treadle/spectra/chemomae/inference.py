@@ -19,6 +19,7 @@ from treadle.device import get_device
 from treadle.distributed import unwrap
 from treadle.engine.evaluation import evaluate, evaluation_mode, refuse_no_batch
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.optim.precision import Precision
 from treadle.spectra import inference
 from treadle.spectra.config import check_allowed, check_types
@@ -58,6 +59,7 @@ def _augmenting(augmenter: Augmenter | None, device: torch.device) -> Iterator[N
             module.training = training
 
 
+@checked
 @dataclass(frozen=True)
 class ExtractorConfig:
     """Settings of :class:`Extractor`, those of chemomae 0.2.
@@ -113,6 +115,7 @@ class Extractor:
         >>> # for features_BZ in Extractor(model).iter_transform(loader): ...
     """
 
+    @checked
     def __init__(self, model: nn.Module, cfg: ExtractorConfig | None = None, *, augmenter: Augmenter | None = None):
         self.model = model
         self.cfg = ExtractorConfig() if cfg is None else cfg
@@ -191,6 +194,7 @@ class Extractor:
         return features.numpy() if self.cfg.output_type == "numpy" else features
 
 
+@checked
 @dataclass
 class TesterConfig(inference.TesterConfig):
     """Settings of :class:`Tester`, those of chemomae 0.2: full precision, on the device of the model."""
@@ -217,6 +221,7 @@ class Tester(inference.Tester):
         >>> # loss = Tester(model, TesterConfig(out_dir="run"))(test_loader)
     """
 
+    @checked
     def __init__(
         self, model: nn.Module, cfg: inference.TesterConfig | None = None, *, augmenter: Augmenter | None = None
     ):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.seed import RngState, set_seed
 from treadle.spectra.originals import own_rng
 
@@ -25,6 +26,7 @@ class RNGState(TypedDict):
     torch_cuda: list[Tensor]
 
 
+@checked
 def set_global_seed(seed: int = 42, *, fix_cudnn: bool = True) -> None:
     """Seed python, NumPy and torch, and set ``PYTHONHASHSEED`` for processes started later.
 
@@ -43,6 +45,7 @@ def set_global_seed(seed: int = 42, *, fix_cudnn: bool = True) -> None:
         enable_deterministic()
 
 
+@checked
 def enable_deterministic(enable: bool = True) -> None:
     """Set the cuDNN flags ``deterministic`` and not ``benchmark``, or their opposites.
 

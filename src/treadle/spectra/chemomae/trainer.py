@@ -22,6 +22,7 @@ from treadle.distributed.state_names import model_state
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 from treadle.hooks.history import HistoryHook
 from treadle.spectra.chemomae.config import FILES, PreparedBatch, TrainerConfig
 from treadle.spectra.chemomae.overrides import (
@@ -66,6 +67,7 @@ class Trainer(SpectraTrainer):
 
     STEP_POLICY = "successful_optimizer_update"
 
+    @checked
     def __init__(
         self,
         model: nn.Module,

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 from ._rows import DeviceLike, RowsLike, check_count
 from .kmeans import CosineKMeans
@@ -94,6 +95,7 @@ def curvature_elbow(
     return int(curvature.argmax()), curvature
 
 
+@checked
 def elbow_ckmeans(
     cluster_module: _MakeKMeans,
     X: RowsLike,
@@ -136,6 +138,7 @@ def elbow_ckmeans(
     return k_list, inertias, k_list[index], index, score
 
 
+@checked
 def elbow_vmf(
     cluster_module: _MakeMixture,
     X: RowsLike,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_argument
 from treadle.spectra.estimator import Estimator
 
 from ._rows import (
@@ -71,6 +72,7 @@ class CosineKMeans(Estimator):
         random_state: int | None = 42,
     ) -> None:
         self.n_components = check_count("n_components", n_components)
+        check_argument("tol", tol, float)
         if not tol >= 0:
             raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
         self.tol = float(tol)

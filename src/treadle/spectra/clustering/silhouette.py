@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from treadle.errors.arguments import checked
+
 from ._rows import DeviceLike, RowsLike, UnitRows, as_tensor, one_hot, resolve_device
 
 
+@checked
 def silhouette_samples_cosine(
     X: RowsLike, labels: RowsLike | Sequence[int], *, chunk: int | None = None, device: DeviceLike = None
 ) -> Tensor:
@@ -69,6 +72,7 @@ def silhouette_samples_cosine(
     return out_N
 
 
+@checked
 def silhouette_score_cosine(
     X: RowsLike, labels: RowsLike | Sequence[int], *, chunk: int | None = None, device: DeviceLike = None
 ) -> float:

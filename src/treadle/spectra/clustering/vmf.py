@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_argument
 from treadle.spectra.estimator import Estimator
 
 from ._em import Parameters, Scorer, expect, maximise, start
@@ -132,6 +133,7 @@ class VMFMixture(Estimator):
     ) -> None:
         self.n_components = check_count("n_components", n_components)
         self.d = None if d is None else check_count("d", d, least=2)
+        check_argument("tol", tol, float)
         if not tol >= 0:
             raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
         if init not in ("kmeans++", "random"):
@@ -162,7 +164,7 @@ class VMFMixture(Estimator):
 
     def fit(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> VMFMixture:
         """Fit the mixture to X (N, D), with at most `chunk` rows on the device at once; returns self."""
-        rows = self._rows(X, chunk)
+        rows = self._rows(X, chunk, self.d)
         if self.n_components > rows.n:
             raise ConfigError(
                 f"={self.n_components} must be at most the number of rows, N={rows.n}; "
@@ -170,7 +172,6 @@ class VMFMixture(Estimator):
                 argument="n_components",
             )
         check_count("X.shape[1]", rows.d, least=2)
-        self.d = rows.d
         parameters = start(rows, self.n_components, init=self.init, generator=make_generator(self.random_state))
         self.loglik_history_ = []
         for iteration in range(1, self.max_iter + 1):
@@ -192,19 +193,19 @@ class VMFMixture(Estimator):
 
     def predict(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
         """Return the most probable component of each row: (N,) int64, on the device of X."""
-        rows, scorer = self._rows(X, chunk), self._scorer()
+        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
         labels = [scorer(block_BD).argmax(dim=1).to(rows.home) for _, block_BD in rows.blocks()]
         return torch.cat(labels)
 
     def predict_proba(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
         """Return the probability of each component for each row: (N, K), rows sum to 1, on the device of X."""
-        rows, scorer = self._rows(X, chunk), self._scorer()
+        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
         blocks = (torch.softmax(scorer(block_BD), dim=1) for _, block_BD in rows.blocks())
         return torch.cat([block_BK.to(rows.out_dtype).to(rows.home) for block_BK in blocks])
 
     def loglik(self, X: RowsLike, *, chunk: int | None = None, average: bool = False) -> float:
         """Return the log-likelihood of X in nats: the sum over rows, or with `average` the mean."""
-        rows, scorer = self._rows(X, chunk), self._scorer()
+        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
         total = 0.0
         for _, block_BD in rows.blocks():
             total += float(torch.logsumexp(scorer(block_BD), dim=1).sum())
@@ -261,10 +262,11 @@ class VMFMixture(Estimator):
         model._parameters = Parameters(*(tensor.to(model.device) for tensor in tensors))
         return model
 
-    def _rows(self, X: RowsLike, chunk: int | None) -> UnitRows:
+    def _rows(self, X: RowsLike, chunk: int | None, d: int | None) -> UnitRows:
+        """Return rows of ``d`` columns, or of any number where it is None."""
         rows = UnitRows(X, device=self.device, chunk=chunk)
-        if self.d is not None and rows.d != self.d:
-            raise ValueError(f"X has D={rows.d} columns, but d={self.d}; build a new mixture for other rows.")
+        if d is not None and rows.d != d:
+            raise ValueError(f"X has D={rows.d} columns, but d={d}; build a new mixture for other rows.")
         return rows
 
     def _fitted(self) -> Parameters:

@@ -44,6 +44,11 @@ class _Missing:
 MISSING = _Missing()
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 and "\n" not in text else f"<{type(value).__name__}>"
+
+
 class ConfigError(TreadleError, ValueError):
     """A setting, an argument or an input breaks a rule; raised before any work is lost.
 
@@ -53,7 +58,7 @@ class ConfigError(TreadleError, ValueError):
     Args:
         text: the rule and the fix.
         argument: bare or dotted name of the argument or setting; None if the error is about none.
-        value: its value, shown by ``repr``.
+        value: its value, shown by ``repr``, or by its class where that fills more than a line.
 
     Attributes:
         argument: as given.
@@ -69,7 +74,7 @@ class ConfigError(TreadleError, ValueError):
     value: Any
 
     def __init__(self, text: str = "", *, argument: str | None = None, value: Any = MISSING):
-        given = "" if value is MISSING or argument is None else f"={value!r}"
+        given = "" if value is MISSING or argument is None else f"={_shown(value)}"
         joint = "" if argument is None or text.startswith((" ", "=", ":")) else ": "
         self._after = f"{given}{joint}{text}"
         super().__init__(f"{argument or ''}{self._after}")

@@ -1,0 +1,217 @@
+"""Arguments checked against the annotations of the function that takes them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
+from datetime import timedelta
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import numpy as np
+
+from treadle.errors import ConfigError, nearest
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+_KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    None: ((type(None),), "None"),
+    type(None): ((type(None),), "None"),
+    bool: ((bool, np.bool_), "True or False"),
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    str: ((str,), "a text"),
+    Path: ((str, os.PathLike), "a path"),
+    os.PathLike: ((str, os.PathLike), "a path"),
+    timedelta: ((timedelta,), "a timedelta"),
+    Sequence: ((Iterable,), "a list"),
+    Collection: ((Iterable,), "a list"),
+    Set: ((Iterable,), "a set"),
+    list: ((Iterable,), "a list"),
+    tuple: ((Iterable,), "a tuple"),
+    Mapping: ((Mapping,), "a dict"),
+    dict: ((Mapping,), "a dict"),
+    Callable: ((Callable,), "a function"),  # type: ignore[dict-item]
+}
+_SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "Module": (("named_parameters", "named_modules"), (), "a torch.nn.Module"),
+    "Optimizer": (("step", "zero_grad", "param_groups"), (), "an optimizer, such as torch.optim.AdamW(...)"),
+    "LRScheduler": (("step",), ("zero_grad",), "a scheduler of torch.optim.lr_scheduler"),
+    "Tensor": (("dtype", "shape", "numel"), (), "a tensor"),
+    "Logger": (("info", "warning", "log"), (), "a logging.Logger"),
+    "Generator": (("manual_seed", "get_state"), (), "a torch.Generator"),
+    "Engine": (("state_parts", "prepare"), (), "a treadle.Engine"),
+    "BestRule": (("update", "value_in"), (), "a treadle.BestRule"),
+    "EarlyStopping": (("state_dict", "best"), (), "a treadle.EarlyStopping"),
+    "Task": (("step",), ("param_groups",), "a task, an object with step(model, batch)"),
+    "device": ((), (), "a device, such as 'cuda:0'"),
+    "Iterable": ((), (), "an iterable, such as a DataLoader or a list"),
+}
+"""Attributes that an object of a class has, those that it has not, and words for it."""
+_HOMES = ("torch", "treadle", "logging", "collections")
+_LISTS = (Sequence, Collection, list)
+_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+
+
+def checked(target: Target) -> Target:
+    """Let a function, or the constructor of a class, refuse arguments of another type than annotated, by name.
+
+    Numbers, texts, flags, paths, functions, lists and dicts are checked, objects that torch and this library name, and
+    unions of them; other annotations are not.
+
+    Example:
+        >>> @checked
+        ... def wait(seconds: float, name: str | None = None): ...
+        >>> wait("long")
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: seconds='long': must be a number
+    """
+    if isinstance(target, type):
+        target.__init__ = _checked_call(target.__init__, skipped=1, module=target.__module__)  # type: ignore[misc]
+        return target
+    return _checked_call(target, skipped=0, module=target.__module__)  # type: ignore[return-value]
+
+
+def _checked_call(function: Callable[..., Any], *, skipped: int, module: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        parameters, hints = _annotated(function, module)
+        given: dict[str, Any] = {**dict(zip(parameters[skipped:], args[skipped:])), **kwargs}  # noqa: B905  (fewer may be given)
+        for name, value in given.items():
+            check_argument(name, value, hints.get(name, Any))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_argument(name: str, value: Any, hint: Any) -> None:
+    """Raise for a value of another type than an annotation.
+
+    Raises:
+        ConfigError: it is of another type.
+
+    Example:
+        >>> check_argument("save_dir", "runs", str | Path | None)
+    """
+    if not any(_fits(value, part) for part in _parts_of(hint)):
+        raise ConfigError(f"must be {_in_words(hint)}{_meant(value, hint)}", argument=name, value=value)
+    if Path in _parts_of(hint) and isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)
+        if text == "":
+            raise ConfigError("an empty text is no path; write '.' for the current folder", argument=name, value=value)
+        if isinstance(text, str) and text.startswith("~"):
+            raise ConfigError(
+                "'~' is a home folder to a shell alone; pass pathlib.Path(...).expanduser()", argument=name, value=value
+            )
+
+
+def check_least(least: float, **values: float | None) -> None:
+    """Raise for a number below a bound, or not a number; None passes.
+
+    Raises:
+        ConfigError: one of the values is out of range.
+
+    Example:
+        >>> check_least(1, d_model=8, heads=None)
+    """
+    for name, value in values.items():
+        if value is not None and not value >= least:
+            raise ConfigError(f"must be >= {least:g}", argument=name, value=value)
+
+
+@functools.cache
+def _annotated(function: Callable[..., Any], module: str) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of the positional parameters of a function, and the annotations that can be read."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    namespace, hints = vars(sys.modules[module]), {}
+    for name, hint in function.__annotations__.items():
+        try:
+            hints[name] = eval(hint, namespace) if isinstance(hint, str) else hint
+        except (NameError, TypeError):  # a part is imported for the type checker alone
+            continue
+    return names, hints
+
+
+def _parts_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    kind: Any = get_origin(hint) or hint
+    if kind is Literal:
+        return isinstance(value, (str, int, type(None))) and value in get_args(hint)
+    if (shape := _shape_of(kind)) is not None:
+        look = _LOOKS.get(kind.__name__)
+        return _has_shape(value, *shape[:2]) if look is None else look(value)
+    if not _is_known(hint):
+        return True
+    wanted, given = _KINDS[kind][0], type(value)
+    if issubclass(given, bool) and kind in (int, float):
+        return False
+    if not issubclass(given, wanted) or (issubclass(given, (str, Mapping)) and Iterable in wanted):
+        return False
+    items = get_args(hint) if kind in _LISTS and issubclass(given, Collection) else ()
+    inside: Any = value
+    return all(_fits(item, items[0]) for item in inside) if items else True
+
+
+def _shape_of(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...], str] | None:
+    """Return what objects of a class have and have not; None for a class that is not checked so."""
+    if not isinstance(kind, type) or kind.__module__.split(".")[0] not in _HOMES or kind in _KINDS:
+        return None
+    return next((_SHAPES[one.__name__] for one in kind.__mro__ if one.__name__ in _SHAPES), None)
+
+
+def _has_shape(value: Any, there: tuple[str, ...], absent: tuple[str, ...]) -> bool:
+    if isinstance(value, type):
+        return False
+    return all(hasattr(value, name) for name in there) and not any(hasattr(value, name) for name in absent)
+
+
+def _gives_items(value: Any) -> bool:
+    kind = type(value)
+    iterable = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
+    return iterable and not issubclass(kind, (bytes, type))
+
+
+def _is_device(value: Any) -> bool:
+    return (isinstance(value, (str, Integral)) and not isinstance(value, bool)) or type(value).__name__ == "device"
+
+
+_LOOKS: dict[str, Callable[[Any], bool]] = {"Iterable": _gives_items, "device": _is_device}
+
+
+def _is_known(hint: Any) -> bool:
+    """Return whether the values of an annotation are checked; lists are where their items are."""
+    kind = get_origin(hint) or hint
+    if kind in _LISTS:
+        return all(map(_is_known, get_args(hint)))
+    return isinstance(kind, Hashable) and (kind in _KINDS or _shape_of(kind) is not None)
+
+
+def _meant(value: Any, hint: Any) -> str:
+    words = [word for part in _parts_of(hint) if get_origin(part) is Literal for word in get_args(part)]
+    close = nearest(value, words) if isinstance(value, str) and all(isinstance(word, str) for word in words) else ""
+    return f"; {close}" if close.startswith("did you mean") else ""
+
+
+def _in_words(hint: Any) -> str:
+    words: list[str] = []
+    for part in _parts_of(hint):
+        kind = get_origin(part) or part
+        if kind is Literal:
+            words += map(repr, get_args(part))
+        elif (shape := _shape_of(kind)) is not None:
+            words.append(shape[2])
+        else:
+            items = get_args(part) if kind in _LISTS else ()
+            words.append(_KINDS[kind][1] + (f" of {_PLURALS.get(items[0], 'items')}" if items else ""))
+    if "a text" in words and "a path" in words:
+        words.remove("a text")
+    return " or ".join(dict.fromkeys(words))
