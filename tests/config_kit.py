@@ -7,7 +7,7 @@ from pathlib import Path
 MODULE = """
 from __future__ import annotations
 
-import array
+import queue
 import random
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from treadle import BaseTrainer
 from treadle.builder import REGISTRY, build_from_cfg
 
-COUNTS = array.array("b")
+COUNTS = queue.SimpleQueue()
 
 class Data(Dataset):
     def __init__(self, size):

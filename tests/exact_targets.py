@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import array
+import queue
 
 import torch
 from torch import nn
@@ -27,16 +27,16 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean(), {}
 
 
-CALLS = array.array("b")
+CALLS = queue.SimpleQueue()
 
 
 class Counts(Fit):
     """Counts the forward passes of its process in a global of a type that no checkpoint holds."""
 
     def forward(self, input):
-        CALLS.append(1)
+        CALLS.put(1)
         loss, records = super().forward(input)
-        return loss * (1 + 0.1 * len(CALLS)), records
+        return loss * (1 + 0.1 * CALLS.qsize()), records
 
 
 def train_exactly():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import array
 import os
+import queue
 import signal
 
 import pytest
@@ -26,7 +26,7 @@ FACES = ["engine", "base", "functional", "spectra", "graphs", "astro"]
 EVENTS = ["on_after_step", "on_after_epoch", "on_before_step"]
 
 
-TAKEN = array.array("b")  # of a type that no checkpoint holds: an evaluation puts back what changes
+TAKEN = queue.SimpleQueue()  # of a type that no checkpoint holds: an evaluation puts back what changes
 
 
 class Slow:
@@ -34,18 +34,19 @@ class Slow:
 
     def __init__(self, loader, number):
         self.loader, self.number = loader, number
-        del TAKEN[:]
+        while TAKEN.qsize():
+            TAKEN.get()
 
     def __iter__(self):
         for batch in self.loader:
-            TAKEN.append(1)
-            if len(TAKEN) == 2 and self.number:
+            TAKEN.put(1)
+            if TAKEN.qsize() == 2 and self.number:
                 os.kill(os.getpid(), self.number)
             yield batch
 
     @property
     def taken(self):
-        return len(TAKEN)
+        return TAKEN.qsize()
 
 
 class Evaluates(BaseHook):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from strangers.bench import Row
 from strangers.data import DATA_ROWS
 from strangers.fresh import FRESH
+from strangers.kept import KEPT
 from strangers.models import MODELS
 from strangers.nested import NESTED
 from strangers.objects import OBJECTS
@@ -13,4 +14,4 @@ from strangers.peers import PEERS
 from strangers.schedulers import SCHEDULERS
 from strangers.unseen import UNSEEN
 
-TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH]
+TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH, *KEPT]

@@ -395,7 +395,7 @@ def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplo
     class Late(BaseHook):
         teacher = None
 
-        def on_before_train(self, trainer: Any) -> None:
+        def on_after_step(self, trainer: Any) -> None:
             self.teacher = self.teacher or net()
 
     class Cached(Points):

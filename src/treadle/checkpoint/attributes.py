@@ -17,9 +17,10 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from treadle.checkpoint.comparison import same
+from treadle.checkpoint.comparison import same, sample
 from treadle.checkpoint.introspection import attributes_of, has_state, set_attribute
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode
+from treadle.checkpoint.references import References
 
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
 CachedFunction = type(cache(len))
@@ -45,6 +46,7 @@ class Attributes:
         known: ids of objects that are kept elsewhere, and are not written as part of this one.
         tensors: whether those with tensors are written though they have not changed: copies of weights, which another
             process draws otherwise.
+        references: names of objects to which attributes may refer.
 
     Example:
         >>> class Counter: calls = 0
@@ -67,9 +69,11 @@ class Attributes:
         largest: int = LONGEST,
         known: Collection[int] = (),
         tensors: bool = False,
+        references: References | None = None,
     ):
         self.owner = owner
         self._known = known
+        self._references = references
         self._tensors = tensors
         self._largest = largest
         self._deep = deep
@@ -90,7 +94,9 @@ class Attributes:
 
     def _encode(self, name: str, value: Any) -> Any:
         held = self._kinds.get(name) is type(value)
-        return encode(value, deep=self._deep, largest=self._largest, known=self._known, held=held)
+        return encode(
+            value, deep=self._deep, largest=self._largest, known=self._known, held=held, references=self._references
+        )
 
     def _now(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the attributes that can be written, encoded, and the others."""
@@ -140,7 +146,14 @@ class Attributes:
         back = {name: start for name in moved if (start := self._start_of(name)) is not OPAQUE}
         self._restored |= values.keys()
         for name, value in (back | dict(values)).items():
-            set_attribute(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
+            self._set(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        tree = value if self._references is None else self._references.resolved(value)
+        held = attributes_of(self.owner).get(name)
+        if isinstance(tree, Mapping) and "object" in tree and id(held) in self._known:
+            held = object.__new__(type(held))  # that one is kept elsewhere, and was replaced here
+        set_attribute(self.owner, name, decode(tree, held))
 
     @contextlib.contextmanager
     def completing(self, values: Mapping[str, Any]) -> Iterator[None]:
@@ -153,7 +166,7 @@ class Attributes:
         now, _ = self._now()
         for name, value in values.items():
             if same(before.get(name), now.get(name)):
-                set_attribute(self.owner, name, decode(value, attributes_of(self.owner).get(name)))
+                self._set(name, value)
 
     def lost(self) -> Iterator[str]:
         """Yield names of attributes that changed since this was last asked and that no checkpoint holds.
@@ -220,7 +233,8 @@ class Mark:
     """Note of a value, by which to tell at little cost whether it was replaced or written to since.
 
     Attributes:
-        tells_all: whether no change escapes it, as of a tensor, which counts its writes.
+        tells_all: whether no change escapes it, as of a tensor, which counts its writes; of those through ``.data``
+            elements of it tell.
 
     Example:
         >>> values = [1, 2]
@@ -243,10 +257,10 @@ class Mark:
 
 
 def _glance(value: Any) -> Any:
-    if _is_table(value):
+    if is_table(value):
         return len(value), value.iloc[:: max(1, len(value) // _SAMPLED_ROWS)].to_numpy().tolist()
     if isinstance(value, Tensor):
-        return _version_of(value)
+        return _version_of(value), sample(value)
     if isinstance(value, np.ndarray):
         step = max(1, value.size // _SAMPLED)
         return value.shape, value.reshape(-1)[::step].tobytes() if value.dtype.kind in "biufc" else None
@@ -254,7 +268,7 @@ def _glance(value: Any) -> Any:
         return value.cache_info().currsize
     if isinstance(value, _CONTAINERS):
         first = itertools.islice(value.values() if isinstance(value, dict) else value, _SAMPLED_ROWS)
-        return len(value), *((id(item), _version_of(item)) for item in first)
+        return len(value), *((id(item), _version_of(item), _few_of(item)) for item in first)
     return None
 
 
@@ -262,13 +276,19 @@ def _version_of(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
 
 
-def _is_table(value: Any) -> bool:
-    return type(value).__module__.startswith("pandas.") and type(value).__name__ in ("DataFrame", "Series")
+def _few_of(value: Any) -> Any:
+    return sample(value, _SAMPLED_ROWS) if isinstance(value, Tensor) else None
+
+
+def is_table(value: Any) -> bool:
+    """Return whether a value is a table or a column of pandas."""
+    root = type(value).__module__.partition(".")[0]  # without the rest since pandas 3
+    return root == "pandas" and type(value).__name__ in ("DataFrame", "Series")
 
 
 def _may_change(value: Any) -> bool:
     """Return whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
-    return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or _is_table(value) or has_state(value)
+    return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or is_table(value) or has_state(value)
 
 
 def _is_stash(value: Any, depth: int = 8) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from treadle.checkpoint.comparison import sample
 from treadle.distributed import is_dtensor, local, unwrap
 from treadle.distributed.state_names import clean_name
 from treadle.errors import CheckpointError
@@ -50,7 +51,7 @@ class FrozenBase:
     """
 
     def __init__(self, model: nn.Module, *, asked: bool = False):
-        self._seen: dict[str, tuple[tuple[int, int], str]] = {}
+        self._seen: dict[str, tuple[Any, str]] = {}
         self._leaves_out = asked or hasattr(unwrap(model), "peft_config")
         self._at_start = self._fingerprints(model, _frozen(model)) if self._leaves_out else {}
 
@@ -91,7 +92,7 @@ class FrozenBase:
         found = {}
         for name, parameter in _parameters(model).items():
             if name in names:
-                written = (local(parameter).data_ptr(), parameter._version)
+                written = (local(parameter).data_ptr(), parameter._version, sample(parameter))
                 if name not in self._seen or self._seen[name][0] != written:
                     self._seen[name] = (written, fingerprint(parameter))
                 found[name] = self._seen[name][1]

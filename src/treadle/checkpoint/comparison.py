@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SCALARS = frozenset((bool, int, float, str, type(None)))
+_SAMPLED = 4096  # elements of a tensor that a sample holds
 
 
 def same(one: Any, other: Any) -> bool:
@@ -101,3 +102,21 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return True
     nan = one.is_floating_point() or one.is_complex()
     return nan and bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def sample(tensor: Tensor, count: int = _SAMPLED) -> Any:
+    """Return bytes of some elements of a tensor, of all of a small one; None where it has no memory to read.
+
+    What is written through ``.data`` changes them, and no counter of the tensor.
+
+    Example:
+        >>> sample(torch.ones(2)) == sample(torch.ones(2)), sample(torch.ones(1, device="meta"))
+        (True, None)
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        return None
+    if tensor.is_quantized or not tensor.numel():
+        return None
+    elements = tensor.detach().reshape(-1)[:: max(1, tensor.numel() // count)]
+    elements = elements.resolve_conj().resolve_neg().contiguous().cpu()
+    return elements.view(torch.uint8).numpy().tobytes()

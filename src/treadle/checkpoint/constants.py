@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
 from treadle.errors import CheckpointError
@@ -47,6 +48,10 @@ def encode_constant(value: Any) -> Any:
         return {name: as_plain(value)}
     if isinstance(value, PurePath):
         return {"path": str(value)}
+    if isinstance(value, np.dtype) and value.names is None and not value.hasobject:
+        return {"numpy_dtype": value.str}
+    if isinstance(value, enum.Flag):  # several of them together have no name
+        return {"flag": int(value.value), "of": class_path(type(value))}
     if isinstance(value, enum.Enum) and value.name is not None:
         return {"enum": value.name, "of": class_path(type(value))}
     return None
@@ -66,12 +71,16 @@ def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
     (kind, inner), *_ = value.items()
     if kind == "path":
         return type(held)(inner) if isinstance(held, PurePath) else Path(inner)
+    if kind == "numpy_dtype":
+        return np.dtype(inner)
+    if kind == "flag":
+        return class_at(value["of"], held)(inner)
     if kind == "enum":
         return class_at(value["of"], held)[inner]
     return _FROM_TEXT[kind](inner)
 
 
-CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum"))
+CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum", "flag", "numpy_dtype"))
 
 
 def class_path(kind: type) -> str:

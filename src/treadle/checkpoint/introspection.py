@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -82,7 +83,10 @@ def attributes_of(owner: Any) -> dict[str, Any]:
         return owner.values()
     if isinstance(owner, types.FunctionType):
         cells = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
-        return {name: cell.cell_contents for name, cell in cells if not _is_empty(cell)}
+        return {name: cell.cell_contents for name, cell in cells if not is_empty(cell)}
+    if isinstance(owner, partial):
+        held = {f"args[{number}]": item for number, item in enumerate(owner.args)}
+        return {**held, **owner.keywords, **vars(owner)}
     slots = [name for kind in type(owner).__mro__ for name in _as_names(kind.__dict__.get("__slots__", ()))]
     found = {
         name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
@@ -90,7 +94,8 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     return {**found, **(offered(owner, "__dict__") or {})}
 
 
-def _is_empty(cell: Any) -> bool:
+def is_empty(cell: Any) -> bool:
+    """Return whether the variable of a cell is not bound yet."""
     try:
         cell.cell_contents  # noqa: B018  (raises where the variable is not bound yet)
     except ValueError:
@@ -108,11 +113,32 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
     """
     if isinstance(owner, Named):
         owner.set(name, value)
+    elif isinstance(owner, partial):
+        _set_in_partial(owner, name, value)
     elif not isinstance(owner, types.FunctionType):
-        setattr(owner, name, value)
+        _set_on_object(owner, name, value)
     elif name in owner.__code__.co_freevars:
         cells = owner.__closure__ or ()
         cells[owner.__code__.co_freevars.index(name)].cell_contents = value
+
+
+def _set_on_object(owner: Any, name: str, value: Any) -> None:
+    own = type(owner).__setattr__
+    if isinstance(own, types.FunctionType) and is_users_class(own):  # of a frozen dataclass, or what keeps it elsewhere
+        object.__setattr__(owner, name, value)
+    else:
+        setattr(owner, name, value)
+
+
+def _set_in_partial(owner: partial[Any], name: str, value: Any) -> None:
+    """Set an argument that a partial holds, or an attribute of it."""
+    if name in owner.keywords:
+        owner.keywords[name] = value
+    elif name in vars(owner):
+        setattr(owner, name, value)
+    else:
+        args = [value if name == f"args[{number}]" else item for number, item in enumerate(owner.args)]
+        owner.__setstate__((owner.func, tuple(args), owner.keywords, vars(owner)))  # type: ignore[attr-defined]
 
 
 def _as_names(slots: Any) -> tuple[str, ...]:
@@ -120,7 +146,7 @@ def _as_names(slots: Any) -> tuple[str, ...]:
 
 
 def behind(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that something callable calls, with what leads to them: of methods, partials and functions.
+    """Yield the objects that something callable calls, with what leads to them: of methods, partials, weak references.
 
     Example:
         >>> [name for name, _ in behind(partial(print, [1], end=[2]))]
@@ -128,6 +154,8 @@ def behind(value: Any) -> Iterator[tuple[str, Any]]:
     """
     if isinstance(value, types.MethodType):
         yield "__self__", value.__self__
+    elif isinstance(value, weakref.ref):
+        yield "()", value()
     elif isinstance(value, partial):
         yield "func", value.func
         yield from ((f"args[{number}]", item) for number, item in enumerate(value.args))

@@ -1,31 +1,60 @@
-"""Values of the standard library and of NumPy as plain trees, beyond numbers, containers and constants."""
+"""Values of the standard library and of NumPy as plain trees, iterators too, beyond numbers and containers."""
 
 from __future__ import annotations
 
 import argparse
 import array
+import contextvars
 import copyreg
+import ctypes
 import datetime
 import io
 import itertools
+import queue
 import statistics
+import threading
 import types
 import uuid
 import warnings
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
 import torch
 
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _KINDS: tuple[type, ...] = (
     array.array, bytearray, uuid.UUID, datetime.time, datetime.timezone, statistics.NormalDist, ChainMap, UserDict,
     UserList, io.BytesIO, io.StringIO, itertools.count, *NAMESPACES,
 )  # fmt: skip
-_BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _KINDS}
-LIBRARY_VALUES = frozenset(("reduced", "elements", "objects", "masked"))
+_SEQUENCES: tuple[Any, ...] = ([], (), "", "\u00e9", range(0), range(2**70), {}, {}.values(), {}.items(), set())
+_WITH_FORMS = (
+    *_QUEUES, SynchronizedBase, memoryview, np.ma.MaskedArray, threading.local, contextvars.ContextVar,
+)  # fmt: skip
+_ITERATORS: tuple[type, ...] = (
+    itertools.chain, itertools.cycle, itertools.islice, itertools.repeat, enumerate, zip,
+    type(reversed([])), *(type(iter(each)) for each in _SEQUENCES),
+)  # fmt: skip
+_MAKERS: dict[str, Callable[..., Any]] = {"iter": iter, "reversed": reversed}
+_BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_KINDS, *_ITERATORS)}
+LIBRARY_VALUES = frozenset(
+    ("reduced", "iterator", "elements", "objects", "masked", "memory", "local", "context", "queue", "shared")
+)
+
+
+def is_library_value(value: Any) -> bool:
+    """Return whether a value is of a kind that is written, or an iterator, which is written or named.
+
+    Example:
+        >>> is_library_value(array.array("i")), is_library_value(io)
+        (True, False)
+    """
+    if isinstance(value, (*_KINDS, *_WITH_FORMS)):
+        return True
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) -> Any:
@@ -45,7 +74,18 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
     if type(value) is np.ma.MaskedArray:
         parts = [encode(value.data), encode(np.ma.getmaskarray(value))]
         return opaque if any(part is opaque for part in parts) else {"masked": parts}
-    if type(value) not in _KINDS:
+    if isinstance(value, (threading.local, contextvars.ContextVar)):
+        is_local = isinstance(value, threading.local)
+        inside = encode(dict(vars(value)) if is_local else value.get(None))
+        return opaque if inside is opaque else {"local" if is_local else "context": inside}
+    if isinstance(value, SynchronizedBase):
+        return {"shared": bytes(value.get_obj()).hex()}
+    if type(value) in _QUEUES:
+        waiting = encode(list(value.queue))
+        return opaque if waiting is opaque else {"queue": waiting, "of": type(value).__name__, "most": value.maxsize}
+    if isinstance(value, memoryview):
+        return {"memory": value.tobytes().hex(), "format": value.format} if value.contiguous else opaque
+    if type(value) not in (*_KINDS, *_ITERATORS):
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, which Python 3.14 no longer reduces
@@ -55,8 +95,11 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
             return opaque
     is_new = function is copyreg.__newobj__  # type: ignore[attr-defined]
     arguments, state = encode(tuple(given[1:] if is_new else given)), encode(state)
-    if arguments is opaque or state is opaque or not (is_new or function is type(value)):
+    maker = next((name for name, made in _MAKERS.items() if made is function), None)
+    if arguments is opaque or state is opaque or not (is_new or maker or function is type(value)):
         return opaque
+    if maker:
+        return {"iterator": maker, "arguments": arguments, "state": state}
     path = f"{type(value).__module__}.{type(value).__qualname__}"
     return {"reduced": path, "made": "new" if is_new else "called", "arguments": arguments, "state": state}
 
@@ -87,6 +130,28 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
     (kind, inner), *_ = value.items()
     if kind == "masked":
         return np.ma.MaskedArray(*(decode(part) for part in inner))
+    if kind == "local":
+        local = held if isinstance(held, threading.local) else threading.local()
+        vars(local).update(decode(inner))
+        return local
+    if kind == "context":
+        if isinstance(held, contextvars.ContextVar):
+            held.set(decode(inner))
+        return held
+    if kind == "shared":
+        return _shared(bytes.fromhex(inner), held)
+    if kind == "queue":
+        waits = held if type(held) in _QUEUES else getattr(queue, value["of"])(value["most"])
+        waits.queue.clear()
+        waits.queue.extend(decode(inner))
+        return waits
+    if kind == "memory":
+        return _viewed(bytes.fromhex(inner), value["format"], held)
+    if kind == "iterator":
+        made, state = _MAKERS[inner](*decode(value["arguments"])), decode(value["state"])
+        if state is not None:
+            made.__setstate__(state)
+        return made
     if kind == "reduced":
         return _filled(held, _rebuilt(_BY_PATH[inner], value, decode))
     if kind == "objects":
@@ -108,6 +173,23 @@ def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) 
         for name, item in {**(plain or {}), **(slots or {})}.items():
             object.__setattr__(made, name, item)
     return made
+
+
+def _shared(content: bytes, held: Any) -> Any:
+    """Fill a value that processes share, which only its own process can make."""
+    if isinstance(held, SynchronizedBase) and len(bytes(held.get_obj())) == len(content):
+        with held.get_lock():
+            ctypes.memmove(ctypes.addressof(held.get_obj()), content, len(content))
+    return held
+
+
+def _viewed(content: bytes, form: str, held: Any) -> Any:
+    """Fill the memory of a view that is there; else return a view of new memory."""
+    is_same = isinstance(held, memoryview) and held.contiguous and not held.readonly and held.nbytes == len(content)
+    if is_same and held.format == form:
+        held.cast("B")[:] = content
+        return held
+    return memoryview(bytearray(content)).cast(form)  # type: ignore[call-overload]
 
 
 def _filled(held: Any, made: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.nn.utils.prune import BasePruningMethod
 
 from treadle.checkpoint.attributes import Attributes, Mark
 from treadle.checkpoint.introspection import is_users
+from treadle.checkpoint.references import References
 from treadle.distributed import is_dtensor, unwrap
 from treadle.distributed.state_names import clean_name
 
@@ -39,7 +40,8 @@ class ModuleState:
         named = dict(_modules(model))
         self._built = {name: weakref.ref(module) for name, module in named.items()}
         self._replaced: set[str] = set()
-        self._attributes = {name: _attributes_of(module) for name, module in named.items()}
+        references = References(model)
+        self._attributes = {name: _attributes_of(module, references) for name, module in named.items()}
         self._tensors = {path: Mark(value) for path, (_, value) in _other_tensors(named).items()}
         self._shapes = {path: value.shape for path, (_, value) in _other_tensors(named).items()}
         self._trained_eval: list[str] | None = None  # modules in eval mode after train(), during a run
@@ -148,14 +150,15 @@ class ModuleState:
         return tensors + attributes
 
 
-def _attributes_of(module: nn.Module) -> Attributes:
+def _attributes_of(module: nn.Module, references: References) -> Attributes:
     """Return the attributes of a module: of torch's own the numbers, as a rate of dropout that a hook moves."""
     if type(module).__module__.startswith("torch."):
         return Attributes(module, leave_out=_OF_EVERY_MODULE, stashes=True)
     own = [name for name, value in vars(module).items() if type(value) is Tensor]  # collected beside the buffers
     return Attributes(
-        module, deep=True, leave_out=(*_OF_EVERY_MODULE, *own), stashes=True, largest=_LARGEST_THAT_APPEARS
-    )
+        module, deep=True, leave_out=(*_OF_EVERY_MODULE, *own), stashes=True, largest=_LARGEST_THAT_APPEARS,
+        references=references,
+    )  # fmt: skip
 
 
 def frozen_names(model: nn.Module) -> set[str]:

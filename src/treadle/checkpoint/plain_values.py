@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
@@ -21,18 +22,20 @@ from treadle.checkpoint.constants import (
     has_path,
 )
 from treadle.checkpoint.generators import GENERATORS, generator_like, set_state, state_of
-from treadle.checkpoint.introspection import attributes_of, has_state, is_users, is_users_class
+from treadle.checkpoint.introspection import attributes_of, has_state, is_users_class
 from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_value, encode_library_value
+from treadle.checkpoint.references import Reference, References
 from treadle.errors import CheckpointError
 
 OPAQUE = object()  # what a value is encoded to that cannot be written
-_AS_PYTHONS = (np.float64, np.int64, np.bool_, np.str_)  # which compute as Python's own numbers do
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _DERIVED = (*_DICTS, list, set, deque, tuple, frozenset, int, float, str)  # what users derive classes from
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}  # of a defaultdict
 _WITHOUT_STATE = ("abc", "typing", "collections.abc")  # whose classes are bases that hold nothing
 LONGEST = 1_000_000  # elements of all tensors of a value, or items of a flat list, that a state may hold
+_LIBRARIES_OF_VALUES = ("sklearn", "scipy")
+_OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _DEEPEST = 32  # containers inside of containers; one that contains itself has no end
 _SAMPLED_KEYS = 64  # of a dict, that are looked at for addresses
 _MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
@@ -46,6 +49,7 @@ def encode(
     known: Collection[int] = (),
     held: bool = False,
     alone: bool = False,
+    references: References | None = None,
 ) -> Any:
     """Return a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
 
@@ -56,6 +60,7 @@ def encode(
         known: ids of objects that are kept elsewhere and have none.
         held: whether an object of its class is there when it is decoded, so that its class need not be found by name.
         alone: whether nothing is there when it is decoded, from which the factory of a defaultdict could be taken.
+        references: names of objects that are written by name; without it no parameter in a container is written.
 
     Example:
         >>> encode((1, "a"), deep=True)
@@ -64,18 +69,19 @@ def encode(
     if type(value) in SCALARS:
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in SCALARS:
-        return value.item() if isinstance(value, _AS_PYTHONS) else {"scalar": value.item(), "dtype": value.dtype.name}
+        return str(value) if isinstance(value, np.str_) else {"scalar": value.item(), "dtype": value.dtype.name}
     if isinstance(value, GENERATORS):
         return {"generator": state_of(value)}
     if (constant := encode_constant(value)) is not None:
         return constant
-    return _Encoder(largest, known, held=held, alone=alone).of(value) if deep else OPAQUE
+    return _Encoder(largest, known, held=held, alone=alone, references=references).of(value) if deep else OPAQUE
 
 
 class _Encoder:
     """Encoder of one value and what it contains, up to a number of items."""
 
-    def __init__(self, largest: int, known: Collection[int], *, held: bool, alone: bool):
+    def __init__(self, largest: int, known: Collection[int], *, held: bool, alone: bool, references: References | None):
+        self._references = references
         self._alone = alone
         self._largest = largest
         self._known = known
@@ -87,9 +93,12 @@ class _Encoder:
         kind = type(value)
         if kind in SCALARS or isinstance(value, GENERATORS):
             return encode(value)
+        if self._references is not None and (encoded := self._references.encode(value)) is not None:
+            return encoded
         if isinstance(value, Tensor):
-            is_models = isinstance(value, nn.Parameter) and not self._held  # it may be one that the model has
-            return _encoded_tensor(value) if self._fits(value.numel()) and not is_models else OPAQUE
+            # Where the parts are not known, a parameter in a container may be one of them.
+            may_be_part = self._references is None and isinstance(value, nn.Parameter) and not self._held
+            return _encoded_tensor(value) if self._fits(value.numel()) and not may_be_part else OPAQUE
         if isinstance(value, np.generic) and (encoded := encode(value)) is not OPAQUE:
             return encoded
         if kind is np.ndarray:
@@ -171,7 +180,7 @@ class _Encoder:
         factory = value.default_factory if isinstance(value, defaultdict) else None
         is_named = factory is None or factory in _FACTORIES.values()
         # A state that is kept inside the states that follow would grow with each of them.
-        if (self._alone and not is_named) or _is_checkpoint(value) or _is_by_identity(value):
+        if (self._alone and not is_named) or _is_checkpoint(value) or _is_by_identity(value, self._references):
             return OPAQUE
         keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
         if keys is OPAQUE or items is OPAQUE:
@@ -192,20 +201,27 @@ def _base_of(kind: type) -> type | None:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Return whether a value is made of its attributes alone: of a user's class, of no part of a run, no container."""
-    if not is_users(value) or has_state(value):
+    """Return whether a value is made of its attributes alone: of a user's class or an estimator; no part of a run."""
+    if not _is_of_values(type(value)) or has_state(value) or isinstance(value, enum.Enum):
         return False
     if isinstance(value, tuple):
         return hasattr(value, "_fields")
     kinds = type(value).__mro__
-    return all(kind is object or kind.__module__ in _WITHOUT_STATE or is_users_class(kind) for kind in kinds)
+    return all(kind is object or kind.__module__ in _WITHOUT_STATE or _is_of_values(kind) for kind in kinds)
 
 
-def _is_by_identity(value: Mapping[Any, Any]) -> bool:
+def _is_of_values(kind: type) -> bool:
+    """Return whether a class is a user's, or is written in Python by a library whose objects are values."""
+    written_in_python = bool(kind.__flags__ & _OF_PYTHON)
+    return is_users_class(kind) or (written_in_python and kind.__module__.partition(".")[0] in _LIBRARIES_OF_VALUES)
+
+
+def _is_by_identity(value: Mapping[Any, Any], references: References | None) -> bool:
     """Return whether the keys of a dict are tensors or memory addresses, which another process does not have."""
     keys = list(itertools.islice(value, _SAMPLED_KEYS))
     addresses = all(type(key) is int and 2**40 < key < 2**48 and key % 16 == 0 for key in keys)
-    return bool(keys) and (addresses or any(isinstance(key, Tensor) for key in keys))
+    unknown = any(isinstance(key, Tensor) and (references is None or key not in references) for key in keys)
+    return bool(keys) and (addresses or unknown)
 
 
 def _is_checkpoint(value: Mapping[Any, Any]) -> bool:
@@ -238,6 +254,8 @@ def decode(value: Any, held: Any = None) -> Any:
         return _decoded_tensor(value, held)
     if isinstance(value, list):
         return _in_place(held, list, _decoded_items(value, held))
+    if isinstance(value, Reference):
+        return value.part
     if not isinstance(value, Mapping):
         return value
     return _DECODERS[next(iter(value))](value, held)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -13,10 +15,18 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from treadle.checkpoint.attributes import CachedFunction
+from treadle.checkpoint.attributes import CachedFunction, is_table
 from treadle.checkpoint.generators import GENERATORS
-from treadle.checkpoint.introspection import Named, has_state, is_of_a_run, is_users_class, names_used_by
-from treadle.checkpoint.library_values import NAMESPACES
+from treadle.checkpoint.introspection import (
+    Named,
+    has_state,
+    is_empty,
+    is_of_a_run,
+    is_users,
+    is_users_class,
+    names_used_by,
+)
+from treadle.checkpoint.library_values import is_library_value
 from treadle.checkpoint.plain_values import is_plain_object
 
 _INSTALLED = ("site-packages", "dist-packages")  # parts of paths below which nobody's own code is
@@ -44,12 +54,16 @@ class Variables(Named):
         self._used: dict[str, tuple[dict[str, Any], str]] = {}  # variables of modules
         self._codes: list[Any] = []
         self._defaults: dict[str, Any] = {}
+        self._cells: dict[str, types.CellType] = {}  # of variables that functions enclose
         self.stateful: dict[str, Any] = {}
         for code in _reachable(roots):
             self._add(code)
 
     def _add(self, code: Any) -> None:
         self._codes.append(code)
+        for function in _functions_of(code):
+            names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            self._cells |= {f"{function.__qualname__}({name})": cell for name, cell in names if name != "__class__"}
         if isinstance(code, type):
             return
         for name in dict.fromkeys(names_used_by(code)):
@@ -62,17 +76,29 @@ class Variables(Named):
             if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):
                 self._defaults[f"{code.__qualname__}({name})"] = value
 
+    def uses(self, name: str) -> bool:
+        """Return whether the code uses a name."""
+        functions = (_functions_of(code) for code in self._codes)
+        return any(name in names_used_by(function) for found in functions for function in found)
+
     def values(self) -> dict[str, Any]:
         """Return the variables as they are now, those that have appeared too."""
         found = {place: variables[name] for place, (variables, name) in self._used.items() if name in variables}
         for code in self._codes:
+            if isinstance(code, enum.EnumMeta):
+                continue
             found |= {f"{code.__qualname__}.{name}": value for name, value in vars(code).items()
                       if not name.startswith("__")}  # fmt: skip
         found |= self._defaults
+        found |= {name: cell.cell_contents for name, cell in self._cells.items() if not is_empty(cell)}
+        found |= {f"{name}()": value() for name, value in found.items() if isinstance(value, weakref.ref)}
         return {name: value for name, value in found.items() if _is_variable(value) and name not in self._known}
 
     def set(self, name: str, value: Any) -> None:
         """Set one of them; a default was filled in place."""
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+            return
         if name in self._used:
             variables, key = self._used[name]
             variables[key] = value
@@ -106,10 +132,17 @@ def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
             waiting += _used_by(kind)
 
 
-def _used_by(code: Any) -> list[Any]:
+def _functions_of(code: Any) -> list[types.FunctionType]:
     if isinstance(code, type):
         return [function for value in vars(code).values() if (function := _function_in(value)) is not None]
-    named = (code.__globals__.get(name) for name in dict.fromkeys(names_used_by(code)))
+    return [code]
+
+
+def _used_by(code: Any) -> list[Any]:
+    if isinstance(code, type):
+        return list(_functions_of(code))
+    named = [code.__globals__.get(name) for name in dict.fromkeys(names_used_by(code))]
+    named += [cell.cell_contents for cell in code.__closure__ or () if not is_empty(cell)]
     return [value for value in named if isinstance(value, (type, types.FunctionType))]
 
 
@@ -131,7 +164,10 @@ def _is_own_code(code: Any) -> bool:
 
 
 def _is_variable(value: Any) -> bool:
-    return isinstance(value, (*_KINDS, *NAMESPACES, CachedFunction)) or is_plain_object(value)
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or is_of_a_run(value):
+        return False
+    held = isinstance(value, (*_KINDS, CachedFunction, functools.partial)) or is_library_value(value)
+    return held or is_table(value) or is_plain_object(value) or (is_users(value) and not has_state(value))
 
 
 def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -52,9 +52,7 @@ def runs(
         from treadle.errors import ConfigError
 
         if not folder.is_dir():
-            raise ConfigError(
-                "no such folder; give the one that your runs lie in", argument="FOLDER", value=str(folder)
-            )
+            raise ConfigError("no such folder; give the one that holds your runs", argument="FOLDER", value=str(folder))
         found = [summarize(read_run(path, brief=True)) for path in runs_below(folder)]
         found.sort(key=lambda run: run.updated or 0.0, reverse=True)
         if as_json:

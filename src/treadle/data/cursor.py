@@ -217,7 +217,8 @@ class Cursor:
         loaded = self._loaded or {}
         source = self._the_source()
         self._go_to_place(loaded)
-        now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers}
+        now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers,
+               "depends_on_workers": self._objects.depends_on_workers}  # fmt: skip
         if self._place.keeps_state:
             refuse_other_workers(loaded, now, loader=type(self._loader).__name__)
         self.warn(self._place.warnings, topic="resumed position")

@@ -126,7 +126,12 @@ def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: ResumePo
             "or number of ranks"
         )
     workers = saved.get("num_workers")
-    if workers is not None and bool(workers) != bool(now["num_workers"]):
+    if workers is not None and workers != now["num_workers"] and now.get("depends_on_workers"):
+        words.append(
+            f"num_workers was {workers} and is now {now['num_workers']}, and the code that reads the data asks which "
+            "worker it is in"
+        )
+    elif workers is not None and bool(workers) != bool(now["num_workers"]):
         words.append(
             f"num_workers was {workers} and is now {now['num_workers']}: items draw their random numbers from the "
             "main process with 0 workers and from their own seeds with more"

@@ -5,7 +5,9 @@ The loader made here runs the user's own dataset, batch sampler and collate func
 * consumed index lists are passed over in the batch sampler, so nothing is read for them;
 * with workers, each index list carries a seed and the worker seeds python, numpy and torch with it before
   reading. So random augmentation depends on neither the number of workers nor prefetching nor ``persistent_workers``.
-  With 0 workers items draw from the main RNG, as in a plain loop.
+  With 0 workers items draw from the main RNG, as in a plain loop;
+* an epoch that is entered in the middle hands each list to the worker that reads it in an epoch from the start, so that
+  items may depend on ``get_worker_info().id``.
 """
 
 from __future__ import annotations
@@ -65,18 +67,25 @@ class _SeededIndex:
 
 
 class _SeededDataset(Dataset[Any]):
-    """Reader of the user's dataset under the seed that came with the index; used in workers only."""
+    """Reader of the user's dataset under the seed that came with the index; used in workers only.
+
+    For None in the place of an index nothing is read: the turn of this worker is passed over.
+    """
 
     def __init__(self, dataset: Any, watch: WatchedState):
         self.dataset = dataset
         self._watch = watch
 
-    def __getitem__(self, index: _SeededIndex) -> Any:
+    def __getitem__(self, index: _SeededIndex | None) -> Any:
+        if index is None:
+            return None
         seed_worker(index.seed)
         with self._watch.reading():
             return self.dataset[index.index]
 
-    def __getitems__(self, index: _SeededIndex) -> Any:
+    def __getitems__(self, index: _SeededIndex | None) -> Any:
+        if index is None:
+            return None
         seed_worker(index.seed)
         getitems = getattr(self.dataset, "__getitems__", None)
         with self._watch.reading():
@@ -94,6 +103,8 @@ class _WatchedCollate:
         self._watch = watch
 
     def __call__(self, rows: Any) -> Any:
+        if rows is None:
+            return None
         batch = self.collate(rows)
         self._watch.compare()
         return batch
@@ -123,13 +134,14 @@ class _WorkerInit:
 class _Feed:
     """The iterator over index lists of one epoch."""
 
-    def __init__(self, lists: Iterable[Any], *, skip: int, seed: int | None, watch: bool):
+    def __init__(self, lists: Iterable[Any], *, skip: int, seed: int | None, watch: bool, turns: int = 0):
         # Opened at once: a sampler may draw here, and in a plain loop this comes before the loader's own draw.
         self._lists = iter(lists)
         self._skip = skip
         self._number = 0
         self._seed = seed
         self._watch = watch
+        self._turns = turns  # of workers that are passed over, so that the next list comes to the right one
         self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch was not asked about yet
         self.exhausted = False
         self.draws_while_running = False
@@ -165,6 +177,9 @@ class _Feed:
 
     def __next__(self) -> Any:
         self.prime()
+        if self._turns:
+            self._turns -= 1
+            return None
         before = RngState.capture() if self._watch and self._number > 0 else None
         number = self._number
         index = self._draw()
@@ -227,6 +242,7 @@ class _IndexFeed:
         self.seeded = seeded
         self.watch = watch
         self.skip = 0
+        self.turns = 0
         self.seed = 0
         self.workers_are_running = False
         self.generator: torch.Generator | None = None
@@ -234,7 +250,7 @@ class _IndexFeed:
 
     def __iter__(self) -> Iterator[Any]:
         seed = self.seed if self.seeded else None
-        self.current = _Feed(self.lists, skip=self.skip, seed=seed, watch=self.watch)
+        self.current = _Feed(self.lists, skip=self.skip, seed=seed, watch=self.watch, turns=self.turns)
         if self.workers_are_running:
             draw_as_workers_do_when_they_start(self.generator)
         return self.current
@@ -286,11 +302,14 @@ class IndexedReader:
     def open(self, *, skip: int, seed: int) -> Iterator[Any]:
         """Open an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
         self.feed.skip, self.feed.seed = skip, seed
+        self.feed.turns = skip % self.loader.num_workers if self.seeded and self.loader.in_order else 0
         iterator = self._workers.of(iter(self.loader))
         self._watch.stop()  # the copies of workers that begin later need not look once more
         self.feed.workers_are_running = self.loader.persistent_workers
         if skip and self.feed.current is not None:
             self.feed.current.prime()
+        for _ in range(self.feed.turns):
+            next(iterator)
         return iterator
 
     def finish(self) -> None:

@@ -184,6 +184,11 @@ class LoaderState:
         for path, modules in self._modules.items():
             yield from (f"{type(self.owners[path]).__name__}.{name}" for name in modules.lost())
 
+    @property
+    def depends_on_workers(self) -> bool:
+        """Whether the code that reads the data asks which worker it is in."""
+        return bool(self.owners["variables"].uses("get_worker_info"))
+
     def unknown(self, states: Mapping[str, Any]) -> list[str]:
         """Return the paths of states for which this loader has no object."""
         return [path for path in states if path not in self.owners]
@@ -270,10 +275,11 @@ def _items_of(value: Any) -> list[Any]:
 
 
 class WatchedState:
-    """State of a worker's copies of the data set and the collate function during their first reads.
+    """State of a worker's copies of the data set and the collate function while items are read.
 
     No checkpoint can hold it, so what changes there is refused where it is a state dict, and named where it is an
-    attribute; a file that is opened by the first read is neither.
+    attribute; a file that is opened by the first read is neither. The copies are compared after the first three reads,
+    and then each time that as many again were made.
 
     Args:
         roots: the data set and the collate function.
@@ -281,28 +287,40 @@ class WatchedState:
 
     def __init__(self, roots: Mapping[str, Any]):
         self._roots = dict(roots)
-        self._reads = _WATCHED_READS
+        self._named = {  # generators that a warning names before workers start
+            (path, name)
+            for path, owner in self._owners().items()
+            for name, value in attributes_of(owner).items()
+            if isinstance(value, GENERATORS)
+        }
+        self._reads = 0
+        self._stopped = False
+        self._looks = False  # whether what was read is compared
         self._state: LoaderState | None = None
         self._before: dict[str, Any] = {}
 
+    def _owners(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        seen: set[int] = set()
+        for path, owner in self._roots.items():
+            _walk(path, owner, found, seen, _DEEPEST)
+        return found
+
     def stop(self) -> None:
         """End the watch."""
-        self._reads = 0
+        self._stopped = True
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Watch one read."""
-        if not self._reads:
+        if self._stopped:
             yield
             return
         if self._state is None:
-            found: dict[str, Any] = {}
-            seen: set[int] = set()
-            for path, owner in self._roots.items():
-                _walk(path, owner, found, seen, _DEEPEST)
-            self._state = LoaderState(None, owners=found)
+            self._state = LoaderState(None, owners=self._owners())
             self._before = self._state.collect()
-        self._reads -= 1
+        self._reads += 1
+        self._looks = self._reads <= _WATCHED_READS or self._reads.bit_count() == 1
         yield
         self.compare()
 
@@ -312,7 +330,7 @@ class WatchedState:
         Raises:
             ConfigError: a state dict changed.
         """
-        if self._state is None:
+        if self._state is None or not self._looks:
             return
         before, self._before = self._before, self._state.collect()
         for path in self._before.keys() | before.keys():
@@ -323,20 +341,17 @@ class WatchedState:
                     f"the state_dict of {name} changes while items are read, and each worker has a copy of it whose "
                     "state no checkpoint can hold; use num_workers=0, or make items from their index"
                 )
-            if self._reads < _WATCHED_READS - 1:
-                self._name_changes(name, then.get("attributes", {}), now.get("attributes", {}))
-        if not self._reads:
-            self._state = None
+            if self._reads > 1:
+                self._name_changes(path, then.get("attributes", {}), now.get("attributes", {}))
 
-    def _name_changes(self, owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _name_changes(self, path: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for name, value in now.items():
-            is_generator = isinstance(value, Mapping) and "generator" in value  # of these a warning came before
-            if not is_generator and not same(value, before.get(name)):
-                self._reads = 0
+            if (path, name) not in self._named and not same(value, before.get(name)):
+                self._stopped, self._looks = True, False
                 _log.warning(
                     "%s.%s changes while items are read, and each worker has a copy of it that no checkpoint holds: a "
                     "resume is exact only if no item depends on it. Use num_workers=0, or make items from their index",
-                    owner, name,
+                    _name_of(self._state.owners[path]) if self._state else path, name,
                 )  # fmt: skip
 
 

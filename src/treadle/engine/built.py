@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from treadle.distributed import unwrap
 from treadle.distributed.state_names import clean_name
@@ -23,6 +28,7 @@ class Built:
     """
 
     def __init__(self, engine: Engine):
+        self._handles: list[RemovableHandle] = []
         self._names = set(_saved_names(engine.model))
         self._parameters = {id(parameter) for parameter in engine.model.parameters()}
         self._held = {id(one) for group in engine.optimizer.param_groups for one in group["params"]}
@@ -35,11 +41,36 @@ class Built:
         self._owner = getattr(engine.task, "trainer", None)
         self._loss = getattr(self._owner, "loss_fn", None)
 
+    def watch(self, engine: Engine) -> None:
+        """Have what is added to the model named at once, while a run takes steps."""
+        self.end_watch()
+        paths = {id(module): clean_name(name) for name, module in unwrap(engine.model).named_modules()}
+        root = type(unwrap(engine.model)).__name__
+
+        def name_addition(module: nn.Module, name: str, value: Any) -> None:
+            if id(module) not in paths or value is None:
+                return
+            path = f"{paths[id(module)]}.{name}".lstrip(".")
+            inside = {f"{path}.{inner}" for inner in _saved_names(value)} if isinstance(value, nn.Module) else {path}
+            if not inside <= self._names or (not inside and path not in paths.values()):
+                engine.state.warn_once(engine, _unfit(f"{path} was added to this {root}"))
+
+        self._handles = [
+            register_module_module_registration_hook(name_addition),
+            register_module_parameter_registration_hook(name_addition),
+        ]
+
+    def end_watch(self) -> None:
+        """End the watch, if there is one."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
     def refuse_others(self, engine: Engine) -> None:
-        """Raise where a checkpoint would not fit the run that builds the first parts again.
+        """Raise where the model, the optimizer or the schedule is another than that with which the run began.
 
         Raises:
-            CheckpointError: the model has other parameters, or the optimizer, the model or the schedule is another.
+            CheckpointError: one is.
         """
         for name, before, now in (
             ("model", self._model, engine.model), ("optimizer", self._optimizer, engine.optimizer),
@@ -51,20 +82,21 @@ class Built:
                     f"{type(now).__name__} now; a resumed run builds the first one, which would not take the state of "
                     "this one. Change it in place, or build it so from the start"
                 )
+
+    def unfit(self, engine: Engine) -> Iterator[str]:
+        """Yield warnings about parameters of which a run that builds the first model takes no checkpoint."""
         names = set(_saved_names(engine.model))
         if names != self._names:
-            raise CheckpointError(
-                f"model: since the run began it has gained {_listed(names - self._names)} and lost "
-                f"{_listed(self._names - names)}; a resumed run builds it as it was, and could not load this state. "
-                "Make all parameters when the model is built, as prune.identity and frozen layers do"
-            )
+            gained, lost = _listed(names - self._names), _listed(self._names - names)
+            yield _unfit(f"since the run began it has gained {gained} and lost {lost}")
         added = {id(one) for group in engine.optimizer.param_groups for one in group["params"]} - self._held
         late = [name for name, one in engine.model.named_parameters()
-                if id(one) in added and id(one) not in self._parameters]  # fmt: skip
+                if id(one) in added and id(one) not in self._parameters and name in self._names]  # fmt: skip
         if late:
-            raise CheckpointError(
+            yield (
                 f"optimizer: it holds {_listed(late)}, which was put into the place of another parameter while "
-                "training; a resumed run builds the first one. Make all layers when the model is built"
+                "training; a run that builds the first one cannot load checkpoints from here on. Make all layers when "
+                "the model is built"
             )
 
     def replaced(self, engine: Engine) -> Iterator[str]:
@@ -82,6 +114,14 @@ class Built:
                 "with the first one: the new one is read from the next call of train() on. Change the loader's data or "
                 "sampler in place"
             )
+
+
+def _unfit(what: str) -> str:
+    return (
+        f"model: {what}; a run that builds the model as it was cannot load checkpoints from here on. Make all "
+        "parameters when the model is built, as prune.identity and frozen layers do, or build it like this before the "
+        "resume"
+    )
 
 
 def _name_of(value: Any) -> str:

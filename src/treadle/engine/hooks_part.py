@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from treadle.checkpoint.attributes import Attributes, beside
 from treadle.checkpoint.introspection import has_state, is_users_class
+from treadle.checkpoint.references import References
 from treadle.checkpoint.schema import KEYS, OPTIONAL_KEYS, from_plain
 from treadle.engine.hook import BaseHook
 from treadle.engine.own_objects import OwnObjects
@@ -27,22 +30,23 @@ class HookStates:
     Args:
         hooks: of the run.
         known: ids of objects that are kept elsewhere.
+        model: of the run, to whose parts they may refer.
 
     Attributes:
         objects: of users' hooks that save nothing themselves, all that they hold.
         attributes: of users' hooks that do, what they may leave out.
     """
 
-    def __init__(self, hooks: Iterable[BaseHook] = (), known: Collection[int] = ()):
+    def __init__(self, hooks: Iterable[BaseHook] = (), *, known: Collection[int] = (), model: nn.Module | None = None):
         self.objects: dict[str, OwnObjects] = {}
         self.attributes: dict[str, Attributes] = {}
         for hook in hooks:
             kinds = [kind for kind in type(hook).__mro__ if kind not in (BaseHook, object)]
             if _keeps_itself(hook):
                 if all(map(is_users_class, kinds)):
-                    self.attributes[hook.state_key] = Attributes(hook, deep=True)
+                    self.attributes[hook.state_key] = Attributes(hook, deep=True, references=References(model))
             elif not (is_ours(hook) or has_state(hook)):
-                self.objects[hook.state_key] = OwnObjects({"": hook}, known=set(known) - {id(hook)})
+                self.objects[hook.state_key] = OwnObjects({"": hook}, known=set(known) - {id(hook)}, model=model)
 
 
 def _keeps_itself(hook: BaseHook) -> bool:

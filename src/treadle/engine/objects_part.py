@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-
-from torch import Tensor, nn
 
 from treadle.checkpoint.introspection import attributes_of, is_users
 from treadle.distributed.state_names import clean_name
 from treadle.engine.own_objects import OwnObjects
-from treadle.engine.search import is_ours
+from treadle.engine.search import hidden_in, is_ours
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.optim.schedules import schedulers_in
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # where a tensor keeps its hooks
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_SCALARS = (bool, int, float, str, type(None))
 
 
 def objects_of(engine: Engine) -> OwnObjects:
@@ -27,8 +25,9 @@ def objects_of(engine: Engine) -> OwnObjects:
     roots = _roots(engine)
     known = {id(part) for part in parts_of(engine)}
     found = OwnObjects(
-        {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), hidden=_hidden_in(engine.model)
-    )
+        {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), hidden=hidden_in("model", engine.model),
+        model=engine.model,
+    )  # fmt: skip
     parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
     found.add_variables("variables", [*parts, *found.owners.values(), *found.plain.values(), *found.functions])
     return found
@@ -49,20 +48,11 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
     for path, owner in {**owners, **parameters, "optimizer": engine.optimizer}.items():
         held = vars(owner) if path not in parameters else {name: getattr(owner, name, None) for name in _OF_TENSORS}
         for name, value in held.items():
+            if isinstance(value, (types.FunctionType, functools.partial)):  # in the place of a method
+                found[f"{path}.{name}"] = value
             if name.endswith("_hooks") and isinstance(value, Mapping):
                 found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
     return {path: owner for path, owner in found.items() if not is_ours(owner)}
-
-
-def _hidden_in(model: nn.Module) -> dict[str, Any]:
-    """Return the attributes of the user's modules that may hold a module which is not registered, as in a list."""
-    return {
-        f"model.{clean_name(f'{path}.{name}'.lstrip('.'))}": value
-        for path, module in model.named_modules()
-        if is_users(module)
-        for name, value in vars(module).items()
-        if name not in _OF_EVERY_MODULE and not isinstance(value, (Tensor, *_SCALARS))
-    }
 
 
 def parts_of(engine: Engine) -> Iterator[Any]:

@@ -9,16 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
-from treadle.checkpoint.comparison import unequal
-from treadle.checkpoint.introspection import is_users
+from treadle.checkpoint.comparison import same, unequal
+from treadle.checkpoint.introspection import attributes_of, has_state, is_users
 from treadle.checkpoint.module_state import ModuleState
+from treadle.checkpoint.references import References
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
-from treadle.engine.search import OF_TRAINERS, Search
+from treadle.data.own_state import owners_of
+from treadle.engine.search import OF_TRAINERS, Search, hidden_in
 from treadle.engine.state_part import Difference
 from treadle.errors import CheckpointError
 
@@ -41,6 +43,7 @@ class OwnObjects:
     Args:
         roots: where to look, by path.
         known: ids of objects that are left out.
+        model: of the run, to whose parts attributes may refer.
         whole: paths of roots that are looked into though they have state dicts.
         hidden: further roots, whose attributes are kept elsewhere: what offers a state dict in them counts alone.
     """
@@ -50,9 +53,11 @@ class OwnObjects:
         roots: Mapping[str, Any],
         *,
         known: Collection[int] = (),
+        model: nn.Module | None = None,
         whole: Collection[str] = (),
         hidden: Mapping[str, Any] | None = None,
     ):
+        self._references = References(model)
         self._kept = set(known)  # ids of objects that live as long as this one
         self._whole = frozenset(whole)
         self.owners: dict[str, Any] = {}
@@ -71,13 +76,15 @@ class OwnObjects:
         """Look into one more root, and restore it from the checkpoint that was loaded before it came."""
         self._roots[path] = owner
         self.functions.clear()
-        self._restore_found(self._look({path: owner}))
+        self._restore_found(self._look({path: owner}, late=True))
         self.add_variables(f"{path}.variables", [owner, *self.functions])
 
     def leave_out(self, loader: Any) -> None:
-        """Leave out a loader that a cursor reads, which keeps its place; states of it in older checkpoints too."""
-        for path in [path for path, owner in self.owners.items() if owner is loader]:
-            del self.owners[path]
+        """Leave out a loader that a cursor reads, with its samplers and data sets; their states in checkpoints too."""
+        parts = {id(part) for part in owners_of(loader).values() if isinstance(part, (Dataset, Sampler))} | {id(loader)}
+        kept = {path: attributes.owner for path, attributes in self._attributes.items()} | self.owners
+        for path in [path for path, owner in kept.items() if id(owner) in parts]:
+            self.owners.pop(path, None)
             self._attributes.pop(path, None)
             self._carried.add(path)
 
@@ -95,19 +102,20 @@ class OwnObjects:
         Raises:
             CheckpointError: it holds the state of one that was not made.
         """
-        found = self._look(self._roots, plain_too=False)
+        found = self._look(self._roots, plain_too=False, late=True)
         self._late |= found & self.owners.keys()
         self._restore_found(found)
         for path, entry in self._loaded.items():
             if entry.get("late") and path not in self.owners:
                 raise _missing(path)
 
-    def _look(self, roots: Mapping[str, Any], *, plain_too: bool = True) -> set[str]:
+    def _look(self, roots: Mapping[str, Any], *, plain_too: bool = True, late: bool = False) -> set[str]:
         """Return the paths of what was found in some roots and was not known.
 
         Args:
             roots: where to look.
             plain_too: whether objects without a state dict count; those made later are written as parts of others.
+            late: whether they may be made after a checkpoint is loaded, so that nothing in it can refer to them.
         """
         search = Search(self._roots, known=self._kept, before=(self.owners, self._attributes), whole=self._whole)
         for path, owner in roots.items():
@@ -117,6 +125,8 @@ class OwnObjects:
         if not plain_too:
             plain.clear()
         self._kept |= {id(owner) for owner in (*owners.values(), *plain.values())}
+        for path, owner in (owners | plain).items() if not late else ():
+            self._references.add(f"object {path}", owner)
         for path, owner in owners.items():
             self.owners[path] = owner
             if isinstance(owner, nn.Module):
@@ -127,10 +137,14 @@ class OwnObjects:
                 self._attributes[path] = self._attributes_of(owner, left_out)
         for path, owner in plain.items():
             self._attributes[path] = self._attributes_of(owner, OF_TRAINERS if path in self._whole else ())
-        return {*owners, *plain}
+        inside = [held for path, owner in owners.items() if (held := _left_out_of(path, owner))]
+        deeper = [self._look(held, plain_too=False, late=late) for held in inside]
+        return {*owners, *plain}.union(*deeper)
 
     def _attributes_of(self, owner: Any, left_out: Collection[str]) -> Attributes:
-        return Attributes(owner, deep=True, leave_out=left_out, stashes=True, known=self._kept)
+        return Attributes(
+            owner, deep=True, leave_out=left_out, stashes=True, known=self._kept, references=self._references
+        )
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -229,8 +243,11 @@ class OwnObjects:
                 self._attributes[path].restore(entry.get("attributes", {}))
 
     def restore_attributes(self, saved: Mapping[str, Any]) -> None:
-        """Set attributes as in an entry of :meth:`collect`, and the others as they were at the start."""
-        for path, attributes in self._attributes.items():
+        """Set attributes as in an entry of :meth:`collect`, and the others as they were at the start.
+
+        Those of an object come before those of what holds it, where another may be in its place.
+        """
+        for path, attributes in reversed(self._attributes.items()):
             if path not in self.owners:
                 attributes.restore(saved.get(path, {}).get("attributes", {}))
 
@@ -254,9 +271,35 @@ class OwnObjects:
         """Yield the names of attributes that changed since this was last asked and that no checkpoint holds."""
         for path, attributes in self._attributes.items():
             if path not in self.owners:  # else its own state may hold them
-                yield from (f"{path}.{name}".lstrip(".") for name in attributes.lost())
+                names = (f"{path}.{name}".lstrip(".") for name in attributes.lost())
+                yield from (name for name in names if name not in self.owners)
         for path, modules in self._modules.items():
             yield from (f"{path}.{name}" for name in modules.lost())
+
+
+def _left_out_of(path: str, owner: Any) -> dict[str, Any]:
+    """Return what an object with a state dict may hold that its state leaves out: objects with states of their own."""
+    if isinstance(owner, nn.Module):
+        return hidden_in(path, owner)
+    if not is_users(owner):
+        return {}
+    inner = {name: value for name, value in attributes_of(owner).items() if has_state(value)}
+    if not inner:
+        return {}
+    held = list(_mappings_in(to_plain(owner.state_dict(), encoding="odd")))
+    return {
+        f"{path}.{name}": value
+        for name, value in inner.items()
+        if not any(same(to_plain(value.state_dict(), encoding="odd"), state) for state in held)
+    }
+
+
+def _mappings_in(tree: Any) -> Iterator[Mapping[Any, Any]]:
+    if isinstance(tree, Mapping):
+        yield tree
+        tree = list(tree.values())
+    for item in tree if isinstance(tree, list) else ():
+        yield from _mappings_in(item)
 
 
 def _missing(path: str) -> CheckpointError:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import itertools
 import types
+import weakref
+from collections import deque
 from collections.abc import Collection
 from typing import Any
 
@@ -20,9 +24,13 @@ from treadle.checkpoint.introspection import (
     is_of_a_run,
     is_users,
 )
+from treadle.checkpoint.library_values import is_library_value
 from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object
+from treadle.distributed.state_names import clean_name
 
 _DEEPEST = 6
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_SCALARS = (bool, int, float, str, type(None))
 _MOST = 256  # items of a container that are looked at
 _WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # of the standard library
 
@@ -74,15 +82,17 @@ class Search:
             return
         if isinstance(owner, types.FunctionType) and is_users(owner):
             self.functions.append(owner)
-        if isinstance(owner, (list, tuple)):
-            for number, item in enumerate(owner[:_MOST]):
+        if isinstance(owner, (list, tuple, deque)):
+            for number, item in enumerate(itertools.islice(owner, _MOST)):
                 if path in self._roots or not _is_written_whole(item):
                     self.walk(f"{path}[{number}]", item, depth - 1)
         elif isinstance(owner, dict) and len(owner) <= _MOST:
             for key, item in owner.items():
                 if not _is_written_whole(item):
                     self.walk(f"{path}.{key}", item, depth - 1)
-        elif isinstance(owner, (types.MethodType, functools.partial)):
+        elif isinstance(owner, (types.MethodType, functools.partial, weakref.ref)):
+            if isinstance(owner, functools.partial) and id(owner) not in self._known and path not in self._plain_before:
+                self.plain[path] = owner
             for name, item in behind(owner):
                 self.walk(f"{path}.{name}", item, depth)
         elif has_state(owner) and path not in self._whole:
@@ -109,6 +119,22 @@ class Search:
                 self.walk(f"{path}.{name}".lstrip("."), value, depth - 1)
 
 
+def hidden_in(path: str, model: nn.Module) -> dict[str, Any]:
+    """Return the attributes of users' modules that may hold objects with state which are not registered, as in a list.
+
+    Args:
+        path: of the model.
+        model: whose modules are looked at.
+    """
+    return {
+        f"{path}.{clean_name(f'{inner}.{name}'.lstrip('.'))}": value
+        for inner, module in model.named_modules()
+        if is_users(module)
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE and not isinstance(value, (Tensor, *_SCALARS))
+    }
+
+
 def is_ours(owner: Any) -> bool:
     """Return whether the class of an object is treadle's.
 
@@ -131,8 +157,13 @@ def _is_looked_into(owner: Any) -> bool:
         return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
     if isinstance(owner, Named):
         return True
-    foreign = (type, types.ModuleType, types.MethodType, Tensor, Dataset, Sampler, DataLoader, Optimizer, dict)
-    if isinstance(owner, foreign) or not hasattr(owner, "__dict__"):
+    if is_library_value(owner):
+        return False
+    if isinstance(owner, (Dataset, Sampler)):
+        return is_users(owner)
+    foreign = (type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
+    has_slots = is_users(owner) and hasattr(type(owner), "__slots__")
+    if isinstance(owner, foreign) or not (has_slots or hasattr(owner, "__dict__")):
         return False
     root = type(owner).__module__.partition(".")[0]
     return is_ours(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)

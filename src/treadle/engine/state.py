@@ -122,7 +122,7 @@ class RunState:
         self.built = Built(engine)
         self.objects = objects_of(engine)
         known = {id(part) for part in (*parts_of(engine), engine, engine.task, *self.objects.owners.values())}
-        self.hooks = HookStates(engine.hooks, known)
+        self.hooks = HookStates(engine.hooks, known=known, model=engine.model)
         owner = None if is_of_torch(engine.optimizer) else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
 
@@ -185,6 +185,7 @@ class RunState:
         """Record that steps are being taken."""
         self._settings = engine.settings
         self.built.begin(engine)
+        self.built.watch(engine)
         self.training, self.num_runs = True, self.num_runs + 1
         self.length_checked = False
 
@@ -198,6 +199,7 @@ class RunState:
         """Record that no more steps are taken, and the modes that the modules were left in."""
         self.record_moved_settings(engine)
         self.modules.end(engine.model)
+        self.built.end_watch()
         self.training = False
 
     def collect(self, engine: Engine, buffers: HostBuffers | None = None, *, parts: bool = False) -> dict[str, Any]:
@@ -214,7 +216,7 @@ class RunState:
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         if self.training:
             self.built.refuse_others(engine)
-            for text in self.built.replaced(engine):
+            for text in (*self.built.unfit(engine), *self.built.replaced(engine)):
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)

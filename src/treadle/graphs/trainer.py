@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.compile import Compile
+from treadle.checkpoint.comparison import same
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import copy_checkpoint, load_checkpoint, save_checkpoint
@@ -255,6 +256,8 @@ class GraphTrainer(EpochFace):
             loaders=val_loader, metrics=self.metrics,
         )  # fmt: skip
         with speaking(self._engine), self._folder.training():
+            self._engine.prepare()
+            self._engine.state.objects.add("log_hooks", self._log_hooks.hooks)
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             self._epochs.fit(train_loader, val_loader, epochs, after_epoch=self._end_epoch)
@@ -263,12 +266,16 @@ class GraphTrainer(EpochFace):
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
         if self._folder.path is not None:
             self._folder.write_epoch(improved=self._epochs.improved)
+        before = self._engine.state.signature(self._engine) if self._log_hooks.hooks else None
         train, val = train_part(record), val_part(record)
         _epoch_log.info("%s: epoch %d", self.experiment_name, self.epoch)
         for prefix, part in (("train", train), ("val", val)):
             if part:
                 _epoch_log.info("  %-5s %s", prefix, described(part))
                 self._log_hooks.tell(part, self.global_step, prefix)
+        changed = before is not None and not same(before, self._engine.state.signature(self._engine))
+        if changed and self._folder.path is not None:  # what a function counted is in the file, too
+            self._folder.write_epoch(improved=self._epochs.improved)
 
     def train_epoch(self, train_loader: Iterable[Any]) -> dict[str, Any]:
         """Train one more epoch: nothing is evaluated, selected or written.

@@ -46,7 +46,7 @@ FAULTS = {
         {"item": "x = x + np.random.default_rng().normal()"}, "unseeded_data", "batch content", "default_rng([seed"
     ),
     "value_kept_in_a_module_of_the_project": (
-        {"step": "COUNTS.append(1); x = x * (1 + 0.01 * len(COUNTS))"},  # an array.array: of no kind that is carried
+        {"step": "COUNTS.put(1); x = x * (1 + 0.01 * COUNTS.qsize())"},  # a queue: of no kind that is carried
         "unregistered_buffer", "loss", "",
     ),
     "no_seed": ({"seed": ""}, "unseeded_script", "sample ids", "in a configuration, write seed: 0"),

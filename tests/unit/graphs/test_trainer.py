@@ -521,6 +521,22 @@ def test_step_logs_can_be_off(log_every):
     assert [call[:2] for call in calls] == [("train", 3), ("train", 6)]
 
 
+def test_what_a_log_hook_counts_is_carried(tmp_path):
+    class Counts:
+        calls = 0
+
+        def __call__(self, metrics, step, prefix):
+            self.calls += 1
+
+    counts = []
+    for epochs in (1, 2):
+        trainer, hook = make(tmp_path, log_every=1), Counts()
+        trainer.add_log_hook(hook)
+        trainer.fit(loader(graphs(4)), epochs=epochs, resume_from="auto")
+        counts.append(hook.calls)
+    assert counts[1] == 2 * counts[0] > 0
+
+
 def test_an_exception_of_a_log_hook_leaves_fit():
     trainer, error = make(), KeyError("mine")
 
