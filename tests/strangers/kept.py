@@ -204,6 +204,7 @@ class Replaces(Scaled):
 
     def __init__(self) -> None:
         self.record, self.now, self.options = Frozen(), Node(), Options.FIRST
+        self.late: Node | None = None
         self.before = self.now
         self.one, self.other = Node(), Node()
         self.left, self.right = nn.Linear(1, 1), nn.Linear(1, 1)
@@ -216,6 +217,8 @@ class Replaces(Scaled):
         self.now.calls = self.before.calls + 2
         self.one, self.other = self.other, self.one
         self.one.calls += 1 + self.other.calls
+        self.late = Node() if self.late is None else self.late
+        self.late.calls += 1
         self.left, self.right = self.right, self.left
         self.left.weight.mul_(0.5)
         self.recent.rotate()
@@ -224,7 +227,7 @@ class Replaces(Scaled):
             self.options |= Options.LATE
         factor = 2 if Options.LATE in self.options else 1
         return (
-            (self.record.calls + self.before.calls + self.one.calls) * factor
+            (self.record.calls + self.before.calls + self.one.calls + self.late.calls) * factor
             + self.left.weight.abs().sum()
             + self.recent[1].weight.abs().sum()
         )

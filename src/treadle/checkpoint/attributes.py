@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from treadle.checkpoint.comparison import same, sample
 from treadle.checkpoint.introspection import attributes_of, has_state, set_attribute
-from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode
+from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, is_plain_object
 from treadle.checkpoint.references import References
 
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
@@ -151,7 +151,7 @@ class Attributes:
     def _set(self, name: str, value: Any) -> None:
         tree = value if self._references is None else self._references.resolved(value)
         held = attributes_of(self.owner).get(name)
-        if isinstance(tree, Mapping) and "object" in tree and id(held) in self._known:
+        if isinstance(tree, Mapping) and "object" in tree and id(held) in self._known and is_plain_object(held):
             held = object.__new__(type(held))  # that one is kept elsewhere, and was replaced here
         set_attribute(self.owner, name, decode(tree, held))
 
