@@ -42,7 +42,7 @@ TERMS = {"loss_ce": "cross-entropy, nats per token", "loss_img": "expected patch
 
 
 def run(way: str, seed: int, data: AstroData, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains one model, or resumes it, and returns its result."""
+    """Train one model, or resume it, and return its result."""
     folder = options.runs / "-".join([way.replace(" ", "-"), str(seed), *options.settings])
     result_file = folder / "result.json"
     if result_file.exists():
@@ -73,7 +73,7 @@ def settings(options: argparse.Namespace, seed: int, changed: Sequence[str]) -> 
 
 
 def all_terms(trainer: AstroTrainer, data: AstroData, config: AstroRunConfig) -> dict[str, float]:
-    """Returns the terms on the test sequences, those that were not trained on as well."""
+    """Return the terms on the test sequences, those that were not trained on as well."""
     tokenizers = data.tokenizers
     judge = AstroTrainer(
         trainer.model, trainer.vocab, [], {"total_steps": 1, "meaningful_loss": vars(config.training.meaningful_loss)},

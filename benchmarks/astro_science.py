@@ -64,7 +64,7 @@ def load(options: argparse.Namespace) -> tuple[Surveys, Surveys, Surveys]:
 
 
 def given(survey: Survey) -> Array | None:
-    """Returns pictures from 0 to 1, or spectra, or None."""
+    """Return pictures from 0 to 1, or spectra, or None."""
     if survey.images is not None:
         return np.asarray(survey.images, dtype=np.float32) / 255
     return None if survey.spectra is None else np.asarray(survey.spectra, dtype=np.float32)
@@ -144,7 +144,7 @@ class Joint(BaseTrainer):
 
 
 def changed(name: str, data: Tensor) -> Tensor:
-    """Returns turned and mirrored pictures and noisier spectra."""
+    """Return turned and mirrored pictures and noisier spectra."""
     count, device = len(data), data.device
     if name == "xdf":
         for turn in (lambda x: x.flip(-1), lambda x: x.flip(-2), lambda x: x.mT):
@@ -154,7 +154,7 @@ def changed(name: str, data: Tensor) -> Tensor:
 
 
 def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | None:
-    """Trains one member as far as the time allows; returns its answers, None if it is not finished."""
+    """Train one member as far as the time allows; return its answers, None if it is not finished."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     folder = options.runs / f"joint-{seed}-{member}-{options.steps}"
@@ -179,7 +179,7 @@ def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | 
 
 @torch.no_grad()
 def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, Any]:
-    """Returns mixtures and latents for each question, and pictures and spectra from the numbers of an object."""
+    """Return mixtures and latents for each question, and pictures and spectra from the numbers of an object."""
     found: dict[str, Any] = {}
     for question in CROSS_PREDICTIONS:
         survey = surveys[question.survey]
@@ -205,7 +205,7 @@ def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, A
 
 
 def with_neighbours(answers: dict[str, Any], of_train: Mapping[str, Any], train: Surveys) -> dict[str, Any]:
-    """Replaces the latents by the distances and numbers of the nearest training objects, which take less room."""
+    """Replace the latents by the distances and numbers of the nearest training objects, which take less room."""
     for question in CROSS_PREDICTIONS:
         known = torch.from_numpy(np.isfinite(train[question.survey].column(question.target)))
         found = answers[question.target]
@@ -247,7 +247,7 @@ def asked(
 
 
 def standard(train: Survey, survey: Survey, target: str) -> tuple[Tensor, float, float]:
-    """Returns the true numbers in deviations, the mean and the deviation."""
+    """Return the true numbers in deviations, the mean and the deviation."""
     known = train.column(target)
     mean, deviation = float(np.nanmean(known)), float(np.nanstd(known))
     return torch.from_numpy((survey.column(target) - mean) / deviation), mean, deviation
@@ -257,7 +257,7 @@ def mixed(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, part: str, y_train: Tensor,
     kernel: Mapping[str, Any], shares: Sequence[float],
 ) -> Mixture:  # fmt: skip
-    """Returns the mixture of all members, of the nearest training objects in each latent and of the kernel regression.
+    """Return the mixture of all members, of the nearest training objects in each latent and of the kernel regression.
 
     Args:
         members: their answers.
@@ -296,7 +296,7 @@ def explained(predicted: Array, true: Array, reference: float | Array) -> float:
 def answers_of(
     seed_files: Sequence[Path], parts: Mapping[str, Surveys], kernels: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the scores of a seed for each question: of the network with its neighbours, and of the stack."""
+    """Return the scores of a seed for each question: of the network with its neighbours, and of the stack."""
     members = [torch.load(file, weights_only=True) for file in seed_files]
     found: dict[str, Any] = {}
     for question, kernel in zip(CROSS_PREDICTIONS, kernels, strict=True):
@@ -323,7 +323,7 @@ def shares_of(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
     count: int,
 ) -> list[float]:  # fmt: skip
-    """Returns the shares, chosen on validation objects, of the first so many of members, nearest objects and kernel."""
+    """Return the shares, chosen on validation objects, of the first so many of members, nearest objects and kernel."""
     known = y["val"].isfinite()
     means = [mixed(members, question, "val", y["train"], kernel, pure).mean() for pure in np.eye(3)[:count]]
     errors = np.stack([(mean - y["val"])[known].numpy() for mean in means])
@@ -334,7 +334,7 @@ def scores_of(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
     shares: Sequence[float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Returns how good the answers and distributions with some shares are."""
+    """Return how good the answers and distributions with some shares are."""
     known = y["test"].isfinite()
     mixture, true = mixed(members, question, "test", y["train"], kernel, shares), torch.nan_to_num(y["test"])
     pit, likelihood = (said[known].numpy() for said in (mixture.cdf(true), mixture.log_prob(true)))
@@ -349,7 +349,7 @@ def scores_of(
 
 
 def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question: CrossPrediction) -> dict[str, Any]:
-    """Returns inputs by name, for each of the surveys."""
+    """Return inputs by name, for each of the surveys."""
     from sklearn.decomposition import PCA
 
     def plain(survey: Survey) -> Array:
@@ -379,7 +379,7 @@ def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question
 
 
 def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns the scores of all peers on one question."""
+    """Return the scores of all peers on one question."""
     from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 
     question = CROSS_PREDICTIONS[number]
@@ -433,7 +433,7 @@ def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None
 
 
 def views_of(tokenizers: Any, surveys: Sequence[Survey], question: CrossPrediction) -> list[dict[str, Array]]:
-    """Returns the views of the inputs that the kernel regressions have, for training and other objects."""
+    """Return the views of the inputs that the kernel regressions have, for training and other objects."""
     inputs = features(tokenizers, surveys[0], surveys, question)
     if question.given == "spectrum":
         spectra = [np.asarray(survey.spectra) for survey in surveys]
@@ -446,7 +446,7 @@ def views_of(tokenizers: Any, surveys: Sequence[Survey], question: CrossPredicti
 
 
 def ask_kernel(number: int, options: argparse.Namespace) -> Path | None:
-    """Fits kernel regressions, their settings chosen on validation objects; returns their answers."""
+    """Fit kernel regressions, their settings chosen on validation objects; return their answers."""
     question = CROSS_PREDICTIONS[number]
     file: Path = options.runs / f"kernels-{question.target}.pt"
     if file.exists():
@@ -478,7 +478,7 @@ def rows_of(views: Mapping[str, Array], rows: Array) -> dict[str, Array]:
 
 
 def described(stack: KernelStack) -> str:
-    """Returns the shares and settings of the regressions that have a share."""
+    """Return the shares and settings of the regressions that have a share."""
     return "; ".join(
         f"{stack.shares[name]:.2f} {name}: {kernel}, {width:.1g}, {noise:.1g}"
         for name, (kernel, width, noise) in stack.settings.items() if stack.shares[name] > 0.005
@@ -489,7 +489,7 @@ def described(stack: KernelStack) -> str:
 
 
 def plain_data(train: Survey, survey: Survey) -> Array:
-    """Returns pictures (N, pixels) from 0 to 1, or arcsinh fluxes (N, L) in deviations of training objects."""
+    """Return pictures (N, pixels) from 0 to 1, or arcsinh fluxes (N, L) in deviations of training objects."""
     known, asked = (given(each) for each in (train, survey))
     assert known is not None
     assert asked is not None
@@ -500,7 +500,7 @@ def plain_data(train: Survey, survey: Survey) -> Array:
 
 
 def draw_others(kind: str, options: argparse.Namespace) -> Path | None:
-    """Returns drawings of validation and test objects by kernel regressions and by the peers, settings chosen."""
+    """Return drawings of validation and test objects by kernel regressions and by the peers, settings chosen."""
     file: Path = options.runs / f"drawn-{kind}.pt"
     if file.exists():
         return file
@@ -529,7 +529,7 @@ def draw_others(kind: str, options: argparse.Namespace) -> Path | None:
 
 
 def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array], Array], list[Array]]:
-    """Returns what makes data of scores in the first principal components, and the scores of tables."""
+    """Return what makes data of scores in the first principal components, and the scores of tables."""
     mean = train.mean(axis=0)
     vectors = np.linalg.svd(train - mean, full_matrices=False)[2][:COMPONENTS]
     return lambda scores: np.asarray(mean + scores @ vectors, dtype=np.float32), [
@@ -540,7 +540,7 @@ def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array],
 def drawn_by_peers(
     surveys: Mapping[str, Survey], y: Mapping[str, Array], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Returns drawings by ridge, nearest objects and extra trees, each with its best setting on validation objects."""
+    """Return drawings by ridge, nearest objects and extra trees, each with its best setting on validation objects."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     known = surveys["train"].scalars
@@ -619,7 +619,7 @@ def best_input(scores: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def kernel_scores(parts: Mapping[str, Surveys], question: CrossPrediction, kernel: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scores of the kernel regression alone."""
+    """Return the scores of the kernel regression alone."""
     y = {part: standard(parts["train"][question.survey], surveys[question.survey], question.target)[0]
          for part, surveys in parts.items()}  # fmt: skip
     return scores_of([], question, y, kernel, (0.0, 0.0, 1.0))

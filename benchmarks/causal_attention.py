@@ -75,7 +75,7 @@ def peer(sizes: dict[str, int], device: torch.device) -> Callable[..., Tensor]:
 
 
 def measure(run: Callable[[], Tensor], device: torch.device, repeats: int) -> dict[str, str]:
-    """Returns the milliseconds of a forward and backward pass (median) and the extra memory at its peak."""
+    """Return the milliseconds of a forward and backward pass (median) and the extra memory at its peak."""
     seconds, extra = [], 0
     on_gpu = device.type == "cuda"
     for _ in range(repeats + 2):

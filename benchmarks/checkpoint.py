@@ -38,7 +38,7 @@ TENSORS = 48
 
 
 def state(mebibytes: int) -> dict[str, Any]:
-    """Returns a state of about this size with 16 weights and the two moments of each."""
+    """Return a state of about this size with 16 weights and the two moments of each."""
     parts = [torch.randn(mebibytes * 2**20 // 4 // TENSORS) for _ in range(TENSORS)]
     weights = {f"layer{i}": parts[i] for i in range(16)}
     moments = {i: {"exp_avg": parts[16 + i], "exp_avg_sq": parts[32 + i]} for i in range(16)}
@@ -66,7 +66,7 @@ def save(writer: CheckpointWriter, tree: dict[str, Any], path: Path, *, backgrou
 
 
 def one_round(tree: dict[str, Any], folder: Path, writer: CheckpointWriter) -> dict[str, float]:
-    """Saves once in every way; each waits until the disk has nothing left of the one before."""
+    """Save once in every way; each waits until the disk has nothing left of the one before."""
     found = {}
     os.sync()
     found["plain"] = seconds(lambda: torch.save(tree, folder / "plain.pt"))
@@ -121,7 +121,7 @@ def mean(values: list[float]) -> float:
 
 
 def rows_of(seconds: dict[int, dict[str, list[float]]]) -> list[dict[str, str]]:
-    """Returns a row for each way, and then for ratios of medians; a column for each size."""
+    """Return a row for each way, and then for ratios of medians; a column for each size."""
     rows = []
     for way, words in WAYS.items():
         row = {"ms": words}

@@ -24,7 +24,7 @@ class MeanSquare:
 
 
 def engine_of(mebibytes: int) -> Engine:
-    """Returns an engine whose weights and AdamW state together take about so many MiB, after one step."""
+    """Return an engine whose weights and AdamW state together take about so many MiB, after one step."""
     width = int((mebibytes * 2**20 / 3 / 4 / 4) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), MeanSquare(), device="cpu")
@@ -39,7 +39,7 @@ def milliseconds(act: Callable[[], object]) -> float:
 
 
 def acts_of(engine: Engine) -> dict[str, Callable[[], object]]:
-    """Returns the operations to time."""
+    """Return the operations to time."""
     tree = engine.state_dict()
     saved = Saved.for_engine(engine, tree)
     return {

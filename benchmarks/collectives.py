@@ -46,7 +46,7 @@ ROUNDS = 7
 
 
 def sizes_of(operation: str, models: Sequence[str], ranks: int) -> list[int]:
-    """Returns the numbers of bytes to measure: those of the steps, and the probes of what runs on the device."""
+    """Return the numbers of bytes to measure: those of the steps, and the probes of what runs on the device."""
     steps = {
         message.num_bytes
         for model in models
@@ -61,7 +61,7 @@ def sizes_of(operation: str, models: Sequence[str], ranks: int) -> list[int]:
 
 
 def call_of(operation: str, num_bytes: int, device: torch.device) -> Callable[[], Any]:
-    """Returns a call of the collective with separate buffers."""
+    """Return a call of the collective with separate buffers."""
     ranks = dist.get_world_size()
     mean = dist.ReduceOp.AVG if device.type == "cuda" else dist.ReduceOp.SUM  # gloo has no mean
     if operation == ALL_REDUCE:
@@ -85,7 +85,7 @@ def call_of(operation: str, num_bytes: int, device: torch.device) -> Callable[[]
 
 
 def milliseconds(call: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Returns the time of a call, the median over rounds, on the slowest rank."""
+    """Return the time of a call, the median over rounds, on the slowest rank."""
     call()
     found = []
     for _ in range(ROUNDS):
@@ -127,7 +127,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def measure(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of so many ranks, those of an operation followed by the line through them."""
+    """Return the rows of so many ranks, those of an operation followed by the line through them."""
     found = folder / f"{ranks}.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,
@@ -139,7 +139,7 @@ def measure(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[
 
 
 def table(measured: Sequence[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """Returns the lines of the result."""
+    """Return the lines of the result."""
     lines: list[dict[str, Any]] = []
     for operation in dict.fromkeys(row["operation"] for row in measured):
         times = [(row["bytes"], row["ms"]) for row in measured if row["operation"] == operation]

@@ -44,7 +44,7 @@ class GptTask:
     """The model's own loss."""
 
     def step(self, model: nn.Module, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
-        """Returns the loss of a batch of token ids (B, L)."""
+        """Return the loss of a batch of token ids (B, L)."""
         return StepOutput(model(input_ids=batch, labels=batch).loss)
 
 
@@ -55,17 +55,17 @@ class Clock(BaseHook):
         self.seconds: list[float] = []
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self.started = time.perf_counter()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Waits for the step to be over and stops the clock."""
+        """Wait for the step to be over and stop the clock."""
         self.loss = float(trainer.step_info["loss"][0])
         self.seconds.append(time.perf_counter() - self.started)
 
 
 def spectra_parts(device: torch.device, *, tiny: bool) -> tuple[nn.Module, Any, Any]:
-    """Returns model, task and batch of the spectra."""
+    """Return model, task and batch of the spectra."""
     model = ChemoMAE(
         seq_len=64 if tiny else 256, d_model=64, nhead=4, num_layers=2, dim_feedforward=128, latent_dim=64,
         use_learnable_pos=False, dropout=0.0, n_blocks=32, n_mask=24,
@@ -74,7 +74,7 @@ def spectra_parts(device: torch.device, *, tiny: bool) -> tuple[nn.Module, Any, 
 
 
 def text_parts(device: torch.device, *, tiny: bool) -> tuple[nn.Module, Any, Any]:
-    """Returns model, task and batch of the text; without dropout, so that losses can be compared."""
+    """Return model, task and batch of the text; without dropout, so that losses can be compared."""
     layers, length = (2, 8) if tiny else (6, 64)
     model = build_gpt2(512, n_positions=length, n_layer=layers, dropout=0.0)
     return model, GptTask(), torch.randint(512, (8, length), device=device)
@@ -84,7 +84,7 @@ PARTS = {"spectra": spectra_parts, "text": text_parts}
 
 
 def measure(name: str, way: str, *, tiny: bool) -> dict[str, Any]:
-    """Trains some steps in this process."""
+    """Train some steps in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     set_seed(0)
     model, task, batch = PARTS[name](device, tiny=tiny)
@@ -100,7 +100,7 @@ def measure(name: str, way: str, *, tiny: bool) -> dict[str, Any]:
 
 
 def in_new_process(name: str, way: str, cache: str) -> dict[str, Any]:
-    """Returns what :func:`measure` finds in a new interpreter that compiles into a cache folder."""
+    """Return what :func:`measure` finds in a new interpreter that compiles into a cache folder."""
     command = [sys.executable, str(Path(__file__)), "--one", name, way]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -108,19 +108,19 @@ def in_new_process(name: str, way: str, cache: str) -> dict[str, Any]:
 
 
 def row(name: str, way: str, cache: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row of the table."""
+    """Return a row of the table."""
     values = (name, way, cache, f"{found['first']:.1f}", f"{found['step'] * 1e3:.1f}", f"{found['loss']:.5f}")
     return dict(zip(COLUMNS, values, strict=True))
 
 
 def write(rows: Sequence[Mapping[str, Any]], *, partial: bool) -> None:
-    """Writes the table."""
+    """Write the table."""
     name = "compile_gpu" if torch.cuda.is_available() else "compile"
     write_result(name, "Compiling: first step and steps", COLUMNS, rows, describe(), partial=partial)
 
 
 def main() -> None:
-    """Runs all ways and writes the table."""
+    """Run all ways and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)

@@ -56,7 +56,7 @@ class Pairs(BaseHook):
 
 
 def by_hand(work: Workload) -> Callable[[], None]:
-    """Returns a step of the loop, on a separate model."""
+    """Return a step of the loop, on a separate model."""
     model, optimizer = work.build()
     batches = work.batches(16)
     number = 0
@@ -71,7 +71,7 @@ def by_hand(work: Workload) -> Callable[[], None]:
 
 
 def measure(work: Workload, *, block: int, pairs: int) -> Pairs:
-    """Returns the times of so many blocks, after three that do not count."""
+    """Return the times of so many blocks, after three that do not count."""
     model, optimizer = work.build()
     hook = Pairs(by_hand(work), block, work.device)
     precision = "bf16" if work.bf16 else None

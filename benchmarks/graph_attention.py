@@ -57,7 +57,7 @@ def batch_of(sizes: list[int]) -> tuple[Tensor, ...]:
 
 
 def measure(run: Callable[..., Tensor], parts: tuple[Any, ...], repeats: int) -> tuple[float, float]:
-    """Returns the seconds of one forward and backward pass (median), and the MiB kept between the two."""
+    """Return the seconds of one forward and backward pass (median), and the MiB kept between the two."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.process_time()

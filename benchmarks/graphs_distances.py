@@ -41,7 +41,7 @@ PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "graphs_distances.pn
 
 
 def train_and_test(bias: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the parameters, and the distance and the error of every pair of the test set."""
+    """Return the parameters, and the distance and the error of every pair of the test set."""
     data = get_dataset(
         "synthetic_tree", pe_config=BIASES[bias], num_graphs=options.graphs, task="distance_regression",
         use_preprocessed_pe=False, num_workers=0,
@@ -98,7 +98,7 @@ def rows_of(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draws the mean error of every distance, its spread over the seeds shaded."""
+    """Draw the mean error of every distance, its spread over the seeds shaded."""
     figure = new_figure(8.0, 4.4)
     axes = figure.subplots()
     style_axes(axes)

@@ -60,7 +60,7 @@ def our_model(layers: int) -> nn.Module:
 
 
 def collate(graphs: Sequence[dict[str, Tensor]]) -> SimpleNamespace:
-    """Joins graphs as torch_geometric's loader does."""
+    """Join graphs as torch_geometric's loader does."""
     sizes = torch.tensor([len(graph["x"]) for graph in graphs])
     starts = (sizes.cumsum(0) - sizes).tolist()
     joined = {name: torch.cat([graph[name] for graph in graphs]) for name in ("x", "edge_attr", "node_pe", "y")}
@@ -75,7 +75,7 @@ def to_device(batch: SimpleNamespace, device: torch.device) -> SimpleNamespace:
 
 
 def make_step(model: Callable[[Any], Tensor], weights: nn.Module, device: torch.device) -> Step:
-    """Returns forward, backward and update; the mean absolute error of the real graphs is the loss."""
+    """Return forward, backward and update; the mean absolute error of the real graphs is the loss."""
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-3, fused=True, capturable=on_gpu)
 
@@ -133,7 +133,7 @@ def pass_of(step: Step, batches: Sequence[Any]) -> Pass:
 
 
 def trainer_pass(model: nn.Module, batches: Sequence[PaddedGraphBatch], device: torch.device) -> Pass:
-    """Returns an epoch of a trainer that captures its steps; on a CPU it logs that it cannot."""
+    """Return an epoch of a trainer that captures its steps; on a CPU it logs that it cannot."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     trainer = GraphTrainer(
         model, optimizer, loss_fn=get_loss_fn("regression", "mae"), device=device, log_every=None,
@@ -143,7 +143,7 @@ def trainer_pass(model: nn.Module, batches: Sequence[PaddedGraphBatch], device: 
 
 
 def graphs_per_second(once: Pass, count: int, device: torch.device, seconds: float) -> tuple[float, float]:
-    """Runs whole passes for about so many seconds, at least one; returns the rate and the last loss."""
+    """Run whole passes for about so many seconds, at least one; return the rate and the last loss."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -162,7 +162,7 @@ def graphs_per_second(once: Pass, count: int, device: torch.device, seconds: flo
 def ways(
     batches: Sequence[Any], padded: Sequence[PaddedGraphBatch], layers: int, device: torch.device
 ) -> dict[str, Callable[[], Pass]]:
-    """Returns, for each way, a function that builds its pass; the padded batches are on the host."""
+    """Return, for each way, a function that builds its pass; the padded batches are on the host."""
 
     def seeded(make: Callable[[int], nn.Module] = our_model) -> nn.Module:
         torch.manual_seed(0)
@@ -193,7 +193,7 @@ def ways(
 
 
 def check_same_numbers(batch: Any, padded: PaddedGraphBatch, layers: int, device: torch.device) -> float:
-    """Returns the largest difference between the outputs on a batch and on the padded batch."""
+    """Return the largest difference between the outputs on a batch and on the padded batch."""
     torch.manual_seed(0)
     model = our_model(layers).to(device).eval()
     with torch.no_grad():
@@ -203,7 +203,7 @@ def check_same_numbers(batch: Any, padded: PaddedGraphBatch, layers: int, device
 def measure(
     arguments: argparse.Namespace, graphs: Sequence[Any], size: int, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Measures every way with batches of one size; yields the results after each turn."""
+    """Measure every way with batches of one size; yield the results after each turn."""
     draw = random.Random(0)
     order = draw.sample(range(len(graphs)), min(len(graphs), arguments.graphs))
     plain = [collate([graphs[i] for i in order[at : at + size]]) for at in range(0, len(order) - size + 1, size)]

@@ -70,7 +70,7 @@ WANTED = 189_109  # parameters of gatedgcn
 
 
 def build(way: str, train: Encoded) -> nn.Module:
-    """Returns the model of a way; a peer in the width whose number of parameters is nearest to that of ours."""
+    """Return the model of a way; a peer in the width whose number of parameters is nearest to that of ours."""
     atoms, bonds = (getattr(train.graphs[0], name).shape[1] for name in ("x", "edge_attr"))
     if way in OURS:
         pe = parse_pe_config(ENCODINGS.get(way, WALKS))
@@ -99,7 +99,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def write_data(sets: Sequence[str], path: Path) -> None:
-    """Writes the molecules in few tensors, so that a machine without rdkit can read them."""
+    """Write the molecules in few tensors, so that a machine without rdkit can read them."""
     torch.save({name: {part: _packed(graphs) for part, graphs in _from_packages(name).items()} for name in sets}, path)
 
 
@@ -158,7 +158,7 @@ class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Trains one model as far as the time allows; returns its result, None if it is not finished."""
+    """Train one model as far as the time allows; return its result, None if it is not finished."""
     from torch_geometric.loader import DataLoader
 
     torch.set_num_threads(1)

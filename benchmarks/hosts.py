@@ -48,7 +48,7 @@ WAYS: dict[tuple[str, str], Callable[[], Any]] = {
 
 
 def time_ways(rank: int, processes: int, folder: str, rounds: int, results: Any) -> None:
-    """Runs every way in every round and sends what rank 0 measured."""
+    """Run every way in every round and send what rank 0 measured."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     calls = 100 if processes <= 4 else 30
@@ -69,7 +69,7 @@ def time_ways(rank: int, processes: int, folder: str, rounds: int, results: Any)
 
 
 def measure(processes: int, rounds: int) -> list[dict[str, Any]]:
-    """Returns a row for each way."""
+    """Return a row for each way."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -37,14 +37,14 @@ class House:
         self.rooms = sorted({room_of(path) for path in self.trees} - {"__init__", "__main__"})
 
     def lines_by_room(self) -> Counter[str]:
-        """Returns the lines of each room, the largest first."""
+        """Return the lines of each room, the largest first."""
         counts: Counter[str] = Counter()
         for path, lines in self.lines.items():
             counts[room_of(path)] += lines
         return counts
 
     def arrows(self) -> tuple[set[Arrow], set[Arrow]]:
-        """Returns the arrows at run time, and those under TYPE_CHECKING that are not there at run time."""
+        """Return the arrows at run time, and those under TYPE_CHECKING that are not there at run time."""
         found: dict[bool, set[Arrow]] = {False: set(), True: set()}
         for path, tree in self.trees.items():
             if room_of(path) in self.rooms:
@@ -63,7 +63,7 @@ class House:
         raise SystemExit("no class Engine in the source")
 
     def engine_attributes(self) -> set[str]:
-        """Returns the names that Engine and its base declare with a type, or assign on ``self``."""
+        """Return the names that Engine and its base declare with a type, or assign on ``self``."""
         place, engine = self._engine_place()
         bases = {base.id for base in engine.bases if isinstance(base, ast.Name)}
         beside = [tree for path, tree in self.trees.items() if len(place.parts) > 1 and path.parent == place.parent]
@@ -81,7 +81,7 @@ class House:
         return names
 
     def outside_writes(self) -> list[tuple[str, str]]:
-        """Returns the file and the attribute of each write to an engine from outside."""
+        """Return the file and the attribute of each write to an engine from outside."""
         place, _ = self._engine_place()
         return [
             (path.as_posix(), target.attr)
@@ -93,7 +93,7 @@ class House:
         ]
 
     def engine_first(self) -> int:
-        """Counts functions whose first parameter, after ``self``, is an engine or a trainer."""
+        """Count functions whose first parameter, after ``self``, is an engine or a trainer."""
         count = 0
         for tree in self.trees.values():
             for node in ast.walk(tree):
@@ -113,12 +113,12 @@ class House:
 
 
 def room_of(path: Path) -> str:
-    """Returns the name of a file's room."""
+    """Return the name of a file's room."""
     return path.parts[0] if len(path.parts) > 1 else path.stem
 
 
 def for_types_only(tree: ast.Module) -> set[int]:
-    """Returns the ids of the nodes below ``if TYPE_CHECKING``."""
+    """Return the ids of the nodes below ``if TYPE_CHECKING``."""
     return {
         id(inner)
         for node in ast.walk(tree)
@@ -129,7 +129,7 @@ def for_types_only(tree: ast.Module) -> set[int]:
 
 
 def imported(node: ast.AST, path: Path) -> Iterator[str]:
-    """Yields the rooms that an import statement of a file names."""
+    """Yield the rooms that an import statement of a file names."""
     if isinstance(node, ast.Import):
         for alias in node.names:
             if alias.name.startswith("treadle."):
@@ -143,7 +143,7 @@ def imported(node: ast.AST, path: Path) -> Iterator[str]:
 
 
 def targets(node: ast.AST) -> Iterator[ast.expr]:
-    """Yields the targets of a statement, with tuples unpacked."""
+    """Yield the targets of a statement, with tuples unpacked."""
     if isinstance(node, ast.Assign):
         waiting = list(node.targets)
     elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
@@ -163,13 +163,13 @@ def targets(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def is_engine(value: ast.expr) -> bool:
-    """Says whether an expression has the name of an engine."""
+    """Return whether an expression has the name of an engine."""
     text = ast.unparse(value)
     return text in ENGINE_NAMES or text in ("self.engine", "self._engine", "self.trainer")
 
 
 def table(house: House) -> str:
-    """Returns the counts as a Markdown table, and the lines of each room below it."""
+    """Return the counts as a Markdown table, and the lines of each room below it."""
     runtime, types_only = house.arrows()
     writes = house.outside_writes()
     rows = {

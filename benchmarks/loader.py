@@ -51,7 +51,7 @@ class Moved:
 
 
 def ways(array: np.memmap, batch_size: int, device: torch.device) -> dict[str, Iterable[Any]]:
-    """Returns the loaders by name, all over the same rows."""
+    """Return the loaders by name, all over the same rows."""
     rows = torch.from_numpy(np.array(array))
     on_gpu = device.type == "cuda"
 
@@ -87,7 +87,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def one_pass(loader: Iterable[Any], device: torch.device, beside: Callable[[], object] | None) -> tuple[float, float]:
-    """Returns the seconds of a pass by the clock, the device's work included, and those of the processor."""
+    """Return the seconds of a pass by the clock, the device's work included, and those of the processor."""
     synchronize(device)
     start, used = time.perf_counter(), time.process_time()
     for _ in loader:
@@ -100,7 +100,7 @@ def one_pass(loader: Iterable[Any], device: torch.device, beside: Callable[[], o
 def measure(
     found: dict[str, Iterable[Any]], device: torch.device, *, rounds: int, beside: Callable[[], object] | None
 ) -> Rounds[str, tuple[float, float]]:
-    """Returns the seconds of each pass of each way; a first one starts workers, takes memory and does not count."""
+    """Return the seconds of each pass of each way; a first one starts workers, takes memory and does not count."""
     built = {way: lambda loader=loader: loader for way, loader in found.items()}
     seconds = Rounds(built, lambda loader, number: one_pass(loader, device, beside))
     for _ in seconds.play(rounds):
@@ -109,7 +109,7 @@ def measure(
 
 
 def products(device: torch.device) -> Callable[[], Tensor]:
-    """Returns the work of a step that is not there."""
+    """Return the work of a step that is not there."""
     weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
 
     def beside() -> Tensor:
@@ -122,21 +122,21 @@ def products(device: torch.device) -> Callable[[], Tensor]:
 
 
 def rate(count: int, passes: list[tuple[float, float]]) -> str:
-    """Returns samples a second by the clock: median, least and most."""
+    """Return samples a second by the clock: median, least and most."""
     clock = [seconds for seconds, _ in passes]
     least, middle, most = (f"{count / number:,.0f}" for number in (max(clock), median(clock), min(clock)))
     return f"{middle} ({least} – {most})"
 
 
 def processor(count: int, passes: list[tuple[float, float]]) -> float:
-    """Returns the microseconds of processor time a sample, median."""
+    """Return the microseconds of processor time a sample, median."""
     return 1e6 * median(used for _, used in passes) / count
 
 
 def table(
     folder: Path, device: torch.device, *, batch_sizes: list[int], rounds: int, share: int
 ) -> Iterator[list[dict[str, Any]]]:
-    """Measures everything; yields the rows so far after each batch size."""
+    """Measure everything; yield the rows so far after each batch size."""
     lines: list[dict[str, Any]] = []
     for workload, (count, width, dtype) in SHAPES.items():
         count //= share

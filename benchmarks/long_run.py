@@ -103,7 +103,7 @@ class Gauge(BaseHook):
 
 
 def entries_of(name: str) -> int | str:
-    """Returns how many descriptors (``fd``) or threads (``task``) this process has, where /proc exists."""
+    """Return how many descriptors (``fd``) or threads (``task``) this process has, where /proc exists."""
     try:
         return len(os.listdir(f"/proc/self/{name}"))
     except OSError:
@@ -111,7 +111,7 @@ def entries_of(name: str) -> int | str:
 
 
 def long_run(steps: int, *, epoch: int = 1000) -> list[dict[str, Any]]:
-    """Trains so many steps and returns a row for each tenth."""
+    """Train so many steps and return a row for each tenth."""
     logger = logging.getLogger("benchmark.long_run")
     logger.propagate = False
     set_seed(0)

@@ -19,7 +19,7 @@ RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "r
 
 
 def describe() -> dict[str, str]:
-    """Returns the machine and the versions, without names or paths."""
+    """Return the machine and the versions, without names or paths."""
     described = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "processor": _processor(),
@@ -52,7 +52,7 @@ def write_result(
     notes: Sequence[str] = (),
     partial: bool = False,
 ) -> None:
-    """Writes a table, and paragraphs below it, as Markdown and JSON into the folder of results and prints it.
+    """Write a table, and paragraphs below it, as Markdown and JSON into the folder of results and print it.
 
     A partial one, of a run that is still going, has a note below the table and is not printed.
     """

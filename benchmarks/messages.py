@@ -40,7 +40,7 @@ class Message:
 
 
 def messages_of(way: str, size: str) -> list[Message]:
-    """Returns the collectives of a step in their order.
+    """Return the collectives of a step in their order.
 
     Args:
         way: ``"ddp"`` or ``"fsdp"``.
@@ -84,7 +84,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def bus_share(operation: str, ranks: int) -> float:
-    """Returns the bytes that pass a rank's link for each byte of a collective, as NCCL's tests count them."""
+    """Return the bytes that pass a rank's link for each byte of a collective, as NCCL's tests count them."""
     return {ALL_REDUCE: 2.0, ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0}[operation] * (ranks - 1) / ranks
 
 
@@ -103,7 +103,7 @@ class Line:
 
 
 def fit(times: Sequence[tuple[float, float]]) -> Line:
-    """Returns the line of least squares of relative errors through (bytes, milliseconds); one size gives no slope."""
+    """Return the line of least squares of relative errors through (bytes, milliseconds); one size gives no slope."""
     if len({size for size, _ in times}) == 1:
         return Line(sum(ms for _, ms in times) / len(times), 0.0)
     weights = [1 / ms**2 for _, ms in times]
@@ -119,7 +119,7 @@ Cost = Callable[[Message, int], float]  # milliseconds of a message between so m
 
 
 def bandwidth_cost(gb_per_s: float) -> Cost:
-    """Returns the cost by one bus bandwidth alone; messages between hosts are free, since it holds their time too."""
+    """Return the cost by one bus bandwidth alone; messages between hosts are free, since it holds their time too."""
 
     def cost(message: Message, ranks: int) -> float:
         if message.operation not in ON_DEVICE:
@@ -130,7 +130,7 @@ def bandwidth_cost(gb_per_s: float) -> Cost:
 
 
 def measured_cost(rows: Iterable[Mapping[str, Any]]) -> Cost:
-    """Returns the cost by the lines through the rows of collectives.json.
+    """Return the cost by the lines through the rows of collectives.json.
 
     For more ranks than were measured, the bus bandwidth stays and the fixed cost grows with the logarithm of the ranks.
     """

@@ -18,7 +18,7 @@ ATOM_TYPES, BOND_TYPES, WALK = 28, 4, tuple(range(1, 21))
 
 
 def from_rdkit() -> list[dict[str, Tensor]]:
-    """Reads the NCI file in the rdkit package: heavy atoms by element, bonds by type, a number to predict."""
+    """Read the NCI file in the rdkit package: heavy atoms by element, bonds by type, a number to predict."""
     from rdkit import Chem, RDConfig, rdBase
     from rdkit.Chem import Crippen
 
@@ -39,7 +39,7 @@ def from_rdkit() -> list[dict[str, Tensor]]:
 
 
 def made_up(count: int = 2000) -> list[dict[str, Tensor]]:
-    """Returns graphs of 20 to 30 nodes that look like molecules: a random tree of low degree and two rings."""
+    """Return graphs of 20 to 30 nodes that look like molecules: a random tree of low degree and two rings."""
     draw = torch.Generator().manual_seed(0)
     graphs = []
     for _ in range(count):
@@ -61,7 +61,7 @@ def _graph(x: Tensor, ends: Tensor, kinds: Tensor, target: float) -> dict[str, T
 
 
 def load(path: Path | None) -> tuple[list[dict[str, Tensor]], str]:
-    """Returns the graphs and what they are: from a file, else from rdkit, else made up."""
+    """Return the graphs and what they are: from a file, else from rdkit, else made up."""
     if path is not None:
         return torch.load(path, weights_only=True), "NCI molecules"
     try:

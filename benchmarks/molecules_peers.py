@@ -45,7 +45,7 @@ print(sum(parameter.numel() for parameter in load_model(sys.argv[1]).parameters(
 
 
 def write_molecules(path: Path, most: int | None) -> None:
-    """Writes SMILES, target and part of every molecule, as both ways have them."""
+    """Write SMILES, target and part of every molecule, as both ways have them."""
     data = get_dataset(SET)
     parts = zip(PARTS, data.get_splits(), strict=True)
     rows = [(graph.smiles, graph.y.item(), part) for part, graphs in parts for graph in list(graphs)[:most]]
@@ -59,7 +59,7 @@ def write_molecules(path: Path, most: int | None) -> None:
 
 
 def run_chemprop(seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Trains chemprop in a process, and returns its error on the test molecules from the predictions that it wrote."""
+    """Train chemprop in a process, and return its error on the test molecules from the predictions that it wrote."""
     folder = options.runs / f"chemprop-{seed}-{options.epochs}"
     result_file, molecules = folder / "result.json", options.molecules
     if result_file.exists():
@@ -105,7 +105,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def run_ours(seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Trains our model as graphs_science.py does."""
+    """Train our model as graphs_science.py does."""
     settings = argparse.Namespace(
         **{**vars(options), "epochs": {SET: options.epochs}, "peer_device": "cpu", "batch_size": 32, "data": None}
     )

@@ -119,11 +119,11 @@ class Clock:
         self.times.append((time.perf_counter(), time.process_time()))
 
     def steps_ahead(self) -> int | None:
-        """Returns how many captured steps may pass until one must be noted by itself."""
+        """Return how many captured steps may pass until one must be noted by itself."""
         return 1
 
     def per_step(self) -> Cost:
-        """Returns the median from one step's end to the next, those at the start left out."""
+        """Return the median from one step's end to the next, those at the start left out."""
         pairs = list(itertools.pairwise(self.times[self.warm_up :]))
         return Cost(*(1e6 * median(end[clock] - start[clock] for start, end in pairs) for clock in (0, 1)))
 
@@ -201,7 +201,7 @@ def functional(work: Workload, steps: int, clock: Clock) -> None:
 
 
 def parts_of(work: Workload, steps: int) -> type:
-    """Returns the methods that a subclass implements, the same for treadle and trainloop."""
+    """Return the methods that a subclass implements, the same for treadle and trainloop."""
 
     class Parts:
         def build_data_loader(self) -> Any:
@@ -364,7 +364,7 @@ WAYS: Ways = {
 
 
 def installed(ways: Ways, names: Iterable[str]) -> list[str]:
-    """Returns the names of those whose package is installed."""
+    """Return the names of those whose package is installed."""
     return [name for name in names if ways[name][1] is None or importlib.util.find_spec(str(ways[name][1]))]
 
 
@@ -385,7 +385,7 @@ def silent() -> Iterator[None]:
 def rounds_of(
     work: Workload, ways: Ways, make_clock: Callable[[], AnyClock], *, steps: int, rounds: int
 ) -> Iterator[tuple[str, AnyClock]]:
-    """Runs every way in each round, in another order each time; yields its name and its clock."""
+    """Run every way in each round, in another order each time; yield its name and its clock."""
     draw = random.Random(0)
     for _ in range(rounds):
         for way in draw.sample(list(ways), len(ways)):
@@ -396,7 +396,7 @@ def rounds_of(
 
 
 def measure(work: Workload, ways: Sequence[str], *, steps: int, rounds: int) -> dict[str, list[Cost]]:
-    """Returns the cost of a step by each way, in each round."""
+    """Return the cost of a step by each way, in each round."""
     found: dict[str, list[Cost]] = {way: [] for way in ways}
     chosen = {way: WAYS[way] for way in ways}
     for way, clock in rounds_of(work, chosen, lambda: Clock(max(2, steps // 10)), steps=steps, rounds=rounds):
@@ -419,7 +419,7 @@ def rows_of(name: str, found: dict[str, list[Cost]]) -> list[dict[str, str]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Returns the median, and the least and the largest in brackets."""
+    """Return the median, and the least and the largest in brackets."""
     return f"{median(values):,.0f} ({min(values):,.0f} – {max(values):,.0f})"
 
 

@@ -76,7 +76,7 @@ class Watch(Clock):
         return left if left > 0 else None
 
     def per_step(self) -> Cost:
-        """Returns the mean of the steps after the warm-up."""
+        """Return the mean of the steps after the warm-up."""
         start, end = self.times
         return Cost(*(1e6 * (end[clock] - start[clock]) / (self.steps - self.warm_up) for clock in (0, 1)))
 
@@ -113,7 +113,7 @@ def cases(device: torch.device) -> dict[str, Case]:
 
 
 def tensors(work: Workload, steps: int) -> tuple[Tensor, Tensor]:
-    """Returns rows for so many batches, made where they stay."""
+    """Return rows for so many batches, made where they stay."""
     generator = torch.Generator(work.device).manual_seed(1)
     x = torch.randn((steps * work.shape[0], *work.shape[1:]), generator=generator, device=work.device)
     return x, x.flatten(1).sum(1, keepdim=True)
@@ -141,7 +141,7 @@ def hand_captured(work: Workload, steps: int, clock: Clock) -> None:
 
 
 def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Returns what launches a step as one graph; where there are no graphs, the step itself."""
+    """Return what launches a step as one graph; where there are no graphs, the step itself."""
     if device.type != "cuda":
         return step
     beside = torch.cuda.Stream()
@@ -174,7 +174,7 @@ def captured(
 
 
 def with_hooks(way: Callable[..., None]) -> Way:
-    """Returns the same with the hooks that a run usually has."""
+    """Return the same with the hooks that a run usually has."""
 
     def run(work: Workload, steps: int, clock: Clock) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +211,7 @@ PEERS: Ways = {name: (way, package) for name, (way, package) in WAYS.items() if 
 
 
 def forgiving(name: str, way: Way) -> Way:
-    """Returns a peer's way that ends without figures where the peer fails."""
+    """Return a peer's way that ends without figures where the peer fails."""
 
     def run(work: Workload, steps: int, clock: Clock) -> None:
         try:
@@ -227,7 +227,7 @@ def forgiving(name: str, way: Way) -> Way:
 
 
 def measure(case: Case, *, rounds: int, steps: int, more: Ways | None = None) -> Iterator[dict[str, list[Cost]]]:
-    """Yields the cost of a step by each way after each round, without ways that failed."""
+    """Yield the cost of a step by each way after each round, without ways that failed."""
     ways = {**OURS, **(more or {})}
     if case.with_peers:
         ways |= {name: (forgiving(name, PEERS[name][0]), None) for name in installed(PEERS, PEERS)}
@@ -256,7 +256,7 @@ def rows_of(found: dict[str, list[Cost]]) -> list[dict[str, str]]:
 
 
 def versions() -> dict[str, str]:
-    """Returns those of the peers, by the names that they are installed under."""
+    """Return those of the peers, by the names that they are installed under."""
     names = {"ignite": "pytorch-ignite"}
     packages = [str(PEERS[name][1]) for name in installed(PEERS, PEERS)]
     return {package: importlib.metadata.version(names.get(package, package)) for package in packages}

@@ -78,7 +78,7 @@ class Clock(BaseHook):
         self.marks.append((trainer.step, time.perf_counter()))
 
     def steps_until(self, moment: float) -> float:
-        """Returns the steps made by a moment, between two marks by their line."""
+        """Return the steps made by a moment, between two marks by their line."""
         for (step, at), (later, then) in zip(self.marks, self.marks[1:], strict=False):
             if at <= moment <= then:
                 return step + (later - step) * (moment - at) / max(then - at, 1e-9)
@@ -107,7 +107,7 @@ def trainer_of(
     batches: int = 1000,
     hooks: Sequence[BaseHook] = (),
 ) -> Made:
-    """Returns a run of one of the models of ``overhead_gpu.py``."""
+    """Return a run of one of the models of ``overhead_gpu.py``."""
     work, clock = case.work, Clock(steps // 4)
 
     class Seeded(BaseTrainer):
@@ -139,7 +139,7 @@ FIT = Fit()
 
 
 def spectra_of(epochs: int, sizes: Sizes, batch_size: int, seed: int, workspace: Path) -> Made:
-    """Returns a run of treadle's masked autoencoder on patches, of ``spectra.py``."""
+    """Return a run of treadle's masked autoencoder on patches, of ``spectra.py``."""
     trainer = ours("patches", batch_size=batch_size, folder=workspace, sizes=sizes, captured=True)
     torch.manual_seed(seed)  # the model's weights are the same; its masks are not
     clock = Clock(40)
@@ -157,7 +157,7 @@ def molecules_of(
     *,
     deterministic: bool = False,
 ) -> Made:
-    """Returns a run of the graph transformer of ``graphs_gpu.py``; its layers add with atomics unless told not to."""
+    """Return a run of the graph transformer of ``graphs_gpu.py``; its layers add with atomics unless told not to."""
     if deterministic:
         set_seed(seed, deterministic=True)
     model, clock = our_model(layers).to(device), Clock(len(padded))
@@ -206,7 +206,7 @@ def taken() -> int:
 
 
 def measure(name: str, make: Factory, members: int, folder: Path) -> list[dict[str, str]]:
-    """Trains the members alone and together; returns a row, and of the MLP one about its blocks of steps."""
+    """Train the members alone and together; return a row, and of the MLP one about its blocks of steps."""
     alone: dict[int, Ended] = {}
     torch.use_deterministic_algorithms(False)
     started = time.perf_counter()
@@ -261,7 +261,7 @@ class Looks(BaseHook):
 
 
 def step_by_step(make: Callable[..., Made], blocks: Ended, place: Path) -> dict[str, str]:
-    """Compares a run whose steps are all seen by a hook with one whose steps ran ahead; returns a row."""
+    """Compare a run whose steps are all seen by a hook with one whose steps ran ahead; return a row."""
     set_seed(0)
     made = make(0, place, hooks=[Looks()])
     made.train()
@@ -275,14 +275,14 @@ def step_by_step(make: Callable[..., Made], blocks: Ended, place: Path) -> dict[
 
 
 def rate_of(clocks: list[Clock]) -> float:
-    """Returns the steps a second of all runs between the last one's warm-up and the first one's end."""
+    """Return the steps a second of all runs between the last one's warm-up and the first one's end."""
     start, end = max(clock.marks[0][1] for clock in clocks), min(clock.marks[-1][1] for clock in clocks)
     steps = sum(clock.steps_until(end) - clock.steps_until(start) for clock in clocks)
     return steps / (end - start) if end > start else float("nan")
 
 
 def factories(device: torch.device, *, tiny: bool) -> dict[str, Callable[[], Factory]]:
-    """Returns what makes each workload, by name: its data are read when it is its turn."""
+    """Return what makes each workload, by name: its data are read when it is its turn."""
     steps = {"mlp": (8000, 2000)} if tiny else {"mlp": (8000, 2000), "d128": (800, 400), "d256": (120, 60)}
 
     def of_case(case: Case, count: int, batches: int) -> Factory:
@@ -313,7 +313,7 @@ def factories(device: torch.device, *, tiny: bool) -> dict[str, Callable[[], Fac
 
 
 def killed(device: torch.device, members: int, folder: Path, *, steps: int) -> dict[str, str]:
-    """Kills a population of the MLP by SIGKILL, runs it again, and compares its members with their runs alone."""
+    """Kill a population of the MLP by SIGKILL, run it again, and compare its members with their runs alone."""
     command = [
         sys.executable,
         __file__,
@@ -372,7 +372,7 @@ def child(folder: Path, members: int, steps: int) -> None:
 
 
 def spectra_command(seeds: str, out: Path, settings: list[str]) -> tuple[float, float]:
-    """Returns the seconds that a command took, and those that its processes had of a processor."""
+    """Return the seconds that a command took, and those that its processes had of a processor."""
     single = "." not in seeds
     chosen = [f"seed={seeds}"] if single else ["--seeds", seeds]
     command = [
@@ -397,7 +397,7 @@ def spectra_command(seeds: str, out: Path, settings: list[str]) -> tuple[float, 
 
 
 def on_the_cpu(rounds: int, settings: list[str]) -> Iterator[dict[str, str]]:
-    """Yields a row for each round."""
+    """Yield a row for each round."""
     for number in range(rounds):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

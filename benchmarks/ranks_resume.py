@@ -82,7 +82,7 @@ class Dies(BaseHook):
 
 
 def samples(size: str, ranks: int) -> TensorDataset:
-    """Returns tokens and numbers of samples for six steps of so many ranks, the last of which is short."""
+    """Return tokens and numbers of samples for six steps of so many ranks, the last of which is short."""
     *_, length, _, vocab = SIZES[size]
     count = 5 * ROWS * ranks + ranks
     tokens = torch.randint(0, vocab, (count, length), generator=torch.Generator().manual_seed(1))
@@ -103,7 +103,7 @@ def engine_of(
 
 
 def hashes(engine: Engine) -> dict[str, str]:
-    """Returns a hash of each tensor of the state, whole, on rank 0."""
+    """Return a hash of each tensor of the state, whole, on rank 0."""
     found = {}
     for key, value in take_apart(engine.state_dict())[0].items():
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -136,7 +136,7 @@ def as_many(way: str, size: str, device: torch.device, folder: Path, ranks: int)
 
 
 def half(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
-    """What is loaded, then the rest of the epoch."""
+    """Return the loaded batches, then the rest of the epoch."""
     loader = loader_of(size, ranks)
     engine, task = engine_of(way, size, device, folder / f"{way}_for_half")
     engine.run(loader, max_steps=CUT)
@@ -146,7 +146,7 @@ def half(way: str, size: str, device: torch.device, folder: Path, ranks: int) ->
 
 
 def killed(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
-    """Trains to the end whatever happens."""
+    """Train to the end whatever happens."""
     saving = {"interval": 1 if size == "tiny" else 4, "background": way == "fsdp", "keep_previous": 1}
     engine, task = engine_of(way, size, device, folder / f"{way}_killed", [Dies()], **saving)
     engine.run(loader_of(size, ranks), epochs=EPOCHS)
@@ -186,7 +186,7 @@ def worker(options: argparse.Namespace) -> None:
 def launch(
     leg: str, processes: int, ways: Sequence[str], options: argparse.Namespace, folder: Path, restarts: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Returns what rank 0 found, by way."""
+    """Return what rank 0 found, by way."""
     found = folder / "found.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
@@ -210,7 +210,7 @@ def each_once(read: list[int], size: str, ranks: int) -> str:
 
 
 def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[list[dict[str, Any]]]:
-    """Runs everything; yields the rows of each launch."""
+    """Run everything; yield the rows of each launch."""
     size, ranks = options.size, options.ranks
     whole = launch("as many", ranks, WAYS, options, folder)
     yield [
@@ -243,7 +243,7 @@ def rows_of(options: argparse.Namespace, folder: Path) -> Iterator[list[dict[str
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
-    """Runs everything and writes the table after every launch."""
+    """Run everything and write the table after every launch."""
     machine = describe() | {"gpus": str(torch.cuda.device_count())}
     title = f"Runs of {options.ranks} GPUs that were stopped or killed, and resumed: tensors compared bit for bit"
     rows: list[dict[str, Any]] = []

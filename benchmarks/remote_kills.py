@@ -67,7 +67,7 @@ class Fit(BaseTrainer):
 
 
 def train(workspace: str) -> None:
-    """Trains to the end, from wherever the workspace is."""
+    """Train to the end, from wherever the workspace is."""
     set_seed(0)
     Fit(STEPS, workspace=workspace, device="cpu", progress=False).train()
 
@@ -150,13 +150,13 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
         self._server.shutdown()
 
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[int]:
-    """Runs moto's S3 server with a bucket called ``runs`` inside the block; gives its port."""
+    """Run moto's S3 server with a bucket called ``runs`` inside the block; give its port."""
     port = _free_port()
     with open(folder / "server.log", "w") as log:
         command = [sys.executable, "-c", f"from moto.server import main; main(['-p', '{port}', '-H', '127.0.0.1'])"]
@@ -188,7 +188,7 @@ def _free_port() -> int:
 
 
 def point_s3fs_to(port: int) -> None:
-    """Lets every s3:// URL of this process and its children mean the server at a port."""
+    """Let every s3:// URL of this process and its children mean the server at a port."""
     import s3fs  # noqa: F401  (imported once, before any fork)
 
     os.environ.update(
@@ -211,19 +211,19 @@ class Lives:
         self.gaps: list[float] = []
 
     def note(self, began: float, uploads: list[float]) -> None:
-        """Notes the uploads of a life."""
+        """Note the uploads of a life."""
         mine = [moment for moment in uploads if moment >= began]
         self.firsts += [mine[0] - began] if mine else []
         self.gaps += [late - early for early, late in pairwise(mine)]
 
     def draw(self) -> float:
-        """Returns the length of the next life."""
+        """Return the length of the next life."""
         usual = median(self.firsts or [3.0]) + 3 * median(self.gaps or [1.0])
         return self.chance.uniform(0.3, min(usual, self.longest))
 
 
 def forked(work: Callable[[], Any], log: Path) -> int:
-    """Does some work in a child of this process; returns its number."""
+    """Do some work in a child of this process; return its number."""
     child = os.fork()
     if child == 0:
         with open(log, "a") as file:
@@ -242,7 +242,7 @@ def forked(work: Callable[[], Any], log: Path) -> int:
 
 
 def wait(child: int, seconds: float | None = None) -> int | None:
-    """Waits for a child and returns its exit code, negative for a signal; None if it still runs after some seconds."""
+    """Wait for a child and return its exit code, negative for a signal; None if it still runs after some seconds."""
     end = None if seconds is None else time.monotonic() + seconds
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -254,7 +254,7 @@ def wait(child: int, seconds: float | None = None) -> int | None:
 
 
 def look(url: str, folder: Path, answer: Path) -> None:
-    """Writes the content of the store: the furthest state, whether it can be read, and leftovers."""
+    """Write the content of the store: the furthest state, whether it can be read, and leftovers."""
     shutil.rmtree(folder, ignore_errors=True)
     remote = RemoteWorkspace(ObjectStore(url, pause=0.05), folder)
     said: list[str] = []
@@ -269,7 +269,7 @@ def look(url: str, folder: Path, answer: Path) -> None:
 
 
 def looked(url: str, folder: Path) -> dict[str, Any]:
-    """Returns what :func:`look` wrote."""
+    """Return what :func:`look` wrote."""
     answer = folder / "answer.json"
     code = wait(forked(lambda: look(url, folder / "looked", answer), folder / "look.log"))
     if code:
@@ -279,7 +279,7 @@ def looked(url: str, folder: Path) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Returns the paths at which two states differ; what they were trained in does not count."""
+    """Return the paths at which two states differ; what they were trained in does not count."""
     if isinstance(one, torch.Tensor):
         return [] if torch.equal(one, other) else [path]
     if isinstance(one, dict):
@@ -306,7 +306,7 @@ def main() -> None:
 
 
 def write(result: dict[str, Any]) -> None:
-    """Writes the table of results."""
+    """Write the table of results."""
     from machine import describe, write_result
 
     row = {key: value for key, value in result.items() if key != "faults"}
@@ -315,7 +315,7 @@ def write(result: dict[str, Any]) -> None:
 
 
 def soak(kills: int, rate: float, seed: int, seconds: float = float("inf"), longest: float = 30.0) -> dict[str, Any]:
-    """Kills runs until there are enough kills; returns the counts."""
+    """Kill runs until there are enough kills; return the counts."""
     torch.set_num_threads(1)
     began = time.monotonic()
     lives = Lives(random.Random(seed), longest)

@@ -40,11 +40,11 @@ class Times(BaseHook):
         self.ends: list[float] = []
 
     def on_before_step(self, trainer: Any) -> None:
-        """Notes the time."""
+        """Note the time."""
         self.begins.append(time.perf_counter())
 
     def on_after_step(self, trainer: Any) -> None:
-        """Notes the time."""
+        """Note the time."""
         self.ends.append(time.perf_counter())
 
 
@@ -73,7 +73,7 @@ class Fit(BaseTrainer):
 
 
 def foreground(folder: Path, width: int) -> float:
-    """Returns the seconds of a save that is written and uploaded before it returns."""
+    """Return the seconds of a save that is written and uploaded before it returns."""
     hook = CheckpointingHook(10_000)
     trainer = Fit(width, hook, max_steps=1, workspace=folder / "foreground", device="cpu", progress=False)
     trainer.train()
@@ -90,7 +90,7 @@ def foreground(folder: Path, width: int) -> float:
 
 
 def foreground_of_shards(width: int) -> float:
-    """Returns the seconds of a save that every rank, here one, writes to the store before it returns."""
+    """Return the seconds of a save that every rank, here one, writes to the store before it returns."""
     hook = RemoteShardsHook("s3://runs/foreground-shards", 10_000, background=False)
     trainer = Fit(width, hook, max_steps=1, device="cpu", progress=False)
     trainer.train()
@@ -101,7 +101,7 @@ def foreground_of_shards(width: int) -> float:
 
 
 def background(folder: Path, width: int, shards: bool) -> dict[str, list[float]]:
-    """Returns for each save but the first how long no step ran, and how much longer the steps after it took."""
+    """Return for each save but the first how long no step ran, and how much longer the steps after it took."""
     os.environ["TREADLE_STAGING"] = str(folder / "staging")
     hook = RemoteShardsHook("s3://runs/shards", INTERVAL) if shards else CheckpointingHook(INTERVAL, background=True)
     workspace = None if shards else "s3://runs/background"

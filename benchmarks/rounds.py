@@ -31,7 +31,7 @@ class Rounds(Generic[Key, Figure]):
     failed: dict[Key, str] = field(default_factory=dict)
 
     def play(self, num_rounds: int) -> Iterator[tuple[Key, Figure | None]]:
-        """Gives every way a turn in each round; yields it and its figure, which is None where it failed.
+        """Give every way a turn in each round; yield it and its figure, which is None where it failed.
 
         The first round has the order of ``ways``, so that what takes long to build can come last; the others have a
         drawn one.
@@ -57,6 +57,6 @@ class Rounds(Generic[Key, Figure]):
 
 
 def exit_if_failed(failed: bool) -> None:
-    """Ends the program with status 1 where a way failed, its table being written."""
+    """End the program with status 1 where a way failed, its table being written."""
     if failed:
         sys.exit("a way failed: see above")

@@ -68,7 +68,7 @@ class Outcome:
 
 
 def pieces(data: Path | None, *, tiny: bool, rounds: int | None = None) -> Iterator[Piece]:
-    """Yields all pieces, what matters most first."""
+    """Yield all pieces, what matters most first."""
     fewer = ("--rounds", str(rounds)) if rounds else ()
     tests = test_files()
     first = [path for name in FIRST for path in tests if name in path]
@@ -92,7 +92,7 @@ def pieces(data: Path | None, *, tiny: bool, rounds: int | None = None) -> Itera
 
 
 def test_files() -> list[str]:
-    """Returns the files with tests marked gpu, below the root."""
+    """Return the files with tests marked gpu, below the root."""
     found = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in found if "mark.gpu" in path.read_text(encoding="utf-8")]
 
@@ -111,7 +111,7 @@ def of_script(script: str, tiny: bool, *arguments: str, limit: int, name: str = 
 
 
 def run(piece: Piece, folder: Path, limit: float) -> Outcome:
-    """Runs a piece, and kills its processes when it has ended, or at its limit."""
+    """Run a piece, and kill its processes when it has ended, or at its limit."""
     source = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
     environment = {
         **os.environ, "PYTHONPATH": source, "PYTHONUNBUFFERED": "1", "BENCHMARK_RESULTS": str(folder.resolve()),
@@ -133,14 +133,14 @@ def run(piece: Piece, folder: Path, limit: float) -> Outcome:
 
 
 def kill_group(child: subprocess.Popen[bytes]) -> None:
-    """Kills a child and its descendants, such as workers that outlive it."""
+    """Kill a child and its descendants, such as workers that outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
 def write_summary(folder: Path, outcomes: Sequence[Outcome]) -> str:
-    """Writes the summary and returns it."""
+    """Write the summary and return it."""
     lines = ["| piece | outcome | s | last line of its log |", "|---|---|---|---|"]
     lines += [f"| {o.name} | {o.how} | {o.seconds:.0f} | {o.last[:120].replace('|', '/')} |" for o in outcomes]
     text = "\n".join(lines) + "\n"
@@ -149,7 +149,7 @@ def write_summary(folder: Path, outcomes: Sequence[Outcome]) -> str:
 
 
 def run_all(chosen: Sequence[Piece], folder: Path, minutes: float) -> list[Outcome]:
-    """Runs the pieces one after another, as long as there is time."""
+    """Run the pieces one after another, as long as there is time."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     end, outcomes = time.monotonic() + 60 * minutes, list[Outcome]()
     for piece in chosen:

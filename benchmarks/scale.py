@@ -63,7 +63,7 @@ class Gauge(BaseHook):
 
 
 def resident() -> float:
-    """Returns the memory of this process in MiB; NaN where there is no /proc."""
+    """Return the memory of this process in MiB; NaN where there is no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:
@@ -72,7 +72,7 @@ def resident() -> float:
 
 
 def long_run(steps: int) -> list[dict[str, Any]]:
-    """Trains with the usual hooks, in epochs of 1,000 steps, and returns a row for each tenth."""
+    """Train with the usual hooks, in epochs of 1,000 steps, and return a row for each tenth."""
     work = Workload(lambda: nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 1)), (4, 64), torch.device("cpu"))
     model, optimizer = work.build()
     logger = logging.getLogger("benchmark.scale")
@@ -89,7 +89,7 @@ def long_run(steps: int) -> list[dict[str, Any]]:
 
 
 def net_of(parameters: int) -> nn.Module:
-    """Returns an MLP on 64 numbers with about so many parameters, nearly all in two square matrices."""
+    """Return an MLP on 64 numbers with about so many parameters, nearly all in two square matrices."""
     width = round((parameters / 2) ** 0.5)
     return nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),

@@ -79,7 +79,7 @@ def _wait(device: torch.device) -> None:
 
 
 def build(way: str, size: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns the model, spread over the ranks, and its optimizer."""
+    """Return the model, spread over the ranks, and its optimizer."""
     torch.manual_seed(0)
     with device:
         model: nn.Module = Decoder(size)
@@ -102,7 +102,7 @@ def build(way: str, size: str, device: torch.device) -> tuple[nn.Module, torch.o
 def loop_of(
     way: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Returns one step of the ways that are no treadle."""
+    """Return one step of the ways that are no treadle."""
     if way == "accelerate":
         from accelerate import Accelerator
 
@@ -133,7 +133,7 @@ def loop_of(
 
 
 def measure(way: str, size: str, rows: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """Trains for some steps; returns milliseconds a step, the peak of the memory and the last loss."""
+    """Train for some steps; return milliseconds a step, the peak of the memory and the last loss."""
     length, vocab = SIZES[size][3], SIZES[size][5]
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(0, vocab, (rows, length), generator=generator).to(device) for _ in range(4)]
@@ -166,7 +166,7 @@ def _slowest(value: float, device: torch.device) -> float:
 
 
 def stall(way: str, size: str, background: bool, folder: Path, device: torch.device) -> dict[str, Any]:
-    """Trains with two saves; returns the seconds by which the steps after the second one were longer."""
+    """Train with two saves; return the seconds by which the steps after the second one were longer."""
     _, _, _, length, rows, _ = SIZES[size]
     steps = SAVE_STEPS[size]
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
@@ -226,7 +226,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def shares(whole: int, ranks: int, others: Sequence[int]) -> dict[str, int]:
-    """Returns the rows of a rank's micro-batch by name; one rank also has those of ``others``."""
+    """Return the rows of a rank's micro-batch by name; one rank also has those of ``others``."""
     if ranks > 1:
         return {"weak": whole, "strong": max(1, whole // ranks)}
     return {"weak": whole} | {f"share of {other}": max(1, whole // other) for other in others}
@@ -259,7 +259,7 @@ def launch(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows of the result: rates, efficiency against one rank, and against the plain loop of the kind."""
+    """Return the rows of the result: rates, efficiency against one rank, and against the plain loop of the kind."""
     done = {(row["model"], row["scaling"], row["way"], row["ranks"]): row for row in rows if "scaling" in row}
     lines = []
     for (size, scaling, way, ranks), row in done.items():
@@ -345,7 +345,7 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace, *, partial: b
 
 
 def the_rest(options: argparse.Namespace) -> None:
-    """Runs the other benchmarks of several ranks, and the model last, which reads what they wrote."""
+    """Run the other benchmarks of several ranks, and the model last, which reads what they wrote."""
     tiny = ["--tiny"] if options.tiny else []
     disk = ["--disk", str(options.disk)] if options.disk else []
     several = [str(ranks) for ranks in options.ranks if ranks > 1]

@@ -43,7 +43,7 @@ class Span:
 
 
 def step_of(computed: float, messages: Sequence[Message], cost: Cost, ranks: int) -> Span:
-    """Returns the time of a step from that of its computation, in milliseconds."""
+    """Return the time of a step from that of its computation, in milliseconds."""
     shown = sum(cost(message, ranks) for message in messages if message.hidden_by is None)
     for name, share in PASSES.items():
         hidden = sum(cost(message, ranks) for message in messages if message.hidden_by == name)
@@ -52,7 +52,7 @@ def step_of(computed: float, messages: Sequence[Message], cost: Cost, ranks: int
 
 
 def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, float]:
-    """Returns the milliseconds of the rows of scaling.json that are times of a step."""
+    """Return the milliseconds of the rows of scaling.json that are times of a step."""
     found = {}
     for row in rows:
         if row.get("tokens/s/rank"):
@@ -61,13 +61,13 @@ def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, float]:
 
 
 def share_of(size: str, ranks: int) -> float:
-    """Returns the part of one rank's micro-batch that each rank has when the ranks share it."""
+    """Return the part of one rank's micro-batch that each rank has when the ranks share it."""
     rows = SIZES[size][4]
     return max(1, rows // ranks) / rows
 
 
 def predict(key: Key, times: Mapping[Key, float], cost: Cost) -> Span:
-    """Returns the time of a step.
+    """Return the time of a step.
 
     Weak: on more than two ranks, the most has what two took beyond it, which the model does not explain. Strong: the
     computation is that of one rank with as few rows, where scaling.py measured it; otherwise it is the part of the
@@ -88,7 +88,7 @@ def predict(key: Key, times: Mapping[Key, float], cost: Cost) -> Span:
 
 
 def fitted_bandwidth(times: Mapping[Key, float]) -> float:
-    """Returns the GB/s of the bus that explain the row FITTED if nothing was hidden there."""
+    """Return the GB/s of the bus that explain the row FITTED if nothing was hidden there."""
     size, scaling, way, ranks = FITTED
     crossing = sum(
         bus_share(message.operation, ranks) * message.num_bytes
@@ -99,7 +99,7 @@ def fitted_bandwidth(times: Mapping[Key, float]) -> float:
 
 
 def table(times: Mapping[Key, float], cost: Cost, *, fitted: Key | None) -> list[dict[str, Any]]:
-    """Returns the lines of the result; ``fitted`` is the row that cannot serve as a check."""
+    """Return the lines of the result; ``fitted`` is the row that cannot serve as a check."""
     sizes = [size for size in SIZES if (size, "weak", "ddp", 1) in times]
     lines = []
     for key in [(s, g, w, n) for s in sizes for g in ("weak", "strong") for w in ("ddp", "fsdp") for n in RANKS]:
@@ -122,7 +122,7 @@ def table(times: Mapping[Key, float], cost: Cost, *, fitted: Key | None) -> list
 
 
 def errors_of(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Returns how far the upper bound is from the measured value, in the rows that are checks."""
+    """Return how far the upper bound is from the measured value, in the rows that are checks."""
     told = []
     for scaling in ("weak", "strong"):
         found = [
@@ -135,7 +135,7 @@ def errors_of(lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def notes_of(lines: Sequence[Mapping[str, Any]], bandwidth: float | None) -> list[str]:
-    """Returns what must be known to read the table."""
+    """Return what must be known to read the table."""
     source = (
         "Times of messages are those of collectives.md. For more ranks than were measured, the bandwidth of the bus "
         "stays and the fixed cost grows with the logarithm of the ranks: an assumption."

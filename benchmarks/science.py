@@ -15,7 +15,7 @@ from typing import Any
 
 
 def options_of(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of the options that all have; ``name`` is that of the benchmark."""
+    """Return a parser of the options that all have; ``name`` is that of the benchmark."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="cpu")
@@ -28,7 +28,7 @@ def options_of(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of benchmarks whose training may be captured, or brought from another machine."""
+    """Add the options of benchmarks whose training may be captured, or brought from another machine."""
     parser.add_argument(
         "--capture", action="store_const", const="auto", default=False, help="replay training steps as CUDA graphs"
     )
@@ -36,7 +36,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Returns the options with a folder of runs and a deadline."""
+    """Return the options with a folder of runs and a deadline."""
     options = parser.parse_args()
     if options.runs is None:
         options.runs = Path(tempfile.mkdtemp()) if options.tiny else Path("runs") / options.name
@@ -46,14 +46,14 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def pool_of(jobs: int) -> ProcessPoolExecutor:
-    """Returns a pool of processes in which numpy and torch take one thread each, as many run beside each other."""
+    """Return a pool of processes in which numpy and torch take one thread each, as many run beside each other."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     return ProcessPoolExecutor(jobs, get_context("spawn"))
 
 
 def kept(file: Path, write: Any) -> Path:
-    """Writes a file whole or not at all: ``write`` is given another name, which becomes ``file`` when it is done."""
+    """Write a file whole or not at all: ``write`` is given another name, which becomes ``file`` when it is done."""
     other = file.with_suffix(".part")
     write(other)
     other.replace(file)
@@ -61,13 +61,13 @@ def kept(file: Path, write: Any) -> Path:
 
 
 def spread(values: Sequence[float], digits: int = 4) -> str:
-    """Returns the mean and the standard deviation."""
+    """Return the mean and the standard deviation."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def as_markdown(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table below its title."""
+    """Return a table below its title."""
     columns = list(rows[0])
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
     return f"**{title}**\n\n{head}" + "\n".join(

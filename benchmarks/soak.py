@@ -111,7 +111,7 @@ def note_progress(notes: Path) -> None:
 
 
 def child(face: Face, folder: Path, rank: int, fault: Fault | None) -> int:
-    """Trains in this process; returns its exit status."""
+    """Train in this process; return its exit status."""
     try:
         if face.ranks > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}{_MARK}", rank=rank, world_size=face.ranks)
@@ -145,7 +145,7 @@ class Hit:
 
 
 def start(face: Face, folder: Path, *, hit: Hit | None = None, fault: Fault | None = None) -> int | None:
-    """Trains in one child a rank.
+    """Train in one child a rank.
 
     Returns:
         The exit status: 0 at the end, -9 or 143 when killed in time, 3 with a full disk; None if it hangs.
@@ -189,7 +189,7 @@ def start(face: Face, folder: Path, *, hit: Hit | None = None, fault: Fault | No
 
 
 def replace_by_copy(folder: Path) -> None:
-    """Puts a copy in the place of a folder: without its links, and with reversed write times."""
+    """Put a copy in the place of a folder: without its links, and with reversed write times."""
     copy = folder.with_name(f"{folder.name}.copy")
     shutil.copytree(folder, copy, symlinks=True)
     found = sorted(copy.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, reverse=True)
@@ -224,7 +224,7 @@ class Case:
     furthest: dict[Path, int] = field(default_factory=dict)
 
     def run(self, expected: list[Any], until: float) -> None:
-        """Starts it again and again; the last of the starts, and those after ``until``, are left alone."""
+        """Start it again and again; the last of the starts, and those after ``until``, are left alone."""
         self.counts["runs"] += 1
         for attempt in range(12):
             left_alone = attempt == 11 or time.monotonic() > until
@@ -257,7 +257,7 @@ class Case:
         return {"hit": Hit(chance.uniform(0, self.duration / 2), number, patience, ranks), "fault": fault}
 
     def look_at(self, status: int | None) -> None:
-        """Counts how a start ended, and compares what is on disk with what it reported."""
+        """Count how a start ended, and compare what is on disk with what it reported."""
         self.counts["kills"] += status in (-signal.SIGKILL, -signal.SIGTERM)
         self.counts["terms"] += status == _LEFT
         self.counts["full"] += status == FULL
@@ -304,7 +304,7 @@ class Soak:
         self.ends: dict[str, tuple[list[Any], float, float]] = {}
 
     def straight(self, job: int) -> None:
-        """Trains each face undisturbed."""
+        """Train each face undisturbed."""
         while (number := self._take(self.next, len(self.names))) is not None:
             name = self.names[number]
             folder = self.root / name / "straight"
@@ -319,7 +319,7 @@ class Soak:
             return counter[0] - 1 if counter[0] <= most else None
 
     def disturbed(self, job: int) -> None:
-        """Runs cases until there are enough kills, or no time is left."""
+        """Run cases until there are enough kills, or no time is left."""
         with open(self.root / f"rows{job}.jsonl", "w") as rows:
             while True:
                 with self.lock:
@@ -352,12 +352,12 @@ class Soak:
         return self.ends[name]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns the cases that have ended."""
+        """Return the cases that have ended."""
         return [json.loads(line) for path in self.root.glob("rows*.jsonl") for line in path.read_text().splitlines()]
 
 
 def side_by_side(jobs: int, work: Callable[[int], None], *, until: float, meanwhile: Callable[[], None]) -> bool:
-    """Runs work in forked processes; those that take longer are killed. Returns whether all did it."""
+    """Run work in forked processes; those that take longer are killed. Returns whether all did it."""
     running = set()
     for job in range(jobs):
         pid = os.fork()
@@ -390,7 +390,7 @@ def side_by_side(jobs: int, work: Callable[[int], None], *, until: float, meanwh
 
 
 def table(names: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row for each face, and their sum."""
+    """Return a row for each face, and their sum."""
     made = []
     for name in names:
         mine = [row for row in rows if row["face"] == name]
@@ -409,7 +409,7 @@ def report(rows: list[dict[str, Any]], seed: int) -> None:
 
 
 def warm_up(names: list[str], root: Path) -> None:
-    """Trains here what needs one process, so that no child has to import anything."""
+    """Train here what needs one process, so that no child has to import anything."""
     for name in names:
         if FACES[name].ranks == 1:
             FACES[name](root / "warm" / name, 1)

@@ -76,7 +76,7 @@ class Sizes:
 
 
 def spectra() -> tuple[Tensor, Tensor]:
-    """Returns SNV-scaled spectra for training and for validation, no object in both."""
+    """Return SNV-scaled spectra for training and for validation, no object in both."""
     spex = load_spex()
     scaled = np.asarray(SNVScaler().transform(spex.spectra), dtype=np.float32)
     groups = object_groups(spex.name, spex.spectra)
@@ -99,7 +99,7 @@ def build(model: str, sizes: Sizes) -> nn.Module:
 
 
 def ours(model: str, *, batch_size: int, folder: Path, sizes: Sizes, captured: bool) -> SpectraTrainer:
-    """Returns treadle's trainer; its learning rate is a tensor, eagerly too, so that both round it alike."""
+    """Return treadle's trainer; its learning rate is a tensor, eagerly too, so that both round it alike."""
     built = build(model, sizes)
     rate = torch.tensor(RATE, device=sizes.device)
     optimizer = torch.optim.AdamW(built.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
@@ -120,7 +120,7 @@ def ours(model: str, *, batch_size: int, folder: Path, sizes: Sizes, captured: b
 
 
 def theirs(loader: str, batch_size: int, folder: Path, sizes: Sizes) -> Any:
-    """Returns chemomae's trainer."""
+    """Return chemomae's trainer."""
     from chemomae.training import Trainer, build_optimizer
     from chemomae.training import TrainerConfig as Config
 
@@ -135,7 +135,7 @@ def theirs(loader: str, batch_size: int, folder: Path, sizes: Sizes) -> Any:
 
 
 def builders(batch_size: int, folder: Path, sizes: Sizes) -> dict[Key, Callable[[], Any]]:
-    """Returns what makes each trainer, by model and way."""
+    """Return what makes each trainer, by model and way."""
     found: dict[Key, Callable[[], Any]] = {}
     make = functools.partial(ours, batch_size=batch_size, sizes=sizes)
     if importlib.util.find_spec("chemomae"):
@@ -159,7 +159,7 @@ def peer_version() -> dict[str, str]:
 
 @torch.no_grad()
 def alike(sizes: Sizes) -> bool:
-    """Returns whether *patches* computes what chemomae's model does with the same weights and masks, to 1e-3."""
+    """Return whether *patches* computes what chemomae's model does with the same weights and masks, to 1e-3."""
     one, other = build("chemomae's", sizes), build("patches", sizes)
     other.load_state_dict(one.state_dict())
     x = spectra()[0][:32].to(sizes.device)
@@ -172,7 +172,7 @@ def alike(sizes: Sizes) -> bool:
 
 
 def seconds(train_one_epoch: Callable[[], object], seed: int, device: torch.device) -> float:
-    """Returns those of an epoch, whose masks depend on the seed alone: by the clock, or on the CPU of the processor."""
+    """Return those of an epoch, whose masks depend on the seed alone: by the clock, or on the CPU of the processor."""
     torch.manual_seed(seed)
     if device.type == "cpu":
         start = time.process_time()
@@ -186,7 +186,7 @@ def seconds(train_one_epoch: Callable[[], object], seed: int, device: torch.devi
 
 
 def table(batch_size: int, rates: Rounds[Key, float], losses: dict[Key, float]) -> list[Row]:
-    """Returns a row for each way, of the rounds that it has had."""
+    """Return a row for each way, of the rounds that it has had."""
     base = rates.figures.get(("chemomae's", f"{PEER}, DataLoader"), [])
     rows = []
     for (model, way), each in rates.figures.items():
@@ -201,7 +201,7 @@ def table(batch_size: int, rates: Rounds[Key, float], losses: dict[Key, float]) 
 
 
 def rows_of(batch_size: int, sizes: Sizes, *, rounds: int, report: Callable[[list[Row]], None]) -> list[Row]:
-    """Trains all ways with batches of one size and returns a row for each; reports those so far after each epoch."""
+    """Train all ways with batches of one size and return a row for each; report those so far after each epoch."""
     count = len(spectra()[0]) * sizes.repeats // batch_size * batch_size
 
     def rate(trainer: Any, number: int) -> float:
@@ -228,7 +228,7 @@ def rows_of(batch_size: int, sizes: Sizes, *, rounds: int, report: Callable[[lis
 
 
 def once_more(model: str, batch_size: int, folder: Path, sizes: Sizes, *, epochs: int) -> float:
-    """Returns the validation loss of another eager run of the same epochs."""
+    """Return the validation loss of another eager run of the same epochs."""
     trainer = ours(model, batch_size=batch_size, folder=folder, sizes=sizes, captured=False)
     for number in range(epochs):
         seconds(trainer.train_one_epoch, number, sizes.device)
@@ -237,7 +237,7 @@ def once_more(model: str, batch_size: int, folder: Path, sizes: Sizes, *, epochs
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Mutes treadle's messages; a second trainer of the same kind logs nothing new."""
+    """Mute treadle's messages; a second trainer of the same kind logs nothing new."""
     logger = logging.getLogger("treadle")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -77,7 +77,7 @@ Array = np.ndarray[Any, Any]
 
 
 def masks(data: SpectraData, rows: Array) -> dict[str, Array]:
-    """Returns the visible channels of each row, by the name of the hidden ones; the same in every run."""
+    """Return the visible channels of each row, by the name of the hidden ones; the same in every run."""
     generator = torch.Generator().manual_seed(0)
     length = data.x.shape[1]
     found = {
@@ -93,7 +93,7 @@ def masks(data: SpectraData, rows: Array) -> dict[str, Array]:
 
 
 def train_residual(seed: int, options: argparse.Namespace) -> Path | None:
-    """Trains a ResidualMAE as far as the time allows; returns its weights, None if it is not finished."""
+    """Train a ResidualMAE as far as the time allows; return its weights, None if it is not finished."""
     torch.set_num_threads(1)
     data = prepare_data(DataConfig(max_rows=options.max_rows))
     folder = options.runs / f"residual-{seed}-{options.epochs}"
@@ -133,7 +133,7 @@ def train_residual(seed: int, options: argparse.Namespace) -> Path | None:
 
 
 def train_chemomae(seed: int, options: argparse.Namespace) -> Path | None:
-    """Runs ``treadle train spectra``; returns its metrics, None if there is no time left."""
+    """Run ``treadle train spectra``; return its metrics, None if there is no time left."""
     folder = options.runs / f"chemomae-{seed}"
     if not (folder / "metrics.json").exists():
         if time.time() > options.deadline:
@@ -151,7 +151,7 @@ def train_chemomae(seed: int, options: argparse.Namespace) -> Path | None:
 
 
 def answers(model: ResidualMAE, x: Array, visible: Array) -> tuple[Array, Array]:
-    """Returns the reconstruction and the variance (N, L) of each channel."""
+    """Return the reconstruction and the variance (N, L) of each channel."""
     device = next(model.parameters()).device
     with torch.no_grad():
         given = torch.from_numpy(x).to(device), torch.from_numpy(visible).to(device)
@@ -160,14 +160,14 @@ def answers(model: ResidualMAE, x: Array, visible: Array) -> tuple[Array, Array]
 
 
 def linear(model: ResidualMAE, x: Array, visible: Array) -> tuple[Array, Array]:
-    """Returns the same of its linear part."""
+    """Return the same of its linear part."""
     device = next(model.parameters()).device
     mean, variance = model.encoder.gaussian(torch.from_numpy(x).to(device), torch.from_numpy(visible).to(device))
     return mean.cpu().double().numpy(), variance.cpu().double().numpy()
 
 
 def median_error(filled: Array, x: Array, visible: Array) -> float:
-    """Returns the median over the objects of their mean squared error, which a few noisy objects do not decide."""
+    """Return the median over the objects of their mean squared error, which a few noisy objects do not decide."""
     error = np.where(visible, 0.0, (filled - x) ** 2).sum(axis=1) / (~visible).sum(axis=1)
     return float(np.median(error))
 
@@ -210,7 +210,7 @@ def fill_in(name: str, options: argparse.Namespace) -> Path | None:
 
 
 def filling(data: SpectraData, models: Mapping[int, ResidualMAE], filled: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Returns a row for each mask: errors of every method on test objects."""
+    """Return a row for each mask: errors of every method on test objects."""
     train, val, test = (data.x[rows] for rows in (data.train, data.val, data.test))
     seen_val, seen_test, rows = masks(data, data.val), masks(data, data.test), []
     for name, visible in seen_test.items():
@@ -249,7 +249,7 @@ def filling(data: SpectraData, models: Mapping[int, ResidualMAE], filled: Mappin
 
 
 def coverage(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
-    """Returns for each mask which share of the hidden test channels is inside intervals, and the log likelihood.
+    """Return for each mask which share of the hidden test channels is inside intervals, and the log likelihood.
 
     The variances of a method are multiplied by one factor, by which 90 % of the validation channels are covered.
     """
@@ -278,7 +278,7 @@ def coverage(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[
 
 
 def altered(data: SpectraData, kind: str) -> Array:
-    """Returns the test spectra with an anomaly each, scaled by SNV again."""
+    """Return the test spectra with an anomaly each, scaled by SNV again."""
     rng = np.random.default_rng(0)
     x, wave = data.x[data.test].astype(np.float64), data.wavelengths
     if kind == "three channels absorbed":
@@ -302,7 +302,7 @@ KINDS = ("three channels absorbed", "K band of another type", "shifted by two ch
 
 
 def surprise(ask: Callable[[Array, Array], tuple[Array, Array]], x: Array) -> Array:
-    """Returns (N,) minus the log likelihood of each eighth of a spectrum given the rest, added up."""
+    """Return (N,) minus the log likelihood of each eighth of a spectrum given the rest, added up."""
     total = np.zeros(len(x))
     width = x.shape[1] // 8
     for start in range(0, x.shape[1], width):
@@ -314,7 +314,7 @@ def surprise(ask: Callable[[Array, Array], tuple[Array, Array]], x: Array) -> Ar
 
 
 def anomalies(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
-    """Returns for each kind the area under the ROC curve of every score, altered against unaltered test spectra."""
+    """Return for each kind the area under the ROC curve of every score, altered against unaltered test spectra."""
     from sklearn.decomposition import PCA
     from sklearn.ensemble import IsolationForest
     from sklearn.metrics import roc_auc_score
@@ -351,7 +351,7 @@ def anomalies(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict
 
 
 def gaussian_process(options: argparse.Namespace) -> dict[str, list[float]] | None:
-    """Returns the errors of a Gaussian process on the spectra, by the number of labels; 20 draws."""
+    """Return the errors of a Gaussian process on the spectra, by the number of labels; 20 draws."""
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
@@ -380,7 +380,7 @@ def gaussian_process(options: argparse.Namespace) -> dict[str, list[float]] | No
 def labelled(
     data: SpectraData, models: Mapping[int, ResidualMAE], stored: Sequence[Path], process: Mapping[str, list[float]]
 ) -> list[dict[str, Any]]:
-    """Returns a row for each representation: its error by the number of labels, mean over seeds and draws."""
+    """Return a row for each representation: its error by the number of labels, mean over seeds and draws."""
     curves = [json.loads(path.read_text(encoding="utf-8"))["few_labels"] for path in stored]
     with torch.no_grad():
         device = next(next(iter(models.values())).parameters()).device
@@ -423,7 +423,7 @@ class WithComposition(ResidualMAE):
 
 
 def meat(split: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Returns errors of water, fat and protein in Tecator by each method, of a fifth of the samples."""
+    """Return errors of water, fat and protein in Tecator by each method, of a fifth of the samples."""
     file = options.runs / f"meat-{split}.json"
     result = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
     if all(name in result for name in CHEMISTS):
@@ -458,7 +458,7 @@ def meat(split: int, options: argparse.Namespace) -> dict[str, Any] | None:
 def least_squares(
     views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
 ) -> tuple[Array, None]:
-    """Answers by PLS on the pretreatment and with the number of components that are best in five folds."""
+    """Answer by PLS on the pretreatment and with the number of components that are best in five folds."""
     from sklearn.cross_decomposition import PLSRegression
     from sklearn.model_selection import GridSearchCV
 
@@ -479,7 +479,7 @@ def least_squares(
 def kernels(
     views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
 ) -> tuple[Array, Array]:
-    """Answers by kernel regressions on all pretreatments, settings and shares chosen on training samples left out."""
+    """Answer by kernel regressions on all pretreatments, settings and shares chosen on training samples left out."""
     given, asked = ({name: x[rows] for name, x in views.items()} for rows in (train, test))
     found = [KernelStack(given, y[train, column], **options.kernels)(asked) for column in range(y.shape[1])]
     return np.stack([each.mean for each in found], axis=1), np.stack([each.deviation for each in found], axis=1)
@@ -502,7 +502,7 @@ def process(views: Mapping[str, Array], y: Array, train: Array, test: Array, *_:
 def residual(
     views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
 ) -> tuple[Array, Array]:
-    """Answers by the conditional mean of the composition, the linear one corrected by the network."""
+    """Answer by the conditional mean of the composition, the linear one corrected by the network."""
     rows = torch.from_numpy(np.concatenate([views["snv"], y, np.zeros((len(y), 7))], axis=1))
     means, variances = [], []
     for member in range(3):
@@ -670,7 +670,7 @@ def tables_of(
     labels: Any,
     tested: Sequence[Any],
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yields titles and tables."""
+    """Yield titles and tables."""
     filled = filling(data, models, peers)
     yield "Spectra: mean squared error over hidden channels, test objects, ± over seeds", filling_table(filled, "mean")
     yield "Median over test objects of their mean squared error", filling_table(filled, "median")
@@ -684,7 +684,7 @@ def tables_of(
 
 
 def _epochs(options: argparse.Namespace) -> str:
-    """Returns how far the trainings came."""
+    """Return how far the trainings came."""
     found = []
     for seed in options.seeds:
         file = options.runs / f"residual-{seed}-{options.epochs}" / "training_history.json"

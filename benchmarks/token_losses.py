@@ -55,7 +55,7 @@ class Case:
 
 
 def make_case(vocab: VocabSpec, rows: int, width: int, k: int, device: torch.device) -> Case:
-    """Draws a third of the targets from each modality, evenly over columns and groups."""
+    """Draw a third of the targets from each modality, evenly over columns and groups."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.tensor([vocab.base_image, vocab.base_scalar, vocab.first_spectrum_id, vocab.vocab_size])
     modality = torch.randint(0, 3, (rows,), generator=generator)
@@ -99,7 +99,7 @@ def plain_terms(logits: Tensor, case: Case) -> Tensor:
 
 
 def rivals(case: Case) -> dict[str, Loss]:
-    """What is compared, by name; each is a function of hidden states and head."""
+    """Return the compared losses by name, each a function of hidden states and head."""
     no_ce = choose_positions(case.targets, case.vocab, {"enabled": False}).to(case.hidden.device)
 
     def ours(positions: LossPositions) -> Loss:
@@ -151,7 +151,7 @@ def reference(case: Case, *, combined: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(loss_fn: Loss, case: Case, repeats: int) -> tuple[float, float | None]:
-    """Returns the median milliseconds of a forward and backward pass, and its extra peak memory in GiB on a GPU."""
+    """Return the median milliseconds of a forward and backward pass, and its extra peak memory in GiB on a GPU."""
     on_gpu = case.hidden.device.type == "cuda"
 
     def step() -> None:
@@ -186,7 +186,7 @@ def error(gradient: Tensor, exact: Tensor) -> str:
 
 
 def compare(case: Case, repeats: int) -> list[dict[str, Any]]:
-    """Returns a row for each rival."""
+    """Return a row for each rival."""
     rows: list[dict[str, Any]] = []
     exact: dict[bool, tuple[Tensor, Tensor, Tensor]] = {}
     for name, loss_fn in rivals(case).items():
@@ -210,7 +210,7 @@ def compare(case: Case, repeats: int) -> list[dict[str, Any]]:
 
 
 def host_waits(case: Case) -> str:
-    """Says whether a step from hidden states, sending new positions included, ever waits for the device."""
+    """Return whether a step from hidden states, sending new positions included, ever waits for the device."""
     positions = choose_positions(case.targets.cpu(), case.vocab, {"sample_k": 512})
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -224,7 +224,7 @@ def host_waits(case: Case) -> str:
 
 
 def sampling(case: Case, ks: list[int], repeats: int) -> list[dict[str, Any]]:
-    """Times the reconstruction terms for several k, with the cosine of the head's gradient to that of all positions."""
+    """Time the reconstruction terms for several k, with the cosine of the head's gradient to that of all positions."""
     rows, whole, slowest = [], None, None
     for k in (len(case.targets), *ks):
         positions = choose_positions(
@@ -250,7 +250,7 @@ def sampling(case: Case, ks: list[int], repeats: int) -> list[dict[str, Any]]:
 
 
 def sweep(case: Case, repeats: int) -> list[dict[str, Any]]:
-    """Times the combined loss from hidden states for several sizes of its pieces."""
+    """Time the combined loss from hidden states for several sizes of its pieces."""
     rows = []
     loss_fn = rivals(case)["combined, treadle from hidden states"]
     usual = hidden_losses._PIECE_LOGITS, loss_terms.FLOAT_LOGITS

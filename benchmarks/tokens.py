@@ -102,7 +102,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loop(model: nn.Module, loss_of: Callable[[Any], Tensor], device: torch.device) -> Callable[[Any], None]:
-    """Returns a hand-written step on a batch."""
+    """Return a hand-written step on a batch."""
     optimizer = optimizer_of(model)
 
     def step(batch: Any) -> None:
@@ -141,7 +141,7 @@ class NextToken:
 
 
 def tokens_of(size: Size, device: torch.device) -> Tensor:
-    """Returns the sequences of a round."""
+    """Return the sequences of a round."""
     shape = (size.batch_size * size.steps, size.length + 1)
     return torch.randint(size.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
 
@@ -168,7 +168,7 @@ def decoder_engine(size: Size, device: torch.device, *, fused: bool, compiled: b
 
 
 def decoder_ways(size: Size, device: torch.device, *, captured: bool) -> dict[str, Callable[[], Run]]:
-    """Returns what builds each way, by name."""
+    """Return what builds each way, by name."""
     fused = hasattr(F, "linear_cross_entropy")
     make_loop = functools.partial(decoder_loop, size, device)
     make_engine = functools.partial(decoder_engine, size, device, fused=fused)
@@ -217,7 +217,7 @@ class Survey:
 
     @property
     def tokens(self) -> int:
-        """Those that are predicted in a batch."""
+        """Return the number of predicted tokens of a batch."""
         return self.batches[0]["tokens"][:, 1:].numel()
 
 
@@ -256,7 +256,7 @@ def astro_trainer(size: Size, survey: Survey, device: torch.device, *, compiled:
 
 
 def astro_ways(size: Size, survey: Survey, device: torch.device) -> dict[str, Callable[[], Run]]:
-    """Returns what builds each way, by name."""
+    """Return what builds each way, by name."""
     ways: dict[str, Callable[[], Run]] = {}
     for compiled in (False, True) if device.type == "cuda" else (False,):
         end = ", compiled" if compiled else ""
@@ -269,7 +269,7 @@ def astro_ways(size: Size, survey: Survey, device: torch.device) -> dict[str, Ca
 
 
 def seconds(run: Run, steps: int, device: torch.device) -> float:
-    """Returns those of so many steps: by the clock, with the GPU's work, or of the processor where there is no GPU."""
+    """Return those of so many steps: by the clock, with the GPU's work, or of the processor where there is no GPU."""
     if device.type == "cpu":
         start = time.process_time()
         run(steps)
@@ -282,7 +282,7 @@ def seconds(run: Run, steps: int, device: torch.device) -> float:
 
 
 def table(size: Size, taken: Rounds[str, float], tokens: int) -> list[Row]:
-    """Returns a row for each way, of the rounds that it has had."""
+    """Return a row for each way, of the rounds that it has had."""
     base = taken.figures.get(LOOP, [])
     rows = []
     for way, each in taken.figures.items():
@@ -297,7 +297,7 @@ def table(size: Size, taken: Rounds[str, float], tokens: int) -> list[Row]:
 def rows_of(
     size: Size, device: torch.device, *, rounds: int, report: Callable[[list[Row]], None], captured: bool = True
 ) -> list[Row]:
-    """Measures all ways of a model and returns a row for each; reports those so far after each turn."""
+    """Measure all ways of a model and return a row for each; report those so far after each turn."""
     torch.compiler.reset()  # what was compiled for another model counts towards torch's limit, and makes sizes dynamic
     if size.vocab_size:
         ways, tokens = decoder_ways(size, device, captured=captured), size.batch_size * size.length

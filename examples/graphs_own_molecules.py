@@ -20,7 +20,7 @@ from treadle.graphs.datasets.molecules import graph_from_smiles
 
 
 def read_molecules(count: int) -> list[tuple[str, float]]:
-    """Stands for your own file: SMILES and a number. Here they are molecules of NCI with their logP."""
+    """Return the content of a file like yours: SMILES and a number, here molecules of NCI with their logP."""
     lines = Path(RDConfig.RDDataDir, "NCI", "first_5K.smi").read_text().splitlines()[:count]
     smiles = [line.split()[0] for line in lines]
     return [(text, MolLogP(Chem.MolFromSmiles(text))) for text in smiles]

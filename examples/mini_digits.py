@@ -22,7 +22,7 @@ from treadle import BaseTrainer, CheckpointingHook, EmaHook, ProgressHook, set_s
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Returns 1,437 digits to train on and 360 to test on, 64 features in [0, 1]."""
+    """Return 1,437 digits to train on and 360 to test on, 64 features in [0, 1]."""
     x, y = load_digits(return_X_y=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     data_x, data_y = torch.tensor(x, dtype=torch.float32)[order] / 16, torch.tensor(y)[order]

@@ -16,7 +16,7 @@ CUT = 3
 
 
 def share(rank):
-    """Returns this rank's micro-batches of all steps, or for None those of one process, a step each."""
+    """Return this rank's micro-batches of all steps, or for None those of one process, a step each."""
     data, start, made = sequences(19), 0, []
     for step in SHARES:
         whole = []
@@ -33,7 +33,7 @@ def share(rank):
 
 
 def run(*, rank=None, logits=False, hooks=(), state=None, **settings):
-    """Trains two epochs of two steps; returns records, weights and the number of steps."""
+    """Train two epochs of two steps; return records, weights and the number of steps."""
     net = LogitsOnly(model(0.0)) if logits else model(0.0)
     wrapped = net if rank is None else nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
@@ -49,7 +49,7 @@ def run(*, rank=None, logits=False, hooks=(), state=None, **settings):
 
 
 def work():
-    """Runs every case straight and cut off."""
+    """Run every case straight and cut off."""
     found, rank = {}, dist.get_rank()
     for case, settings in CASES.items():
         snapshots = Snapshots()

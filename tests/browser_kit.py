@@ -43,14 +43,14 @@ class Browser:
         self._ask("POST", "/url", {"url": page.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Runs the body of a function and returns what it returns."""
+        """Run the body of a function and return what it returns."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def devtools(self, command: str, **parameters: Any) -> Any:
         return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def errors(self) -> list[str]:
-        """Returns what the page wrote to the console since the last call: errors and warnings."""
+        """Return what the page wrote to the console since the last call: errors and warnings."""
         found = self._ask("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in found if entry["level"] in ("SEVERE", "WARNING")]
 
@@ -64,7 +64,7 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=features)
 
     def wait(self, script: str, *arguments: Any) -> Any:
-        """Runs a script until it returns something true, and returns that."""
+        """Run a script until it returns something true, and return that."""
         deadline = time.monotonic() + _PATIENCE
         while not (found := self.run(script, *arguments)):
             assert time.monotonic() < deadline, f"never true: {script}"
@@ -77,7 +77,7 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """Starts a browser with an empty profile, and ends it."""
+    """Start a browser with an empty profile, and end it."""
     driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None

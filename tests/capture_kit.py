@@ -53,7 +53,7 @@ def capture_on_the_cpu(monkeypatch):
 
 
 def refuse_on_the_device(monkeypatch):
-    """Lets captured steps leave word of a refusal for later, as on CUDA; eager ones are looked at as on the CPU."""
+    """Let captured steps leave word of a refusal for later, as on CUDA; eager ones are looked at as on the CPU."""
     made = treadle.capture.steps.CapturedSteps.__init__
 
     def deferred(self, engine):

@@ -19,7 +19,7 @@ from treadle.runs.report import Report
 
 
 def treadle(*arguments: object) -> int:
-    """Runs a command in this process and returns its exit code."""
+    """Run a command in this process and return its exit code."""
     with pytest.raises(SystemExit) as left:
         main([str(argument) for argument in arguments])
     return left.value.code if isinstance(left.value.code, int) else 0
@@ -31,18 +31,18 @@ def read(*parts: object) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Returns when each file of a folder was last written."""
+    """Return when each file of a folder was last written."""
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def leave_the_report_out(patch: Any, pack: Any) -> None:
-    """Has a pack test and draw nothing after its training, and show nothing."""
+    """Make a pack test, draw and show nothing after its training."""
     patch.setattr(pack, "finish", lambda *args: Results({}))
     patch.setattr(pack, "report", lambda *args: Report())
 
 
 def draw_nothing(*args: Any, path: Path, **kwargs: Any) -> Path:
-    """Stands for a function that draws a picture."""
+    """Replace a function that draws a picture."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"")
     return path

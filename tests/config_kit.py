@@ -83,7 +83,7 @@ hooks:
 def write_project(
     folder: Path, *, item: str = "pass", forward: str = "pass", step: str = "pass", seed: str = "seed: 0"
 ) -> Path:
-    """Writes ``parts.py`` and ``fit.yaml``, with some of their places filled; returns the path of the YAML file."""
+    """Write ``parts.py`` and ``fit.yaml``, with some of their places filled; return the path of the YAML file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "parts.py").write_text(MODULE.format(item=item, forward=forward, step=step))
     config = folder / "fit.yaml"

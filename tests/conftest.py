@@ -32,7 +32,7 @@ def pytest_collection(session):
 
 
 def pytest_collection_finish(session):
-    """What has been collected and imported stays to the end; no collection of garbage needs to look at it again."""
+    """Freeze collected and imported objects, which stay to the end, so that garbage collections skip them."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -40,7 +40,7 @@ def pytest_collection_finish(session):
 
 @pytest.fixture(autouse=True, scope="session")
 def _terminal():
-    """What the terminal of the caller can do is no matter of a test; one that needs another sets it."""
+    """Hide the caller's terminal from tests; one that needs a terminal sets it."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
             patch.delenv(name, raising=False)
@@ -50,7 +50,7 @@ def _terminal():
 
 @pytest.fixture(autouse=True)
 def _registry():
-    """What a test or a page of the documentation registers is gone afterwards."""
+    """Drop afterwards the names that a test or a page of the documentation registers."""
     before = dict(REGISTRY._objects)
     yield
     REGISTRY._objects.clear()
@@ -59,6 +59,6 @@ def _registry():
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_left_open():
-    """What a module's tests leave open is an error there, not in whichever test a collection happens to come."""
+    """Fail in the module whose tests leave files open, not in the test that a garbage collection hits."""
     yield
     gc.collect()

@@ -40,12 +40,12 @@ class Counts(Fit):
 
 
 def train_exactly():
-    """Trains a model that resumes to the bit."""
+    """Train a model that resumes to the bit."""
     set_seed(0)
     Fit(12, device="cpu", workspace="runs/exact").train()
 
 
 def train_with_a_hidden_count():
-    """Trains a model that does not."""
+    """Train a model that does not."""
     set_seed(0)
     Counts(12, device="cpu", workspace="runs/hidden").train()

@@ -83,7 +83,7 @@ def saving(interval: int, **settings: Any) -> CheckpointingHook:
 
 
 def shared(loader: Any, *, shuffle: bool = False) -> Any:
-    """Returns a loader of the same batches, each shared among the ranks."""
+    """Return a loader of the same batches, each shared among the ranks."""
     batches = RankBatchSampler(loader.dataset, global_batch_size=loader.batch_size, shuffle=shuffle)
     return DataLoader(loader.dataset, batch_sampler=batches, collate_fn=loader.collate_fn)
 
@@ -286,7 +286,7 @@ FACES: dict[str, Face] = {
 
 
 def furthest_in(run: Path) -> Any:
-    """Returns the path and the tree of the furthest intact state of a run, or None; nothing is touched."""
+    """Return the path and the tree of the furthest intact state of a run, or None; nothing is touched."""
     states = (state for place in (run, run / "checkpoints") for state in states_in(place))
     return find_latest(states, load=open_checkpoint)
 
@@ -297,7 +297,7 @@ def furthest_step(run: Path) -> int:
 
 
 def end_of(run: Path) -> dict[str, Any]:
-    """Returns the furthest state of a run and its best weights and history, without what no two runs share."""
+    """Return the furthest state of a run and its best weights and history, without what no two runs share."""
     found = find_latest(state for place in (run, run / "checkpoints") for state in states_in(place))
     assert found is not None, run
     tree = {key: value for key, value in found[1].items() if key not in ("config", "versions")}

@@ -128,14 +128,14 @@ def killed():
 
 
 def record(folder, action):
-    """Runs an action unharmed and returns its points."""
+    """Run an action unharmed and return its points."""
     with Points(folder).watching() as points:
         action()
     return points.seen
 
 
 def in_child(action):
-    """Runs an action in a forked child and returns its wait status; an error there is shown."""
+    """Run an action in a forked child and return its wait status; an error there is shown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests do not matter to the child
         state, pid = random.getstate(), os.fork()
@@ -151,7 +151,7 @@ def in_child(action):
 
 
 def hurt(folder, action, at, act):
-    """Runs an action with one point hurt; returns the exception, or None. SIGKILL happens in a child."""
+    """Run an action with one point hurt; return the exception, or None. SIGKILL happens in a child."""
     if act is killed:
         with Points(folder, at, act).watching():
             status = in_child(action)

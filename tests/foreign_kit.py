@@ -19,7 +19,7 @@ def batches(count: int = 4) -> DataLoader:
 
 
 def trained(model: nn.Module | None = None, steps: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns a model and its optimizer after a few steps."""
+    """Return a model and its optimizer after a few steps."""
     torch.manual_seed(0)
     model = plain_model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -31,7 +31,7 @@ def trained(model: nn.Module | None = None, steps: int = 4) -> tuple[nn.Module, 
 
 
 def fresh(width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Returns another model of the kind, with other weights, and an optimizer without state."""
+    """Return another model of the kind, with other weights, and an optimizer without state."""
     torch.manual_seed(99)
     model = plain_model(width)
     return model, torch.optim.AdamW(model.parameters(), lr=0.5)

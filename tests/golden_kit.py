@@ -58,7 +58,7 @@ _LONG = 8
 
 
 def index(tree: Any, path: str = "") -> dict[str, str]:
-    """Describes each leaf of a state by its path, in order: kind, then shape and digest, or the value."""
+    """Describe each leaf of a state by its path, in order: kind, then shape and digest, or the value."""
     if isinstance(tree, torch.Tensor):
         return {path: f"{str(tree.dtype)[6:]} {list(tree.shape)} {_digest(_bytes(tree))}"}
     if isinstance(tree, Mapping) and tree:
@@ -78,12 +78,12 @@ def index(tree: Any, path: str = "") -> dict[str, str]:
 
 
 def shapes(found: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns the paths in order, with the parts equal on any machine: kinds, dtypes, shapes, texts and counts."""
+    """Return the paths in order, with the parts equal on any machine: kinds, dtypes, shapes, texts and counts."""
     return [(path, _kind(path, text)) for path, text in found.items() if not _of_another_torch(path)]
 
 
 def values(found: Mapping[str, str]) -> dict[str, str]:
-    """Returns the entries that are equal on the platform that wrote them: all but those that match ``VARY``."""
+    """Return the entries that are equal on the platform that wrote them: all but those that match ``VARY``."""
     return {path: text for path, text in found.items() if not VARY.fullmatch(path)}
 
 
@@ -102,7 +102,7 @@ def _digest(data: bytes) -> str:
 
 
 def this_platform() -> dict[str, str]:
-    """Identifies the kernels that determine the last bits of a result: versions and processor."""
+    """Identify the kernels that determine the last bits of a result: versions and processor."""
     vendor = re.search(r"vendor_id\s*:\s*(\S+)", Path("/proc/cpuinfo").read_text()) if _has_cpuinfo() else None
     return {
         "torch": str(torch.__version__),
@@ -129,7 +129,7 @@ def _has_cpuinfo() -> bool:
 
 
 def far(found: Any, expected: Any, *, exact: bool, path: str = "") -> list[str]:
-    """Names the places where two states differ: to the bit, or where numbers are not close.
+    """Name the places where two states differ: to the bit, or where numbers are not close.
 
     The tolerance is that of some steps of Adam, which enlarge the last bits of other kernels: it moves a weight by up
     to its learning rate, 0.02.
@@ -404,12 +404,12 @@ def checkpoint_name(face: str) -> str:
 
 
 def golden(face: str) -> Path:
-    """Returns the golden checkpoint of a face."""
+    """Return the golden checkpoint of a face."""
     return FILES / "faces" / (face if face in ("sharded", "fsdp") else f"{face}.pt")
 
 
 def end_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the end state without the generators' states, which would take most of the space.
+    """Return the end state without the generators' states, which would take most of the space.
 
     Parts that are spread over ranks are put together: all ranks call this.
     """
@@ -417,7 +417,7 @@ def end_of(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(face: str, folder: Path, *, resume: Path | None = None) -> Any:
-    """Trains a face to its end, writing ``checkpoint_step_N`` at its place, and returns the state of the end.
+    """Train a face to its end, writing ``checkpoint_step_N`` at its place, and return the state of the end.
 
     Args:
         face: a key of :data:`MAKE`.

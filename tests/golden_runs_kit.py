@@ -110,7 +110,7 @@ RUNS = {
 
 
 def start(run: GoldenRun) -> int:
-    """Starts a run in this process, in the present folder, and returns its exit code."""
+    """Start a run in this process, in the present folder, and return its exit code."""
     if not run.is_script:
         return treadle(*run.start)
     argv, sys.argv = sys.argv, list(run.start)
@@ -126,7 +126,7 @@ def start(run: GoldenRun) -> int:
 
 
 def treadle(*arguments: object) -> int:
-    """Runs a command in this process and returns its exit code; forgets the user's modules afterwards."""
+    """Run a command in this process and return its exit code; forget the user's modules afterwards."""
     path = list(sys.path)
     try:
         main([str(argument) for argument in arguments])
@@ -144,7 +144,7 @@ def _code(left: SystemExit) -> int:
 
 @contextlib.contextmanager
 def interrupted(run: GoldenRun) -> Iterator[None]:
-    """Sends this process a SIGINT after the step at which a run is to be cut."""
+    """Send this process a SIGINT after the step at which a run is to be cut."""
     original = StepLogHook.on_after_step
 
     def and_interrupt(hook: Any, trainer: Any) -> None:
@@ -166,12 +166,12 @@ STATES = ("interrupted", "finished")
 
 
 def archive(name: str) -> Path:
-    """Returns the golden file of a run, with a folder for each state."""
+    """Return the golden file of a run, with a folder for each state."""
     return golden_kit.FILES / "runs" / f"{name}.tar.xz"
 
 
 def unpack(name: str, state: str, folder: Path) -> Path:
-    """Puts a golden run folder and the scripts into ``folder``; returns the run folder."""
+    """Put a golden run folder and the scripts into ``folder``; return the run folder."""
     folder.mkdir(exist_ok=True)
     with_scripts(folder)
     with tarfile.open(archive(name)) as packed:
@@ -187,14 +187,14 @@ def unpack(name: str, state: str, folder: Path) -> Path:
 
 
 def with_scripts(folder: Path) -> None:
-    """Puts the scripts and the configuration into ``folder``."""
+    """Put the scripts and the configuration into ``folder``."""
     for path in SCRIPTS.iterdir():
         if path.is_file():
             shutil.copy(path, folder)
 
 
 def replace_text(folder: Path, old: str, new: str) -> None:
-    """Replaces a text in the JSON files of a folder."""
+    """Replace a text in the JSON files of a folder."""
     for path in folder.rglob("*.json"):
         text = path.read_text(encoding="utf-8")
         if old in text:
@@ -202,14 +202,14 @@ def replace_text(folder: Path, old: str, new: str) -> None:
 
 
 def manual_digest() -> str:
-    """Returns a digest of Python's manual, which the text pack trains on: each Python has another one."""
+    """Return a digest of Python's manual, which the text pack trains on: each Python has another one."""
     from treadle.text import load_manual
 
     return hashlib.sha256(repr(sorted(load_manual().items())).encode()).hexdigest()[:16]
 
 
 def listed(folder: Path) -> dict[str, Any]:
-    """Unpacks all golden folders below ``folder``; returns the rows of ``treadle runs`` without their ages."""
+    """Unpack all golden folders below ``folder``; return the rows of ``treadle runs`` without their ages."""
     for name in RUNS:
         for state in STATES[: 1 if name == "text-lora" else 2]:
             unpack(name, state, folder / f"{name}-{state}")
@@ -223,14 +223,14 @@ def listed(folder: Path) -> dict[str, Any]:
 
 
 def spoken(*arguments: object) -> tuple[int, str]:
-    """Runs a command in this process; returns its exit code and standard output."""
+    """Run a command in this process; return its exit code and standard output."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = treadle(*arguments)
     return code, said.getvalue()
 
 
 def predictions(name: str, folder: Path) -> dict[str, str]:
-    """Unpacks a golden folder in ``folder`` and returns the index of the output of ``treadle predict``."""
+    """Unpack a golden folder in ``folder`` and return the index of the output of ``treadle predict``."""
     run = unpack(name, "finished", folder)
     before = os.getcwd()
     os.chdir(folder)
@@ -248,12 +248,12 @@ def predictions(name: str, folder: Path) -> dict[str, str]:
 
 
 def evaluation_key(name: str, arguments: Sequence[str]) -> str:
-    """Returns the name of a recorded evaluation."""
+    """Return the name of a recorded evaluation."""
     return " ".join((name, *arguments))
 
 
 def evaluations(folder: Path) -> dict[str, Any]:
-    """Unpacks the golden folders below ``folder``; returns the output of each ``treadle evaluate``."""
+    """Unpack the golden folders below ``folder``; return the output of each ``treadle evaluate``."""
     found = {}
     for name, run in RUNS.items():
         for number, arguments in enumerate(run.evaluate):

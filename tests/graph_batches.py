@@ -13,7 +13,7 @@ SIZES = (1, 2, 9, 12, 7, 40)
 
 
 def make_graph(size: int, seed: int = 0) -> SimpleNamespace:
-    """Returns a random graph; two nodes stay without an edge, larger graphs get some."""
+    """Return a random graph; two nodes stay without an edge, larger graphs get some."""
     draw = torch.Generator().manual_seed(1000 * seed + size)
     one_way = (torch.rand(size, size, generator=draw) < 0.3).triu(1) if size > 2 else torch.zeros(size, size)
     source, target = one_way.nonzero().T
@@ -52,7 +52,7 @@ class GraphBatch(SimpleNamespace):
 
 
 def collate(graphs: list[Any]) -> GraphBatch:
-    """Joins graphs as torch_geometric does: names with "index" are shifted and joined along columns."""
+    """Join graphs as torch_geometric does: names with "index" are shifted and joined along columns."""
     names = list(vars(graphs[0]))
     starts = [0]
     for graph in graphs:
@@ -69,7 +69,7 @@ def collate(graphs: list[Any]) -> GraphBatch:
 
 
 def renumber(graph: SimpleNamespace, new_number: torch.Tensor) -> SimpleNamespace:
-    """Returns the same graph with node i called ``new_number[i]``, and its edges and pairs in another order."""
+    """Return the same graph with node i called ``new_number[i]``, and its edges and pairs in another order."""
     old_number = new_number.argsort()
     edges, pairs = torch.randperm(graph.edge_index.shape[1]), torch.randperm(graph.edge_pe_index.shape[1])
     return SimpleNamespace(
@@ -85,7 +85,7 @@ def renumber(graph: SimpleNamespace, new_number: torch.Tensor) -> SimpleNamespac
 
 
 def with_changes(batch: SimpleNamespace, **changes: Any) -> SimpleNamespace:
-    """Returns a copy of a batch with attributes replaced; None takes one away."""
+    """Return a copy of a batch with attributes replaced; None takes one away."""
     kept = {**vars(batch), **changes}
     return SimpleNamespace(**{name: value for name, value in kept.items() if value is not None})
 

@@ -14,5 +14,5 @@ __all__ = ["Data", "DataLoader", "fields"]
 
 
 def fields(graph):
-    """Returns every attribute of a graph as plain values, so that two graphs can be compared at once."""
+    """Return every attribute of a graph as plain values, so that two graphs can be compared at once."""
     return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in graph.to_dict().items()}

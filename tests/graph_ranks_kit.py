@@ -19,7 +19,7 @@ EPOCHS, CUT = 2, 4
 
 
 def run(case, *, over_ranks, hooks=(), state=None):
-    """Trains a case, four graphs a step over all ranks; returns its history and weights."""
+    """Train a case, four graphs a step over all ranks; return its history and weights."""
     data, model, settings = CASES[case]
     trainer = make(
         model={**model, "dropout": 0.0}, kind="sgd", lr=0.1, hooks=hooks, log_every=2,
@@ -46,7 +46,7 @@ def run(case, *, over_ranks, hooks=(), state=None):
 
 
 def work():
-    """Runs every case straight and cut off inside an epoch."""
+    """Run every case straight and cut off inside an epoch."""
     found = {}
     for case in CASES:
         snapshots = Snapshots()

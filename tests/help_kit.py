@@ -21,7 +21,7 @@ OF_TYPER = ("install_completion", "show_completion")  # options whose texts depe
 
 
 def helps() -> dict[str, str]:
-    """Returns the help of each command by its words, ``treadle train spectra``."""
+    """Return the help of each command by its words, ``treadle train spectra``."""
     return dict(_below(typer.main.get_command(app), "treadle", None))
 
 
@@ -36,18 +36,18 @@ def _below(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
 
 
 def commands_of(command: Any, context: Any) -> list[tuple[str, Any]]:
-    """Returns the commands of a group by name; none of a command."""
+    """Return the commands of a group by name; none of a command."""
     names = sorted(command.list_commands(context)) if hasattr(command, "list_commands") else []
     return [(name, command.get_command(context, name)) for name in names]
 
 
 def file_of(name: str) -> Path:
-    """Returns the file that holds the help of a command."""
+    """Return the file that holds the help of a command."""
     return FOLDER / (re.sub(r"\W+", "-", name).strip("-").lower() + ".txt")
 
 
 def normalised(text: str) -> list[str]:
-    """Returns the words of a help text without what width, terminal and versions of typer and rich change.
+    """Return the words of a help text without what width, terminal and versions of typer and rich change.
 
     That is colours, frames, line breaks (also at a hyphen inside a word), names of types and braces of arguments.
     """
@@ -58,7 +58,7 @@ def normalised(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Writes the texts, and removes those of commands that are gone."""
+    """Write the texts, and remove those of commands that are gone."""
     texts = {file_of(name): text for name, text in helps().items()}
     FOLDER.mkdir(exist_ok=True)
     for path in set(FOLDER.glob("*.txt")) - set(texts):

@@ -33,7 +33,7 @@ RUN_FILES = {
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Names every place where two state trees differ, tensors by torch.equal, NaN equal to NaN."""
+    """Name every place where two state trees differ, tensors by torch.equal, NaN equal to NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = (one.to_dense() if one.is_sparse else one for one in (a, b))
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
@@ -55,7 +55,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def through_a_file(tree: Any) -> Any:
-    """Saves and loads a tree as a checkpoint file does, with weights_only."""
+    """Save and load a tree as a checkpoint file does, with weights_only."""
     buffer = io.BytesIO()
     torch.save(tree, buffer)
     buffer.seek(0)
@@ -172,7 +172,7 @@ class CountReads(TorchDispatchMode):
 
 
 def library_frames() -> list[str]:
-    """Returns the names of the library's functions on the stack, the latest first."""
+    """Return the names of the library's functions on the stack, the latest first."""
     frame, names = sys._getframe(1), []
     while frame is not None:
         if _LIBRARY in Path(frame.f_code.co_filename).parents:
@@ -230,7 +230,7 @@ def _is_far(device):
 
 @contextlib.contextmanager
 def no_waits_for_meta():
-    """Lets ``"meta"`` stand for a GPU: inside, whatever would make the host wait for one is an error.
+    """Let ``"meta"`` stand for a GPU: inside, whatever would make the host wait for one is an error.
 
     A tensor there has no values, so that torch itself refuses to read one, and what has a size that depends on values.
     Copies to it that a GPU would wait for, those that are not ``non_blocking``, fail here.

@@ -60,7 +60,7 @@ class EpochEnd(BaseHook):
 
 
 def stop_at_15_and_resume_from_10(workspace, tracker, max_steps=20):
-    """Runs to step 15, where it stops, and again from the checkpoint of step 10 to the end; logs every step."""
+    """Run to step 15, where it stops, and again from the checkpoint of step 10 to the end; log every step."""
     hooks = [LoggingHook(1, sync=False), EpochEnd(), tracker(), CheckpointingHook(10)]
     with pytest.raises(RuntimeError, match="stopped"):
         Small(max_steps, workspace, [*hooks, Stop(15)]).train()

@@ -72,7 +72,7 @@ def trainer(model, *, lr=1e-2, hooks=(), scheduler=None, **training):
 
 
 def predicted(batch):
-    """How many tokens of a batch are predicted."""
+    """Return the number of predicted tokens of a batch."""
     return int((batch["labels"][:, 1:] != -100).sum())
 
 

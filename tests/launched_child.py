@@ -45,7 +45,7 @@ class Says(BaseHook):
 
 
 def is_held(folder):
-    """Whether sharded saves are to wait, when their folder is there and not finished."""
+    """Return whether a sharded save has made its folder and not finished it."""
     return (folder / "hold").exists()
 
 
@@ -62,7 +62,7 @@ def with_saves_that_can_be_held(folder):
 
 
 def train(kind, folder, steps):
-    """Trains to a step from the newest whole checkpoint; returns the final state, on all ranks."""
+    """Train to a step from the newest whole checkpoint; return the final state, on all ranks."""
     saving = {"interval": 3, "keep_previous": 2, "exit_signals": signal.SIGTERM, "background": kind == "fsdp"}
     made = engine(kind, folder / "checkpoints", hooks=[Says(folder, steps)], **saving)
     try:

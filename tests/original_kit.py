@@ -33,7 +33,7 @@ UNITS = {"0.1": {"n_blocks": 4}, "0.2": {"n_patches": 4}}
 
 
 def folder_of(line):
-    """Returns the folder that has this line of chemomae, "" if it is installed itself, or None."""
+    """Return the folder that has this line of chemomae, "" if it is installed itself, or None."""
     for folder in filter(None, os.environ.get("CHEMOMAE", "").split(os.pathsep)):
         if next(Path(folder).glob(f"chemomae-{line}.*.dist-info"), None) is not None:
             return folder
@@ -45,7 +45,7 @@ def folder_of(line):
 
 @contextlib.contextmanager
 def original(line):
-    """Gives the module `chemomae` of a line inside the block, with what it prints and warns of kept quiet."""
+    """Give the module `chemomae` of a line inside the block, with what it prints and warns of kept quiet."""
     folder = folder_of(line)
     assert folder is not None
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "chemomae"}
@@ -82,7 +82,7 @@ def same_visible(self, batch_size, *, n_mask=None, device=None, generator=None):
 
 
 def make(line, names, out_dir, *, seed=0, sizes=None, augmenter=None, val=True, **settings):
-    """Returns a trainer of chemomae or of this library: `names` has the classes and functions."""
+    """Return a trainer of chemomae or of this library: `names` has the classes and functions."""
     torch.manual_seed(seed)
     model = names["ChemoMAE"](**{**SIZES, **UNITS[line], **(sizes or {})})
     optimizer = names["build_optimizer"](model, lr=3e-3)
@@ -97,19 +97,19 @@ def make(line, names, out_dir, *, seed=0, sizes=None, augmenter=None, val=True, 
 
 
 def names_of(chemomae):
-    """Returns the names of the original as `make` takes them."""
+    """Return the names of the original as `make` takes them."""
     return {**vars(chemomae.models), **vars(chemomae.training)}
 
 
 def latents(model):
-    """Returns the latents of a model of either package."""
+    """Return the latents of a model of either package."""
     x = spectra()
     with torch.no_grad():
         return model.eval().encoder(x, torch.ones_like(x, dtype=torch.bool))
 
 
 def write():
-    """Writes the checkpoints and what follows from them."""
+    """Write the checkpoints and what follows from them."""
     expected = {}
     for line in LINES:
         with original(line) as chemomae, tempfile.TemporaryDirectory() as folder:

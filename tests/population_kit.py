@@ -56,7 +56,7 @@ def make(seed, workspace, lr=0.05, bad=False, steps=STEPS, exit_signals=None):
 
 
 def alone(folder, **settings):
-    """Trains one run as a script would that knows no populations; the generators are as before afterwards."""
+    """Train one run as a script would that knows no populations; the generators are as before afterwards."""
     from treadle.seed import forked_rng
 
     with forked_rng():
@@ -73,7 +73,7 @@ def files_of(folder):
 
 
 def same_folder(one, two):
-    """Asserts that two run folders hold the same: names, step logs, every value of the checkpoints."""
+    """Assert that two run folders hold the same: names, step logs, every value of the checkpoints."""
     ours, theirs = files_of(one), files_of(two)
     assert list(ours) == list(theirs)
     for name in ours:

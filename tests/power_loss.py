@@ -62,7 +62,7 @@ class Disk:
     contents: dict[int, bytes] = field(default_factory=dict)
 
     def apply(self, call: Call) -> None:
-        """Takes one more call into account."""
+        """Count one more call."""
         if call.kind == "content":
             self.contents[call.what] = call.content
         elif call.kind == "sync":
@@ -73,7 +73,7 @@ class Disk:
             self.waiting.append(call)
 
     def layouts(self, chance: random.Random) -> Iterator[dict[Name, Any]]:
-        """Yields the names that may be on the disk."""
+        """Yield the names that may be on the disk."""
         numbers = range(len(self.waiting))
         if len(numbers) <= _MOST:
             sizes = range(len(numbers) + 1)
@@ -132,7 +132,7 @@ class Recorder:
         return self._number(os.path.dirname(path)), os.path.basename(path)
 
     def _number(self, path: str) -> int:
-        """Returns the number of a file or folder that is there."""
+        """Return the number of a file or folder that is there."""
         return 1 if path == self.folder else self._numbers.setdefault(os.lstat(path).st_ino, next(self._count))
 
     def _add(self, kind: str, path: str, what: Any, to: str = "") -> None:
@@ -143,12 +143,12 @@ class Recorder:
         return ("link", os.readlink(path)) if os.path.islink(path) else self._number(path)
 
     def made(self, path: str) -> None:
-        """Notes a file that is open and may be new."""
+        """Note a file that is open and may be new."""
         if os.path.isfile(path) and not os.path.islink(path) and os.lstat(path).st_ino not in self._numbers:
             self._add("name", path, self._number(path))
 
     def before(self, name: str, paths: list[str]) -> None:
-        """Notes a call that is about to be made."""
+        """Note a call that is about to be made."""
         first = paths[0]
         if name == "fsync" and stat.S_ISDIR(os.lstat(first).st_mode):
             self.calls.append(Call("sync", what=self._number(first), text=f"sync {first}"))
@@ -165,7 +165,7 @@ class Recorder:
             self._forget(first)
 
     def after(self, name: str, path: str) -> None:
-        """Notes what a call made."""
+        """Note what a call made."""
         if name == "mkdir":
             self._numbers.pop(os.lstat(path).st_ino, None)
             if path != self.folder:
@@ -175,7 +175,7 @@ class Recorder:
             self._add("name", path, self._what(path))
 
     def _forget(self, path: str) -> None:
-        """Lets the number of a file go whose last name goes, so that a later one of its inode gets another."""
+        """Drop the number of a file whose last name is removed, so that a later file of its inode gets another."""
         if os.path.lexists(path):
             found = os.lstat(path)
             if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
@@ -246,7 +246,7 @@ class Crash:
     folders: set[int]
 
     def lay_out(self, place: Path, *, number: int = 1) -> None:
-        """Writes it into a folder; of what was not synced, the first half is there."""
+        """Write it into a folder; of what was not synced, the first half is there."""
         place.mkdir(parents=True)
         for (folder, name), what in self.names.items():
             if folder != number:
@@ -261,13 +261,13 @@ class Crash:
 
     @property
     def key(self) -> Any:
-        """What tells this from another one that would be laid out alike."""
+        """Return the key that tells this layout from others."""
         held = {key: self.contents.get(what, what) if type(what) is int else what for key, what in self.names.items()}
         return self.reported, frozenset((key, hash(what)) for key, what in held.items())
 
 
 def crashes(recorder: Recorder, *, each: int = 1, seed: int = 0) -> Iterator[Crash]:
-    """Yields what may be there after every ``each``-th call."""
+    """Yield what may be there after every ``each``-th call."""
     chance, disk, reported = random.Random(seed), Disk(), 0
     for number, call in enumerate(recorder.calls, start=1):
         disk.apply(call)

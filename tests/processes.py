@@ -37,7 +37,7 @@ _IGNORED_BY_PYTHON = (DeprecationWarning, PendingDeprecationWarning, ImportWarni
 def python(
     *arguments: str, cwd: str | os.PathLike[str] | None = None, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python with arguments (``-m``, a module, ...; ``-c``, code, ...; a script, ...) and returns how it ended.
+    """Run Python with arguments (``-m``, a module, ...; ``-c``, code, ...; a script, ...) and return how it ended.
 
     Raises:
         subprocess.TimeoutExpired: after ``timeout`` seconds; the process is killed then.
@@ -73,7 +73,7 @@ class Forked(subprocess.Popen):
 def _be_a_new_process(
     arguments: Sequence[str], pipes: Sequence[int], cwd: Any, env: Any, start_new_session: bool
 ) -> None:
-    """Never returns."""
+    """Exit the process."""
     code: Any = 1
     try:
         if start_new_session:
@@ -108,7 +108,7 @@ def _take_streams(p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errr
 
 
 def _forget_the_parent() -> None:
-    """Undoes what pytest and earlier tests have set, and sees to it that nothing of theirs runs at this end."""
+    """Undo what pytest and earlier tests have set, and see to it that nothing of theirs runs at this end."""
     gc.freeze()  # their objects are not collected here: a loader's would end the workers of the parent
     atexit._clear()
     multiprocessing.util._finalizer_registry.clear()
@@ -141,7 +141,7 @@ def _forget_the_parent() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """Does what the interpreter does with its arguments, and what it does at its end; returns the exit code."""
+    """Do what the interpreter does with its arguments, and what it does at its end; return the exit code."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
     kind, *rest = arguments

@@ -60,7 +60,7 @@ class Outcome:
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = _PATIENCE) -> list[Any]:
-    """Calls ``function(*args)`` on every rank of a fresh gloo group and returns the results in rank order.
+    """Call ``function(*args)`` on every rank of a fresh gloo group and return the results in rank order.
 
     Raises:
         AssertionError: a rank raised, died or hung; the one that failed first is shown first.
@@ -79,7 +79,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 def outcomes_on_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = _PATIENCE, grace: float = _GRACE
 ) -> list[Outcome]:
-    """As :func:`run_on_ranks`, but ranks may fail or die (``os._exit``, a signal): says how each of them ended.
+    """Do as :func:`run_on_ranks`, with ranks that may fail or die; return how each of them ended.
 
     Args:
         function: run on each rank.
@@ -121,7 +121,7 @@ def outcomes_on_ranks(
 def torchrun(
     *arguments: str, ranks: int = 2, options: Sequence[str] = (), timeout: float = _PATIENCE, **rest: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``torchrun`` on this machine and returns how it ended, with what it wrote.
+    """Run ``torchrun`` on this machine and return how it ended, with what it wrote.
 
     Args:
         arguments: a script or ``-m`` and a module, and what follows.
@@ -135,13 +135,13 @@ def torchrun(
 
 
 def launch_environment() -> dict[str, str]:
-    """Returns the environment of processes that are started afresh: one thread, no GPU, the tests' modules."""
+    """Return the environment of processes that are started afresh: one thread, no GPU, the tests' modules."""
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
 
 
 def _collect(running: dict[Connection, int], outcomes: list[Outcome], timeout: float, grace: float) -> None:
-    """Takes in what the ranks send until all have ended or the time is over; leaves those that have not."""
+    """Take in what the ranks send until all have ended or the time is over; leave those that have not."""
     deadline = time.monotonic() + timeout
     while running and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(running), timeout=left):
@@ -189,14 +189,14 @@ def _on_a_rank(
 
 
 def _wait_until_all_are_connected(folder: Path, rank: int, world_size: int) -> None:
-    """Keeps a rank that ends at once from being lost to others that still connect to it, an error of their start."""
+    """Keep a rank that ends at once from being lost to others that still connect to it, an error of their start."""
     (folder / f"connected_{rank}").touch()
     while len([*folder.glob("connected_*")]) < world_size:
         time.sleep(0.002)
 
 
 def _find(file: str, module: str, name: str) -> Any:
-    """Returns a function of a test file, which pytest imports under a name that no other process knows."""
+    """Return a function of a test file, which pytest imports under a name that no other process knows."""
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None

@@ -59,7 +59,7 @@ def failing() -> None:
 
 @contextlib.contextmanager
 def process(number: int, monkeypatch: Any) -> Any:
-    """Lets what happens inside happen in a process that is gone afterwards."""
+    """Run the block as in a process that is gone afterwards."""
     with monkeypatch.context() as patch:
         patch.setattr(remote_claim.os, "getpid", lambda: 2**30 + number)
         patch.setattr(remote_claim, "process_lives", lambda pid: pid == 2**30 + number)
@@ -72,7 +72,7 @@ def workspace(url: str, staging: Path, **settings: Any) -> RemoteWorkspace:
 
 
 def train_to(staging: Path, step: int) -> None:
-    """Writes what a run that has come to a step leaves: a numbered state, the last one, a log; prunes one."""
+    """Write what a run that has come to a step leaves: a numbered state, the last one, a log; prunes one."""
     save_checkpoint({"global_step": step, "epoch": 0, "model": {"w": torch.full((100,), float(step))}},
                     staging / "checkpoints" / f"checkpoint_step_{step}.pt")  # fmt: skip
     with contextlib.suppress(FileNotFoundError):

@@ -69,7 +69,7 @@ def engine(kind, folder=None, *, hooks=(), seed=0, task=None, **saving):
 
 
 def run(kind, folder, steps, **settings):
-    """Trains to a step, resuming if there is something to resume from; a run that is there already only loads."""
+    """Train to a step, resuming if there is something to resume from; a run that is there already only loads."""
     made = engine(kind, folder, **settings)
     made.run(loader(), max_steps=steps)
     return made

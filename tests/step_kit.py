@@ -81,7 +81,7 @@ def whole(model):
 
 
 def train(kind, sizes, k=1, **rest):
-    """Trains over all micro-batches, k a step; returns weights, norms and what each step said."""
+    """Train over all micro-batches, k a step; return weights, norms and what each step said."""
     from treadle.engine.hook import BaseHook
 
     said = []

@@ -70,7 +70,7 @@ class StepProfile:
         return self.moves - self.files
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Records a call; to be given to ``sys.setprofile``."""
+        """Record a call; to be given to ``sys.setprofile``."""
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in EXPRESSIONS:
             self.codes.append(code)
@@ -78,7 +78,7 @@ class StepProfile:
 
 @contextlib.contextmanager
 def step_profile() -> Iterator[tuple[StepProfile, Callable[[Any], Dataset[Any]]]]:
-    """Yields a profile and a wrapper for the items of a data set that fills it; restores the profiler at the end."""
+    """Yield a profile and a wrapper for the items of a data set that fills it; restore the profiler at the end."""
     profile, before, collects = StepProfile(), sys.getprofile(), gc.isenabled()
 
     class Watched(Dataset):  # type: ignore[type-arg]
@@ -165,7 +165,7 @@ COLUMNS = ("files", "functions", "calls", "moves", "back")
 
 
 def profile_of(face: str) -> StepProfile:
-    """Trains a small model with a face and returns the profile of one step."""
+    """Train a small model with a face and return the profile of one step."""
     with step_profile() as (profile, watched):
         FACES[face](watched)
     assert profile.calls > 0, f"{face}: nothing was profiled"
@@ -173,7 +173,7 @@ def profile_of(face: str) -> StepProfile:
 
 
 def table(faces: Sequence[str] = tuple(FACES)) -> str:
-    """Returns the numbers of some faces as a Markdown table."""
+    """Return the numbers of some faces as a Markdown table."""
     profiles = [(face, profile_of(face)) for face in faces]
     rows = [[face, *(str(getattr(profile, column)) for column in COLUMNS)] for face, profile in profiles]
     lines = [["face", *COLUMNS], ["---"] * (1 + len(COLUMNS)), *rows]

@@ -26,13 +26,13 @@ def count() -> None:
 
 
 def reads() -> int:
-    """Returns how many samples were read since this was last asked."""
+    """Return how many samples were read since this was last asked."""
     total, counted[:] = sum(counted), [0] * 8
     return total
 
 
 def row(number: float) -> Any:
-    """Returns sample ``number``, with noise from the three global generators."""
+    """Return sample ``number``, with noise from the three global generators."""
     count()
     noise = 0.1 * torch.rand(1) + 0.1 * random.random() + 0.1 * float(np.random.rand())
     x = torch.sin(torch.arange(4) * float(number)) + noise
@@ -165,7 +165,7 @@ def own(kind: type[Counting], **settings: Any) -> Any:
 
 
 def hugging_face(folder: Path, *, buffer: int = 0) -> Any:
-    """Returns a ``datasets.IterableDataset`` of Parquet files, its files shuffled, with augmentation."""
+    """Return a ``datasets.IterableDataset`` of Parquet files, its files shuffled, with augmentation."""
     datasets = sys.modules.get("datasets") or __import__("datasets")
     files = [str(path) for path in sorted(parquet_files(folder).iterdir())]
     stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
@@ -189,7 +189,7 @@ def pairs(samples: Any) -> Any:
 
 
 def make(kind: str, folder: Path, workers: int) -> Any:
-    """Returns the loader of a kind."""
+    """Return the loader of a kind."""
     shared: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
     if workers:  # a rank of a test would start them afresh otherwise, which takes seconds
         shared["multiprocessing_context"] = "fork"

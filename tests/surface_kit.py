@@ -62,7 +62,7 @@ PROTOCOLS = (
 
 
 def surface() -> dict[str, str]:
-    """Returns kind and signature of every public name, sorted by name."""
+    """Return kind and signature of every public name, sorted by name."""
     found = dict(_public())
     known: dict[int, str] = {}
     for name, value in found.items():
@@ -96,7 +96,7 @@ def _public() -> Iterator[tuple[str, Any]]:
 
 
 def _module(name: str) -> Any:
-    """Returns a module, or None where it is gone; the comparison then names what was in it."""
+    """Return a module, or None where it is gone; the comparison then names what was in it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -106,7 +106,7 @@ def _module(name: str) -> Any:
 
 
 def loggers() -> list[str]:
-    """Returns the names of the loggers that the library asks for by a literal name or by the name of a module."""
+    """Return the names of the loggers that the library asks for by a literal name or by the name of a module."""
     found = set()
     for path in sorted((ROOT / "src").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
@@ -192,7 +192,7 @@ def _constructor(kind: type) -> str:
 
 @functools.cache
 def _members(kind: type) -> tuple[str, ...]:
-    """Returns the public members that the library's classes define, fields without a default included."""
+    """Return the public members that the library's classes define, fields without a default included."""
     found: set[str] = set()
     for base in kind.__mro__:
         if _is_ours(base):
@@ -280,7 +280,7 @@ def _annotation(annotation: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    """Returns a default as an expression; ``...`` where it has no short and stable one."""
+    """Return a default as an expression; ``...`` where it has no short and stable one."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, tuple):
@@ -300,13 +300,13 @@ def _default(value: Any) -> str:
 
 
 def stored() -> dict[str, str]:
-    """Returns the list that the file holds."""
+    """Return the list that the file holds."""
     lines = STORED.read_text(encoding="utf-8").splitlines() if STORED.exists() else []
     return dict(line.split(" | ", 1) for line in lines)
 
 
 def losses(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns a line for each name or parameter that a user's code may need and that is no longer there."""
+    """Return a line for each name or parameter that a user's code may need and that is no longer there."""
     found = []
     for name, line in before.items():
         present = _found(now, name)
@@ -326,7 +326,7 @@ def _canonical(lines: Mapping[str, str], name: str) -> str:
 
 
 def _found(lines: Mapping[str, str], name: str) -> str | None:
-    """Returns the line of a name, which may be an alias, or a member that a class has from one of its bases."""
+    """Return the line of a name, which may be an alias, or a member that a class has from one of its bases."""
     name = _canonical(lines, name)
     if name in lines:
         return lines[name]
@@ -338,7 +338,7 @@ def _found(lines: Mapping[str, str], name: str) -> str | None:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns a line for each difference of two lists."""
+    """Return a line for each difference of two lists."""
     added = [f"+ {name} | {line}" for name, line in now.items() if name not in before]
     gone = [f"- {name} | {line}" for name, line in before.items() if name not in now]
     both = [f"~ {name} | {line}  ->  {now[name]}" for name, line in before.items() if now.get(name, line) != line]
@@ -398,7 +398,7 @@ def _parsed(line: str) -> _Parsed | None:
 
 
 def main() -> None:
-    """Writes the list."""
+    """Write the list."""
     now = surface()
     lost = losses(stored(), now)
     if lost and "--breaking" not in sys.argv[1:]:

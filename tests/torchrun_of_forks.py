@@ -18,7 +18,7 @@ _gate: list[int] = []  # the ends of a pipe, while ranks are forked
 
 @contextlib.contextmanager
 def all_forked_first() -> Iterator[None]:
-    """Lets no process run that is forked in the block before the block ends.
+    """Let no process run that is forked in the block before the block ends.
 
     A rank that runs connects to the store of ``torchrun``, a thread of which then looks its name up. One that is forked
     at that moment has the lock of glibc's resolver, but not the thread that would release it, and waits for ever.

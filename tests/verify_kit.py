@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 
 def write_script(folder: Path, **changes: str) -> Path:
-    """Writes the script with some of its places filled; none gives one that resumes exactly."""
+    """Write the script with some of its places filled; none gives one that resumes exactly."""
     places = {
         "item": "pass",
         "forward": "pass",

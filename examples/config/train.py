@@ -48,5 +48,5 @@ class DigitsTrainer(BaseTrainer):
 
 @REGISTRY.register()
 def mlp(width, dropout):
-    """Returns a network from 64 pixels in [0, 1] to ten classes."""
+    """Return a network from 64 pixels in [0, 1] to ten classes."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 10))

@@ -42,7 +42,7 @@ class Fit(BaseTrainer):
 
 
 def work(config: dict[str, Any]) -> None:
-    """Trains on one rank; Ray has started the process group."""
+    """Train on one rank; Ray has started the process group."""
     import ray.train
 
     set_seed(0)

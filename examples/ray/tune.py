@@ -21,7 +21,7 @@ RATES = (0.003, 0.01, 0.03)
 
 
 def report(trainer: Trainer, epoch: int, metrics: Mapping[str, Any]) -> None:
-    """Tells Ray Tune the validation loss of an epoch."""
+    """Report the validation loss of an epoch to Ray Tune."""
     from ray import tune
 
     tune.report({"eval_loss": metrics["eval_loss"], "epoch": epoch + 1})
@@ -33,7 +33,7 @@ def batches(seed: int) -> list[Any]:
 
 
 def trial(config: dict[str, Any]) -> None:
-    """Trains with one learning rate."""
+    """Train with one learning rate."""
     set_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])

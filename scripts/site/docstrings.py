@@ -14,7 +14,7 @@ class TreadleDocstrings(griffe.Extension):
     """Turns what Sphinx and readers of source know into what griffe knows."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrites one docstring: `Example:` holds doctests, a role is code, `::` opens a block that is indented."""
+        """Rewrite one docstring: `Example:` holds doctests, a role is code, `::` opens a block that is indented."""
         if obj.docstring is not None:
             text = re.sub(r"^(\s*)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
             if obj.is_class:  # griffe looks for the type of what a function yields

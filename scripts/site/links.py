@@ -24,7 +24,7 @@ LOADS = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:h
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Adds a page for every file and folder outside `docs` that a page links to."""
+    """Add a page for every file and folder outside `docs` that a page links to."""
     for file in list(files.documentation_pages()):
         for target in outside(file.content_string, Path(file.abs_src_path or "").parent, config):
             uri = site_uri(target, config)
@@ -34,7 +34,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points the links of a page that lead out of `docs` to the pages added for them."""
+    """Point the links of a page that lead out of `docs` to the pages added for them."""
     if page.file.abs_src_path is None:
         return markdown
     folder = Path(page.file.abs_src_path).parent
@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_post_build(*, config: MkDocsConfig) -> None:
-    """Refuses a site that would load anything from another machine."""
+    """Refuse a site that would load anything from another machine."""
     for path in Path(config.site_dir).rglob("*.html"):
         loads = [found for found in LOADS.findall(path.read_text(encoding="utf-8")) if 'rel="canonical"' not in found]
         if loads:
@@ -58,7 +58,7 @@ def on_post_build(*, config: MkDocsConfig) -> None:
 
 
 def outside(text: str, folder: Path, config: MkDocsConfig) -> Iterator[Path]:
-    """Yields what the links of a text lead to outside `docs`."""
+    """Yield what the links of a text lead to outside `docs`."""
     for match in LINK.finditer(text):
         target = resolved(match[2], folder, config)
         if target is not None:
@@ -66,25 +66,25 @@ def outside(text: str, folder: Path, config: MkDocsConfig) -> Iterator[Path]:
 
 
 def resolved(link: str, folder: Path, config: MkDocsConfig) -> Path | None:
-    """Returns the file or folder that a link leads to, or None if it stays in `docs` or leads nowhere."""
+    """Return the file or folder that a link leads to, or None if it stays in `docs` or leads nowhere."""
     target = Path(os.path.normpath(folder / link))
     inside = target.is_relative_to(config.docs_dir) or not target.is_relative_to(root(config))
     return None if inside or not target.exists() else target
 
 
 def root(config: MkDocsConfig) -> Path:
-    """Returns the folder of the repository."""
+    """Return the folder of the repository."""
     return Path(config.config_file_path).parent
 
 
 def site_uri(target: Path, config: MkDocsConfig) -> str:
-    """Returns where the page of a file outside `docs` lies."""
+    """Return where the page of a file outside `docs` lies."""
     name = target.relative_to(root(config)).as_posix()
     return f"repository/{name.removesuffix('.md')}.md"
 
 
 def as_page(target: Path, top: Path) -> str:
-    """Returns the text of the page for a file or folder."""
+    """Return the text of the page for a file or folder."""
     if target.suffix == ".md":
         return target.read_text(encoding="utf-8")
     if target.suffix == ".ipynb":
@@ -99,13 +99,13 @@ def as_page(target: Path, top: Path) -> str:
 
 
 def is_shown(path: Path, folder: Path) -> bool:
-    """Says whether a file belongs on the page of its folder: no cache, no output of a run."""
+    """Return whether a file belongs on the page of its folder: no cache, no output of a run."""
     parts = path.relative_to(folder).parts
     return path.suffix in (".md", *LANGUAGES) and not any(part.startswith((".", "__pyc", "runs")) for part in parts)
 
 
 def notebook_page(target: Path) -> str:
-    """Returns the cells of a notebook one below another."""
+    """Return the cells of a notebook one below another."""
     parts = []
     for cell in json.loads(target.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])

@@ -129,7 +129,7 @@ def resumed(kind, rank, ranks, folder):
 
 
 def skipped(kind, rank, ranks):
-    """What each rank says about a NaN on rank 1 alone."""
+    """Return each rank's error for a NaN on rank 1 alone."""
     try:
         engine(kind).run(batches(rank, ranks, bad=5), max_steps=STEPS)
     except Exception as error:

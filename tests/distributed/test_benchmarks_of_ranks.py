@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """Imports a benchmark by its name."""
+    """Import a benchmark by its name."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module

@@ -409,7 +409,7 @@ def test_resuming_on_as_many_ranks_is_exact(kind, resumed):
 
 
 def elastic(state, batches, kind, ranks):
-    """Goes on for some steps, or to the end of two epochs; returns what was read, the state, the history, the words."""
+    """Go on for some steps, or to the end of two epochs; return what was read, the state, the history, the words."""
     data = torch.arange(50.0)
     if kind == "tensors":
         loader = TensorLoader(data, global_batch_size=6, shuffle=True, distributed=True)

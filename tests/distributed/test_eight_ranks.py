@@ -42,7 +42,7 @@ def samples():
 
 
 def leg(kind, folder, *, hooks=(), seed=0, epochs=2):
-    """Goes on from what is in a folder; returns the engine, what this rank read by epoch, and its losses."""
+    """Go on from what is in a folder; return the engine, what this rank read by epoch, and its losses."""
     task = Noting()
     made = engine(kind, folder, hooks=hooks, seed=seed, task=task, interval=100)
     seen = []
@@ -75,7 +75,7 @@ def eight(folder):
 
 
 def four(folder):
-    """Loads what eight ranks saved, looks at it, and trains on to the end of the second epoch."""
+    """Load what eight ranks saved, look at it, and train on to the end of the second epoch."""
     found = {}
     for kind in KINDS:
         own = Path(folder, f"{kind}_for_four")

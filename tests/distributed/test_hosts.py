@@ -20,7 +20,7 @@ LARGE = 2**60 + 1
 
 
 def telling():
-    """What a rank hears in six turns, in rounds and by gloo's collectives, and how many of these were called."""
+    """Return the messages of six turns, in rounds and by gloo's collectives, and the number of collectives."""
     rank, told, counts = dist.get_rank(), [], []
     for few in (4, 100):
         distributed._FEW = few

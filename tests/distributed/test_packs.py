@@ -57,7 +57,7 @@ BARE = {"treadle", "device", "config"}  # of a report that was left out
 
 
 def outcome(pack, settings, out, *hooks):
-    """Runs a command on this rank and says how it ended: with what it returned, "killed", an exit code or a message."""
+    """Run a command on this rank and say how it ended: with what it returned, "killed", an exit code or a message."""
     try:
         with observing(hooks[0] if hooks else Stop("on_after_step", -1, kill)):
             return pack.train(settings, out=Path(out), device="cpu", resume=True, messages=Console(quiet=True))
@@ -70,7 +70,7 @@ def outcome(pack, settings, out, *hooks):
 
 
 def leave_the_report_out(pack):
-    """Has a pack test and draw nothing after its training, in this process."""
+    """Make a pack test and draw nothing after its training, in this process."""
     pack.finish, pack.report = (lambda *args: Results({})), (lambda *args: Report())
 
 

@@ -30,7 +30,7 @@ def run(kind, url, steps, *, options=None, seed=0, **settings):
 
 
 def two_starts(kinds, url, options):
-    """Runs of two starts beside one that nothing happens to."""
+    """Run of two starts beside one that nothing happens to."""
     found = {}
     for kind in kinds:
         straight = run(kind, None, 6).state_dict()

@@ -28,7 +28,7 @@ MORE_CUTS = [(name, cut) for name in ("foreground", "background", "file") for cu
 
 
 def two_ranks(folder):
-    """Everything that two ranks are needed for, in one launch; whole tensors come back from rank 0."""
+    """Run all cases that need two ranks in one launch; return whole tensors from rank 0."""
     folder = Path(folder)
     found = {
         "parts": tensors_of(run("fsdp", folder / "parts", STEPS)),
@@ -46,7 +46,7 @@ def two_ranks(folder):
 
 
 def cut_and_straight(folder, cuts):
-    """Where a run that was cut and resumed differs from one that was not."""
+    """Return the differences between an interrupted, resumed run and an undisturbed one."""
     straight, found = run("fsdp", None, 7).state_dict(), {}
     for name, cut in cuts:
         in_background = name == "background"  # then one write is under way at each step
@@ -67,7 +67,7 @@ def frozen_left_out(kind, folder):
 
 
 def buffers_that_differ(folder):
-    """What comes back of a buffer that every rank has to itself."""
+    """Return the restored values of a buffer that differs between ranks."""
     made = run("ddp", folder, 1, sharded=True)
     made.model.module.seen.fill_(40.0 + dist.get_rank())
     made.progress.step = 2

@@ -45,7 +45,7 @@ def die_in_a_save(folder, place, background):
 
 
 def resume_all(folders):
-    """Resumes every run on two ranks and compares it with one that nothing happened to."""
+    """Resume every run on two ranks and compare it with one that nothing happened to."""
     straight = run("fsdp", Path(folders[0]).with_name("straight"), 6).state_dict()
     found = {}
     for folder in map(Path, folders):
@@ -56,7 +56,7 @@ def resume_all(folders):
 
 
 def kill(root, places):
-    """Kills a rank in a save of each run; returns how the ranks ended and what is there."""
+    """Kill a rank in a save of each run; return how the ranks ended and what is there."""
     found = {}
     for number, place in enumerate(places):
         folder = root / place

@@ -20,7 +20,7 @@ SIZES = [(3, 3), (4, 2), (1, 5), (2, 2)]
 
 
 def message(call):
-    """What a ConfigError said."""
+    """Return the message of a ConfigError."""
     with pytest.raises(ConfigError) as caught:
         call()
     return str(caught.value)

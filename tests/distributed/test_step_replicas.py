@@ -106,7 +106,7 @@ def warnings_of_unused_parameters():
 
 
 def order_of_events():
-    """When buckets are sent and when the gradient of the first layer, which comes last, is there."""
+    """Return the times at which buckets are sent and at which the first layer's gradient, the last one, is ready."""
     gradient_exchange._FIRST_BUCKET = gradient_exchange._BUCKET = 1
     engine = engine_of("ddp", accumulation_steps=2)
     engine.prepare()
@@ -122,7 +122,7 @@ def order_of_events():
 
 
 def counted():
-    """What a step asks of torch.distributed, for one micro-batch and for four."""
+    """Return the calls of a step to torch.distributed, for one micro-batch and for four."""
     counts = {}
     for k in (1, 4):
         engine = engine_of("ddp", accumulation_steps=k, grad_clip=1.0, hooks=[])

@@ -59,7 +59,7 @@ def every_case(folder):
 
 
 def edges(folder):
-    """What goes wrong on one rank only, and what is counted."""
+    """Return the errors on one rank only, and the counts."""
     return {
         "counted": counted_collectives(), "nan": nan_on_one_rank(folder), "raised": raised_on_both(),
         "fp16": overflow_in_fp16(),
@@ -198,7 +198,7 @@ def plain_weights_beside_sharded_ones():
 
 
 def fused_skips():
-    """What the guard relies on with a fused optimizer on a GPU: it leaves sharded weights alone at ``found_inf``."""
+    """Check that a fused optimizer leaves sharded weights alone at ``found_inf``, as the guard assumes."""
     engine = engine_of("fsdp", make=partial(torch.optim.AdamW, fused=True))
     optimizer, changed = engine.optimizer, []
     for found_inf in (0.0, 1.0):

@@ -58,7 +58,7 @@ def error_of(work):
 
 
 def training(folder, **settings):
-    """What leaves a run whose second checkpoint cannot be written, and after which step."""
+    """Return the error of a run whose second checkpoint cannot be written, and the step it is raised at."""
     folder = in_the_way(folder, "checkpoint_step_2.pt")
     hook = CheckpointingHook(2, path=folder, load=None, **settings)
     landed = Landed(hook._writer)
@@ -68,7 +68,7 @@ def training(folder, **settings):
 
 
 def last_write(folder):
-    """As :func:`training`, where only the end of the run is left to say so."""
+    """Run :func:`training` so that only the end of the run can report it."""
     folder = in_the_way(folder, "checkpoint_step_2.pt")
     engine = engine_of("ddp", hooks=[CheckpointingHook(2, path=folder, load=None, background=True)])
     return error_of(lambda: engine.run(share(dist.get_rank(), 2, [(3, 3)] * 2), max_steps=2)), engine.step
@@ -95,7 +95,7 @@ def leaving(folder):
 
 
 def talk_of_steps(folder):
-    """What the ranks exchange in a step while nothing is written, while a file is, and once it has been."""
+    """Return the ranks' messages in a step before, during and after the write of a file."""
     original, go_on = checkpointing.save_checkpoint, threading.Event()
 
     def wait(tree, path):

@@ -40,7 +40,7 @@ def run(folder, command):
 
 @pytest.fixture
 def treadle(folder, monkeypatch, capsys):
-    """Gives a command in this process, as if it were a new one that knows nothing of ``train.py``."""
+    """Run a command in this process as in a new one that has not imported ``train.py``."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def check_command(words, folder):
-    """Parses what torchrun gets, and has treadle show the settings that it gets; returns both."""
+    """Parse what torchrun gets, and let treadle show the settings that it gets; return both."""
     from torch.distributed.run import get_args_parser
 
     assert words[0] == "torchrun"

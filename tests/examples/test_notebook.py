@@ -12,7 +12,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 
 
 def run_cell(source, names):
-    """Runs a cell and returns the value of its last line, if that is an expression, as a notebook shows it."""
+    """Run a cell and return the value of its last line, if that is an expression, as a notebook shows it."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, NOTEBOOK.name, "exec"), names)

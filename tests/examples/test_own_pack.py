@@ -63,7 +63,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def command(python: Path, tmp_path: Path):
-    """Runs treadle in that environment, in a folder of its own, and returns what it wrote to stdout."""
+    """Run treadle in that environment, in a folder of its own, and return what it wrote to stdout."""
 
     def run(*words: str, code: int = 0) -> str:
         done = subprocess.run(started(words), capture_output=True, text=True, timeout=300, **where)

@@ -32,7 +32,7 @@ STUBS = {
 
 @pytest.fixture
 def job(tmp_path):
-    """Starts the script with stubs of what it calls; returns the process and the file in which they write."""
+    """Start the script with stubs of what it calls; return the process and the file in which they write."""
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -71,7 +71,7 @@ def wait_until_all_listen(process, record):
 
 
 def catches(pid, number):
-    """Whether a process has a handler for a signal; taken for granted where the system does not tell."""
+    """Return whether a process has a handler for a signal; True where the system does not tell."""
     status = Path(f"/proc/{pid}/status")
     caught = re.search(r"SigCgt:\s*(\w+)", status.read_text()) if status.exists() else None
     return caught is None or bool(int(caught[1], 16) >> (number - 1) & 1)

@@ -37,7 +37,7 @@ def run_to_the_end(folder, popen=subprocess.Popen):
 
 
 def kill_inside_a_save(child, folder):
-    """Waits for a temporary file of a save and kills at once."""
+    """Wait for a temporary file of a save and kill at once."""
     while child.poll() is None:
         if any((folder / "checkpoints").glob(".*treadle-tmp")) or any(folder.glob(".*treadle-tmp")):
             break
@@ -45,7 +45,7 @@ def kill_inside_a_save(child, folder):
 
 
 def kill_at_random(child, folder, chance):
-    """Waits until training has begun, then kills some time within the run."""
+    """Wait until training has begun, then kill some time within the run."""
     begun = (folder / "config.json").stat().st_mtime_ns if (folder / "config.json").exists() else None
     while child.poll() is None and begun is None and not (folder / "config.json").exists():
         time.sleep(0.01)

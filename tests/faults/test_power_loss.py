@@ -33,7 +33,7 @@ EPOCHS = 4  # a save of every kind comes twice and more
 
 @contextlib.contextmanager
 def reporting(report):
-    """Calls ``report(step, path)`` whenever a state is reported as saved."""
+    """Call ``report(step, path)`` whenever a state is reported as saved."""
     real = RunState.record_saved
 
     def record_saved(self, path, step):
@@ -45,14 +45,14 @@ def reporting(report):
 
 
 def furthest(folder):
-    """Returns the step of the furthest state that a run which starts in a folder finds; 0 where there is none."""
+    """Return the step of the furthest state that a run which starts in a folder finds; 0 where there is none."""
     for place in (folder, folder / "checkpoints"):
         settled_states(place)
     return furthest_step(folder)
 
 
 def lose_power(tmp_path, name, *, each, reruns, most=None):
-    """Tries what may be there after every ``each``-th call; returns how many layouts that were."""
+    """Try what may be there after every ``each``-th call; return how many layouts that were."""
     source, seen, face = tmp_path / "run", set(), FACES[name]
     recorder = Recorder(source)
     with recorder.watching(), reporting(lambda step, path: recorder.report(step)):
@@ -121,7 +121,7 @@ def failing(number):
 
 
 def telling(seen):
-    """Returns the first, the middle and the last of the calls of a kind on a file, for every kind and file."""
+    """Return the first, the middle and the last of the calls of a kind on a file, for every kind and file."""
     found = defaultdict(list)
     for at, call in enumerate(seen, start=1):
         found[call].append(at)
@@ -129,7 +129,7 @@ def telling(seen):
 
 
 def hurt_everywhere(tmp_path, name, number, *, each):
-    """Lets every ``each``-th of the telling calls of a run fail once; returns how many that were.
+    """Let every ``each``-th of the telling calls of a run fail once; return how many that were.
 
     What was reported is there, and a rerun ends the same.
     """

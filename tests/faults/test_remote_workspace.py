@@ -23,7 +23,7 @@ def url(request, tmp_path):
 
 
 def two_saves(remote, done):
-    """What a run does: takes the workspace, saves twice, gives it back; notes what was published."""
+    """Claim the workspace, save twice and release it, as a run does; note what was published."""
     remote.restore(lambda text: None)
     remote.begin()
     for step in (1, 2):

@@ -27,7 +27,7 @@ def start(workspace, where):
 
 
 def finish(workspace):
-    """Runs to the end in this process, which knows nothing of the one that was stopped."""
+    """Run to the end in this process, which knows nothing of the one that was stopped."""
     spec = importlib.util.spec_from_file_location("signal_child", CHILD)
     module = importlib.util.module_from_spec(spec)
     sys.modules["signal_child"] = module

@@ -212,7 +212,7 @@ class OwnEpochs(Trainer):
 
 
 def own_epochs(number, where, folder):
-    """Returns the train call of a trainer whose second epoch is followed by an evaluation that gets a signal."""
+    """Return the train call of a trainer whose second epoch is followed by an evaluation that gets a signal."""
     set_seed(0)
     slow = Slow(functional_kit.loader(), number)
     saving = CheckpointingHook(100, path=folder, exit_signals=[signal.SIGTERM])

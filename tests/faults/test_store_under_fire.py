@@ -40,7 +40,7 @@ def check_error(error, where):
 
 
 def every_point(tmp_path, prepare, action, act):
-    """Yields (a fresh folder, the error, what was hurt) for each point that one clean action passes."""
+    """Yield (a fresh folder, the error, what was hurt) for each point that one clean action passes."""
     clean = tmp_path / "clean"
     prepare(clean)
     seen = record(clean, lambda: action(clean))

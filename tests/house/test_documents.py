@@ -65,7 +65,7 @@ def test_every_table_begins_with_its_header(path):
 
 
 def blocks(page):
-    """Yields language, title and text of each block of a page."""
+    """Yield language, title and text of each block of a page."""
     for indent, language, title, body in BLOCK.findall(PAGES[page]):
         yield language, title, textwrap.dedent(body) if indent else body
 
@@ -79,7 +79,7 @@ def is_file(title):
 
 
 def pages_that_run():
-    """Yields groups of pages; one process loads a heavy package for all of its group."""
+    """Yield groups of pages; one process loads a heavy package for all of its group."""
     found = [
         page
         for page in PAGES
@@ -108,7 +108,7 @@ def test_every_page_has_a_place_in_the_site():
 
 @pytest.fixture
 def give(monkeypatch):
-    """Gives a command in this process, as if it were a new one that has imported nothing of the folder it is in."""
+    """Run a command in this process as in a new one that has imported nothing of its folder."""
 
     def give(command):
         words = shlex.split(command, comments=True)
@@ -233,7 +233,7 @@ def public():
 
 
 def missing(code):
-    """Says what is not there of ``Class``, ``Class.method(argument=)`` or ``treadle.pack.name``; None if all is."""
+    """Return the missing part of ``Class``, ``Class.method(argument=)`` or ``treadle.pack.name``; None if none is."""
     path, called, argument = re.fullmatch(r"([\w.]+)(\((?:(\w+)=)?.*\))?", code).groups()
     if path.startswith("treadle"):
         owner, _, name = path.rpartition(".")

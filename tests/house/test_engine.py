@@ -54,7 +54,7 @@ def test_an_assignment_is_seen():
 
 
 def built(tree):
-    """Where a file makes an engine."""
+    """Return the lines where a file makes an engine."""
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Engine"]
 
 

@@ -232,7 +232,7 @@ IMPORTED = ["treadle", *(f"treadle.{pack}" for pack in PACKS)]
 
 @cache
 def after_imports(folder):
-    """What importing the library or a pack changes, by module."""
+    """Return the changes made by importing the library or a pack, by module."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *IMPORTED], capture_output=True, text=True, cwd=folder, env=environment

@@ -43,7 +43,7 @@ def python_blocks():
 
 @pytest.fixture
 def paste(tmp_path, monkeypatch):
-    """Writes a block into a folder that has nothing else, and returns what runs Python there."""
+    """Write a block into a folder that has nothing else, and return what runs Python there."""
     monkeypatch.setenv("TREADLE_PROGRESS", "")
 
     def paste(number):
@@ -82,7 +82,7 @@ def test_a_block_of_the_readme_runs_as_it_is_pasted_shows_itself_and_makes_a_pag
 
 
 def _stop_and_resume_on_a_terminal(cwd):
-    """Stops the pasted block by Ctrl-C in the middle and gives the same command again."""
+    """Stop the pasted block by Ctrl-C in the middle and give the same command again."""
     shown, code = _on_a_terminal(cwd, interrupt_at=40)
     assert code == 128 + signal.SIGINT
     assert shown.startswith("training starts on cpu, to epoch 100")
@@ -98,7 +98,7 @@ def _stop_and_resume_on_a_terminal(cwd):
 
 
 def _on_a_terminal(cwd, interrupt_at=None):
-    """What the pasted block shows on a terminal of 100 columns, and its exit code; a step sends SIGINT."""
+    """Return the output of the pasted block on a terminal of 100 columns, and its exit code; a step sends SIGINT."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     streams = {"stdin": slave, "stdout": slave, "stderr": slave}
@@ -143,7 +143,7 @@ def shown():
 
 
 def understood(line):
-    """Parses a line as the program that it starts would, without running it."""
+    """Parse a line as the program that it starts would, without running it."""
     program, *words = shlex.split(line, comments=True)
     if program == "torchrun":
         from torch.distributed.run import get_args_parser
@@ -164,7 +164,7 @@ def understood(line):
 
 
 def parsed(words):
-    """Returns the name of a command of treadle and what its arguments mean, as the command would get them."""
+    """Return the name of a command of treadle and what its arguments mean, as the command would get them."""
     command, name, context = typer.main.get_command(app), "treadle", None
     while True:
         context = command.make_context(name, list(words), parent=context)

@@ -21,7 +21,7 @@ def short(path):
 
 
 def inside(path):
-    """Returns the parts of a path below the repository, whose own folders may have any name."""
+    """Return the parts of a path below the repository, whose own folders may have any name."""
     return path.relative_to(REPOSITORY).parts
 
 
@@ -239,7 +239,7 @@ _READERS = {"startswith", "endswith", "match", "search", "fullmatch", "sub", "fi
 
 
 def _is_text_of_an_error(node):
-    """Whether an expression is `str(error)` or an f-string of it."""
+    """Return whether an expression is `str(error)` or an f-string of it."""
     call = (
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and len(node.args) == 1
     )

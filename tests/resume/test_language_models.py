@@ -63,7 +63,7 @@ KINDS = {
 
 
 def run(make, *, seed=0, resume=None, **settings):
-    """Trains, and returns the state after each step."""
+    """Train, and return the state after each step."""
     states = Snapshots()
     trainer = kit.trainer(make(seed), hooks=[states], **settings)
     treadle.set_seed(5 + seed)

@@ -114,7 +114,7 @@ class Stream(IterableDataset):
 
 
 def as_batch(rows):
-    """Joins rows into what the graph face reads; a module's own function, so that workers find it."""
+    """Join rows into what the graph face reads; a module's own function, so that workers find it."""
     x, y = zip(*rows)
     return SimpleNamespace(x=torch.stack(x), y=torch.stack(y), num_graphs=len(x))
 

@@ -43,7 +43,7 @@ def needs(kind):
 
 
 def trained(kind, folder, workers, *, state=None, max_steps=None, ranks=False):
-    """Returns the engine and its states after each step, of a run that goes on from ``state``."""
+    """Return the engine and its states after each step, of a run that goes on from ``state``."""
     set_seed(1 if state else 0)
     model = small_model()
     taken.clear()
@@ -80,7 +80,7 @@ def check_every_stop(kind, folder, workers, cuts=None):
 
 
 def consumed_samples(kind, folder, workers):
-    """Returns the samples consumed after each step."""
+    """Return the samples consumed after each step."""
     set_seed(0)
     cursor, sizes = Cursor(), [0]
     for _ in range(EPOCHS):
@@ -239,7 +239,7 @@ def test_fewer_files_than_readers_are_refused(tmp_path):
 
 
 def stopped_on_a_rank(kind, folder, workers, cuts):
-    """Returns, for this rank, the stops after which a resumed run ends otherwise, and the samples read twice."""
+    """Return, for this rank, the stops after which a resumed run ends otherwise, and the samples read twice."""
     place = pathlib.Path(folder) / str(torch.distributed.get_rank())
     straight, states = trained(kind, place, workers, ranks=True)
     expected, found, steps = end_of(straight), {}, sorted(states)

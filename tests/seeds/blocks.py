@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def python_blocks(name: str) -> list[str]:
-    """Returns the ```python blocks of ``tests/seeds/<name>.md``, dedented."""
+    """Return the ```python blocks of ``tests/seeds/<name>.md``, dedented."""
     text = (Path(__file__).parent / f"{name}.md").read_text(encoding="utf-8")
     found = []
     for indent, body in re.findall(r"^([ ]*)```python\n(.*?)^[ ]*```", text, flags=re.MULTILINE | re.DOTALL):
@@ -16,7 +16,7 @@ def python_blocks(name: str) -> list[str]:
 
 
 def rewrite_imports(block: str, roots: dict[str, str]) -> str:
-    """Replaces the module of each ``from X import`` whose X starts with a key of ``roots``."""
+    """Replace the module of each ``from X import`` whose X starts with a key of ``roots``."""
     lines = []
     for line in block.splitlines():
         match = re.match(r"from ([\w.]+) import (.*)", line)

@@ -81,7 +81,7 @@ def sequences(vocab):
 
 
 def run(block, names, *replaced):
-    """Runs a block; what is replaced must be in it."""
+    """Run a block; what is replaced must be in it."""
     for old, new in (*replaced, ('"cuda"', repr(DEVICE)) if '"cuda"' in block else ("", "")):
         assert old in block
         block = block.replace(old, new) if old else block

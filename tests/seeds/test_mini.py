@@ -33,7 +33,7 @@ def blocks(tmp_path, monkeypatch):
 
 
 def quick_tour(blocks):
-    """Runs the first block with its ``...`` filled: 784 features, ten classes."""
+    """Run the first block with its ``...`` filled: 784 features, ten classes."""
     names = {"data": TensorDataset(torch.randn(128, 784), torch.randint(0, 10, (128,)))}
     exec(blocks[0].replace("dataset = ...", "dataset = data"), names)
     return names

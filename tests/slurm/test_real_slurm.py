@@ -76,7 +76,7 @@ class Job:
         return "".join(path.read_text() for path in sorted(self.folder.glob("log_*.txt")))
 
     def trains(self, starts):
-        """Waits until the job trains after this many starts."""
+        """Wait until the job trains after this many starts."""
         self.wait_for(lambda: self.log.count("  target     step") >= starts or self.is_over(), f"start {starts}")
         time.sleep(1.5)
 
@@ -100,7 +100,7 @@ def straight(slurm, tmp_path_factory):
 
 
 def preempt(job):
-    """Lets a job of the partition above need the whole node for a moment."""
+    """Let a job of the partition above need the whole node for a moment."""
     asked = ("sbatch", "--parsable", "--partition=high", "--ntasks=1", "--cpus-per-task=8", "--output=/dev/null")
     other = job.asked(*asked, "--wrap", "true").strip()
     job.wait_for(
@@ -128,7 +128,7 @@ def test_at_its_time_limit_it_queues_itself_again(slurm, straight, tmp_path):
 
 
 def lose_the_node(job):
-    """Kills the daemon of the node and all that the job runs there, tells the controller, and starts the node again."""
+    """Kill the daemon of the node and all that the job runs there, tell the controller, and start the node again."""
     folder = Path(job.slurm["SLURM_CONF"]).parent
     os.kill(int((folder / "slurmd.pid").read_text()), signal.SIGKILL)
     for process in Path("/proc").glob("[0-9]*"):

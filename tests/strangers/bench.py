@@ -37,7 +37,7 @@ class Points(torch.utils.data.Dataset):
 
 
 def points_loader(data: Any = None, **settings: Any) -> Any:
-    """Returns a loader of batches of three rows."""
+    """Return a loader of batches of three rows."""
     settings = {"batch_size": 3, **settings} if "batch_sampler" not in settings else settings
     return torch.utils.data.DataLoader(Points() if data is None else data, **settings)
 
@@ -118,7 +118,7 @@ class Recorder(BaseHook):
 
 
 def tensors_in(value: Any) -> Any:
-    """Returns the tensors of a batch, whatever holds them."""
+    """Return the tensors of a batch, whatever holds them."""
     if isinstance(value, torch.Tensor):
         return value.to_dense().clone() if value.is_sparse else value.clone()
     if isinstance(value, dict):
@@ -129,7 +129,7 @@ def tensors_in(value: Any) -> Any:
 
 
 def run(row: Row, seed: int, *, steps: int, state: Any = None) -> tuple[Engine, Recorder]:
-    """Builds a row's objects and trains them to a step, from the beginning or from a state."""
+    """Build a row's objects and train them to a step, from the beginning or from a state."""
     set_seed(seed)
     case = row.make()
     engine = case.made()
@@ -146,13 +146,13 @@ def run(row: Row, seed: int, *, steps: int, state: Any = None) -> tuple[Engine, 
 
 
 def end_of(engine: Engine) -> Any:
-    """Returns everything that a run ends with."""
+    """Return everything that a run ends with."""
     buffers = {name: value.clone() for name, value in engine.model.named_buffers()}
     return {"state": through_a_file(engine.state_dict()), "buffers": buffers}
 
 
 def inexact(row: Row) -> list[str]:
-    """Returns where a run that was stopped and resumed differs from one that was not."""
+    """Return where a run that was stopped and resumed differs from one that was not."""
     with quiet():
         straight, records = run(row, 0, steps=STEPS)
         expected = end_of(straight)
@@ -167,7 +167,7 @@ def inexact(row: Row) -> list[str]:
 
 
 def refusal(row: Row) -> str:
-    """Returns the message that refuses a row before its first step, or an empty one."""
+    """Return the message that refuses a row before its first step, or an empty one."""
     set_seed(0)
     try:
         with quiet():
@@ -186,7 +186,7 @@ def refusal(row: Row) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """Keeps the warnings of packages about themselves out of the way."""
+    """Keep the warnings of packages about themselves out of the way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

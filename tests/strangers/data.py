@@ -313,7 +313,7 @@ class OwnIterator(torch_data.DataLoader):
 
 
 def loads(data: Any = None, *, hooks: Any = (), **settings: Any) -> Any:
-    """Returns what builds a case from what builds data, samplers and collate functions."""
+    """Return what builds a case from what builds data, samplers and collate functions."""
 
     def case() -> Case:
         made = {name: value() if isinstance(value, type) else value for name, value in settings.items()}

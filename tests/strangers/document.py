@@ -11,7 +11,7 @@ BEGIN, END = "<!-- strangers: written by tests/strangers/document.py -->", "<!--
 
 
 def as_markdown() -> str:
-    """Returns the table, one row for each outcome of each kind."""
+    """Return the table, one row for each outcome of each kind."""
     from strangers.table import TABLE
 
     kinds = list(dict.fromkeys(row.kind for row in TABLE))
@@ -26,7 +26,7 @@ def as_markdown() -> str:
 
 
 def with_table(text: str) -> str:
-    """Returns the document with the table of now."""
+    """Return the document with the table of now."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{as_markdown()}\n\n{END}{rest.split(END)[1]}"
 

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def trial(monkeypatch, tmp_path, capsys):
-    """Runs a benchmark with arguments; returns its module and what it printed."""
+    """Run a benchmark with arguments; return its module and what it printed."""
     level = logging.getLogger("treadle").level
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))

@@ -12,7 +12,7 @@ from treadle.errors import ConfigError
 
 
 def feed(rule, values):
-    """Feeds values until the rule stops; returns the epoch at which it did, or None."""
+    """Feed values until the rule stops; return the epoch at which it did, or None."""
     for epoch, value in enumerate(values, start=1):
         rule.update(epoch, value)
         if rule.should_stop:

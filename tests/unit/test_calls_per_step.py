@@ -90,7 +90,7 @@ def layers(count=2):
 
 
 def calls_of_ten_steps(hooks=(), model=None):
-    """Returns the calls of ten steps: of the library's functions, and of all others."""
+    """Return the calls of ten steps: of the library's functions, and of all others."""
     ten, model = Ten(), model or layers()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     Engine(model, optimizer, Fit(), device="cpu", grad_clip=1.0, hooks=[*hooks, ten]).run(
@@ -199,7 +199,7 @@ NOT_LOOKED_INTO = (type, types.ModuleType, types.FunctionType, types.BuiltinFunc
 
 
 def num_reachable(root):
-    """Returns how many objects can be reached from one, numbers and texts in containers included."""
+    """Return how many objects can be reached from one, numbers and texts in containers included."""
     seen, waiting = {}, [root]
     while waiting:
         one = waiting.pop()
@@ -222,7 +222,7 @@ class Sizes(BaseHook):
 
 
 def held_by_a_run(tmp_path, *extra, blocks):
-    """Returns how many objects a trainer with the usual hooks holds after 128 steps and so many blocks later."""
+    """Return how many objects a trainer with the usual hooks holds after 128 steps and so many blocks later."""
     optimizer = torch.optim.SGD((model := layers()).parameters(), lr=0.01)
     hooks = [
         EmaHook(0.9), ProgressHook(32), LoggingHook(16), ThroughputHook(32), StepLogHook(tmp_path / "steps.jsonl", 64),

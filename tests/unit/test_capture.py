@@ -393,7 +393,7 @@ def test_other_differences_are_refused(on_the_cpu, monkeypatch, noise, named):
 
 
 def test_a_recording_that_fails_keeps_nothing_of_its_trial_alive(on_the_cpu, monkeypatch):
-    """Else torch warns in the next backward pass: a node of the trial's graph belongs to the recording's stream."""
+    """Check that the trial leaves no graph, whose nodes would belong to the recording's stream."""
     left = []
 
     class FailsOnce(Fit):

@@ -94,7 +94,7 @@ class Losses(EmaHook):
 
 
 def same(one, other):
-    """Everything that is saved, and the losses of the steps that both ran."""
+    """Return all saved state, and the losses of the steps that both ran."""
     a, b = one.state_dict(), other.state_dict()
     for key in ("model", "ema", "optimizer", "rng", "progress", "scheduler"):
         assert equal(a[key], b[key]), key

@@ -65,7 +65,7 @@ class Fit(BaseTrainer):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Which modules were compiled, and how; nothing is."""
+    """Record which modules would be compiled, and how, and compile nothing."""
     parts = []
 
     def compiled(part, **how):

@@ -29,7 +29,7 @@ from treadle.errors import ConfigError
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a file of the test's folder and returns its path."""
+    """Write a file of the test's folder and return its path."""
 
     def write(name, text):
         path = tmp_path / name

@@ -29,7 +29,7 @@ def saved(tree=None):
 
 
 def rebuilt(content, change=lambda records: None, compression=zipfile.ZIP_STORED):
-    """Takes an archive apart, changes its records, and puts it together again with right CRC-32s."""
+    """Take an archive apart, change its records, and put it together again with right CRC-32s."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     change(records)

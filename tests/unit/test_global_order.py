@@ -137,7 +137,7 @@ def test_numbers_that_cannot_be_are_refused_with_the_reason(make, message):
 
 
 def loaders(kind, ranks, size):
-    """What each of several ranks reads with, without the ranks."""
+    """Return the loader of each of several ranks, without starting them."""
     if kind == "tensors":
         return [
             TensorLoader(torch.arange(50), global_batch_size=size, shuffle=True, rank=r, num_replicas=ranks)

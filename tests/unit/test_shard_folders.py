@@ -124,7 +124,7 @@ class Planted:
 
 
 def rewritten(folder, change):
-    """Changes the metadata and makes the marker fit it, as an attacker would."""
+    """Change the metadata and make the marker fit it, as an attacker would."""
     with open(folder / ".metadata", "rb") as file:
         metadata = pickle.load(file)
     change(metadata)

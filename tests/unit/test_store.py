@@ -57,7 +57,7 @@ class Crash(BaseException):
 
 
 def fail_at(monkeypatch, point, error):
-    """Makes one call of a save raise, after it did half of its work where that is possible."""
+    """Make one call of a save raise, after it did half of its work where that is possible."""
 
     def half_a_file(value, file, **options):
         file.write(b"half of it")

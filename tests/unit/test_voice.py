@@ -209,7 +209,7 @@ def test_importing_configures_nothing():
 
 
 def on_a_terminal(command, cwd):
-    """Runs a command on a terminal of 100 columns and returns what it wrote there."""
+    """Run a command on a terminal of 100 columns and return what it wrote there."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, cwd=cwd, stdin=slave, stdout=slave, stderr=slave, env=environment)

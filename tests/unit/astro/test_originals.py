@@ -87,7 +87,7 @@ def next_token_loss(model, batch):
 
 
 def train_theirs(model, optimizer, epochs, settings, start=0):
-    """Takes the steps of astromodal's trainer with cross-entropy alone; returns the loss of each."""
+    """Take the steps of astromodal's trainer with cross-entropy alone; return the loss of each."""
     losses = []
     for step, batch in enumerate(batches() * epochs, start=start):
         for group in optimizer.param_groups:  # within the warm-up

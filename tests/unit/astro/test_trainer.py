@@ -38,7 +38,7 @@ TERMS = ("ce", "img", "sca", "spec")
 
 
 def batches(data, sizes, batch_of=None):
-    """Cuts sequences into ragged batches of the given sizes."""
+    """Cut sequences into ragged batches of the given sizes."""
     made, start = [], 0
     for size in sizes:
         made += list(loader(data[start : start + size], size))

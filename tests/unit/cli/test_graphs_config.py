@@ -151,7 +151,7 @@ def composed(group: str) -> dict[str, Any]:
 
 
 def quickly(texts: list[str]) -> GraphsConfig:
-    """What `read_settings` reads of a choice of encodings and of values; Hydra takes its time for each text."""
+    """Return the settings read from choices of encodings and of values, in one call, since Hydra is slow."""
     (group,) = [text for text in texts if text.startswith("pe=")] or [""]
     values = OmegaConf.create(composed(group))
     merged = OmegaConf.merge(values, OmegaConf.from_dotlist([t.lstrip("+") for t in texts if t != group]))

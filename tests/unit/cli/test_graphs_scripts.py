@@ -27,7 +27,7 @@ SMALL = [
 
 
 def command(script: str, folder: Path, *arguments: str, threads: int = 1) -> str:
-    """Runs a script in a new interpreter, from another folder than the repository's; returns what it said."""
+    """Run a script in a new interpreter, from another folder than the repository's; return what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / script), *arguments],
@@ -39,7 +39,7 @@ def command(script: str, folder: Path, *arguments: str, threads: int = 1) -> str
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a script in this process, as one of its own takes seconds to start; returns what it said."""
+    """Run a script in this process, as one of its own takes seconds to start; return what it said."""
 
     def inside(script: str, folder: Path, *arguments: str, code: int = 0) -> str:
         monkeypatch.chdir(folder)

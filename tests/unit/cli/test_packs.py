@@ -28,7 +28,7 @@ OTHER.name = "others"
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Makes names of this module entry points."""
+    """Make names of this module entry points."""
 
     def install(**places):
         found = [EntryPoint(name, f"{__name__}:{place}", packs.GROUP) for name, place in places.items()]

@@ -40,7 +40,7 @@ class Parsed(HTMLParser):
 
 
 def loads(text: str) -> list[str]:
-    """Whatever a browser would fetch for a page, embedded pictures left out."""
+    """Return the addresses that a browser would fetch for a page, embedded pictures left out."""
     sources = [str(attrs[name]) for _, attrs in Parsed(text).tags for name in ("src", "href") if name in attrs]
     return [*(at for at in sources if not at.startswith("data:")), *re.findall(r"url\(|@import|https?:", text)]
 

@@ -101,7 +101,7 @@ def test_labels_are_predicted_as_probabilities(runs, molecules):
 
 
 def opened(run, **changed):
-    """Returns the model of a run, by a checkpoint that may have changed."""
+    """Return the model of a run, by a checkpoint that may have changed."""
     path = run / "checkpoints" / "best.pt"
     tree = load_checkpoint(path)
     return load_stored_model(GraphsConfig.from_values(tree["config"]["run"]), path, tree | changed)

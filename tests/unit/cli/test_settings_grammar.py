@@ -35,7 +35,7 @@ NONE = ("none", "null", "None")
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch, capsys):
-    """Reads settings as an entry does; what it refuses is a ConfigError."""
+    """Read settings as an entry does; what it refuses is a ConfigError."""
 
     def of_script(texts):
         found = []

@@ -50,7 +50,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the slow pictures out, which the full run draws."""
+    """Leave the slow pictures out, which the full run draws."""
     monkeypatch.setattr(astro_report, "draw", lambda *args: [])
 
 
@@ -123,7 +123,7 @@ def test_every_codebook_is_fitted_to_the_training_objects_and_measured_on_the_te
 
 
 def the_end(out: Path) -> dict[str, Any]:
-    """Everything a run leaves that says what it computed."""
+    """Return every file of a run that shows what it computed."""
     names = ("best.pt", "ckpt_epoch_001.pt", "ckpt_epoch_002.pt")
     end: dict[str, Any] = {name: load_checkpoint(out / "checkpoints" / name) for name in names}
     for name in ("metrics.json", "config.json", "steps.jsonl", "checkpoints/training_history.json"):

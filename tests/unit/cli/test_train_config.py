@@ -41,7 +41,7 @@ def each_project_is_the_first_of_its_process(monkeypatch):
 
 
 def fresh():
-    """Forgets the project, as a new process would."""
+    """Forget the project, as a new process would."""
     sys.modules.pop("parts", None)
     REGISTRY._objects.pop("Fit", None)
     REGISTRY._objects.pop("Net", None)

@@ -70,7 +70,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the page and its slow pictures out, which the full run draws."""
+    """Leave the page and its slow pictures out, which the full run draws."""
     monkeypatch.setattr(graphs_report, "draw", lambda *args: [])
 
 
@@ -166,7 +166,7 @@ def test_other_levels_and_tasks_train_and_are_evaluated(
 
 
 def the_end(out: Path) -> dict[str, object]:
-    """Everything a run leaves that says what it computed; durations are left out."""
+    """Return every file of a run that shows what it computed, durations left out."""
     history = read(out, "checkpoints", "history.json")
     trees = {name: load_checkpoint(out / "checkpoints" / name) for name in ("best.pt", "last.pt")}
     for records in (history["train"], *(tree["history"] for tree in trees.values())):

@@ -34,7 +34,7 @@ PICTURES = ("few_labels.png", "training_curves.png", "reconstructions.png", "lat
 
 
 def run(out: Path, *arguments: str, settings: list[str] = TINY) -> int:
-    """Runs the command in this process and returns its exit code."""
+    """Run the command in this process and return its exit code."""
     with pytest.raises(SystemExit) as left:
         main(["train", "spectra", *settings, "--out", str(out), "--device", "cpu", *arguments])
     return left.value.code if isinstance(left.value.code, int) else 0
@@ -53,7 +53,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the slow part of the evaluation, which one full run shows already."""
+    """Leave out the slow part of the evaluation, which one full run shows already."""
     monkeypatch.setattr(spectra_report, "_probe", lambda *args: {})
     monkeypatch.setattr(spectra_report, "_few_labels", lambda *args: {})
     monkeypatch.setattr(spectra_report, "_MOST_CLUSTERS", 3)

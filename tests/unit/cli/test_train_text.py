@@ -47,7 +47,7 @@ PLACES = ("", "lora/")
 
 
 def run(out: Path, *arguments: str, settings: list[str] = TINY) -> int:
-    """Runs the command in this process and returns its exit code."""
+    """Run the command in this process and return its exit code."""
     with pytest.raises(SystemExit) as left:
         main(["train", "text", *settings, "--out", str(out), "--device", "cpu", *arguments])
     return left.value.code if isinstance(left.value.code, int) else 0
@@ -70,7 +70,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves the slow picture out, which the full run draws."""
+    """Leave the slow picture out, which the full run draws."""
     monkeypatch.setattr(text_report, "plot_losses", draw_nothing)
 
 
@@ -196,7 +196,7 @@ def test_samples_are_shown_before_and_after(finished: Path) -> None:
 
 
 def the_end(out: Path) -> dict[str, object]:
-    """Everything a run leaves that says what it computed."""
+    """Return every file of a run that shows what it computed."""
     end: dict[str, object] = {
         name: (out / name).read_bytes()
         for name in (

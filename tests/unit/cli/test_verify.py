@@ -29,7 +29,7 @@ def servers(tmp_path_factory):
 
 @pytest.fixture
 def verify(servers, tmp_path):
-    """Verifies the script with some of its places changed; 12 steps cross the end of an epoch, which has 5."""
+    """Verify the script with some of its places changed; 12 steps cross the end of an epoch, which has 5."""
 
     def run(*arguments, seed=0, kills=2, **changes):
         script = write_script(tmp_path, **changes)

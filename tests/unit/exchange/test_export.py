@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 
 def own(path, model, **entries):
-    """Writes a checkpoint of treadle with the weights of a model."""
+    """Write a checkpoint of treadle with the weights of a model."""
     tree = {**dict.fromkeys(KEYS), "model": model.state_dict(), "global_step": 12, "epoch": 3}
     tree["format"] = {"name": "treadle", "version": 1, "face": "functional", "scored": "model"}
     save_checkpoint(to_plain({**tree, **entries}), path)

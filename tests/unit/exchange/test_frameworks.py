@@ -45,7 +45,7 @@ def check_training_goes_on_alike(model, optimizer, other, other_optimizer):
 
 @pytest.fixture(scope="module")
 def lightning_run(tmp_path_factory):
-    """Trains two epochs; writes every third step and at the end. A second run has settings that are pickled."""
+    """Train two epochs; write every third step and at the end. A second run has settings that are pickled."""
     folder = tmp_path_factory.mktemp("lightning")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's import and its advice on loaders; none is of this library

@@ -60,7 +60,7 @@ def loader_of(own_loss, **options):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Gives the batches that were looked at."""
+    """Give the batches that were looked at."""
     seen, plain = [], treadle.Trainer._loss_weight
 
     def counted(self, inputs, outputs, targets):

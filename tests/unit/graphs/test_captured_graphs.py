@@ -77,7 +77,7 @@ class Watch(BaseHook):
             trainer.request_write(lambda: setattr(self, "state", trainer.state_dict()))
 
     def on_state_dict(self, trainer, state):
-        """Keeps nothing."""
+        """Keep nothing."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -252,7 +252,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
 
 
 def batches_of(loader, cut, saved=None):
-    """Goes through two epochs with a cursor, from the start or a saved position; returns batches and one position."""
+    """Go through two epochs with a cursor, from the start or a saved position; return batches and one position."""
     cursor, seen, position = Cursor(), [], None
     if saved is not None:
         rng = RngState.from_plain(saved["rng"])

@@ -42,7 +42,7 @@ def shuffled(graphs, seed):
 
 
 def check(graphs, config, *, num_workers=0):
-    """Compares every graph among all, backwards, shuffled and among copies with the same graph alone."""
+    """Compare every graph among all, backwards, shuffled and among copies with the same graph alone."""
     alone = [encode_graphs([graph], config)[0] for graph in graphs]
     for order in (
         list(range(len(graphs))),

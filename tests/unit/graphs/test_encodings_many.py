@@ -128,7 +128,7 @@ def test_codes_take_one_byte_a_pair():
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Counts how often encodings are computed for the cache."""
+    """Count how often encodings are computed for the cache."""
     calls = []
 
     def counting(*arguments, **keywords):

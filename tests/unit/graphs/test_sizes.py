@@ -233,7 +233,7 @@ def in_a_copy(batch):
 
 
 def moved_as_elsewhere(monkeypatch):
-    """Makes the CPU look like another device: a moved batch has tensors of its own."""
+    """Make the CPU look like another device: a moved batch has tensors of its own."""
 
     def moved(batch, device):
         copied = to_device(batch, device)

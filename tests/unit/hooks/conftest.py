@@ -47,5 +47,5 @@ def mlflow_workspace(empty_mlflow_store, tmp_path):
 
 @pytest.fixture
 def other_rank(monkeypatch):
-    """Makes this process rank 1, as far as hooks ask."""
+    """Make this process rank 1, as far as hooks ask."""
     monkeypatch.setattr(treadle.distributed, "rank", lambda: 1)

@@ -22,7 +22,7 @@ def strict(text):
 
 @pytest.fixture
 def opened():
-    """Opens a hook for calls by hand and closes it in the end."""
+    """Open a hook for calls by hand and close it in the end."""
     used = []
 
     def opens(workspace, step=0, hook=None):

@@ -150,7 +150,7 @@ class Wrong(treadle.BaseTrainer):
 
 
 def fails_in(name, where, fake, monkeypatch):
-    """Makes a tracker fail when it is started, or at every log point."""
+    """Make a tracker fail when it is started, or at every log point."""
 
     def failing(*args, **kwargs):
         raise ConnectionError("no network")

@@ -51,7 +51,7 @@ def loader(scale=1.0):
 
 
 def trained(steps, folder, *stops, **options):
-    """Trains to each of the stops and then to the end, each time by a new trainer."""
+    """Train to each of the stops and then to the end, each time by a new trainer."""
     for stop in (*stops, steps):
         set_seed(0)
         trainer = Fit(stop, folder, ValidationHook(loader(), **options))

@@ -66,7 +66,7 @@ def rows(workspace, complete=True):
 
 
 def whole(file):
-    """Waits for the record of the end: wandb's own process writes on a moment after the run was finished."""
+    """Wait for the record of the end: wandb's own process writes on a moment after the run was finished."""
     for _ in range(600):
         records = parsed(file)
         if records and records[-1].WhichOneof("record_type") == "exit":
@@ -82,7 +82,7 @@ def parsed(file):
 
 
 def records_of(data):
-    """Reads the log format of a .wandb file: a header of 7 bytes, blocks of 32 KiB, records in one or more chunks."""
+    """Read the log format of a .wandb file: a header of 7 bytes, blocks of 32 KiB, records in one or more chunks."""
     assert data[:4] == b":W&B"[: len(data)]
     position, parts = 7, []
     while position + 7 <= len(data):

@@ -24,7 +24,7 @@ def value(member):
 
 
 def play(source, *, until=None):
-    """Runs members of a source one at a time, at most so many; returns what ran."""
+    """Run members of a source one at a time, at most so many; return what ran."""
     ran = []
     while (until is None or len(ran) < until) and (member := source.next()) is not None:
         ran.append((member.name, None if member.until is None else member.until.count))

@@ -26,7 +26,7 @@ def model() -> ResidualMAE:
 
 
 def moved(made: ResidualMAE) -> ResidualMAE:
-    """Gives the last layer weights, so that the network counts."""
+    """Give the last layer weights, so that the network counts."""
     with torch.no_grad():
         made.decoder.weight.normal_(std=0.3)
     return made

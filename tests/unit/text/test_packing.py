@@ -51,7 +51,7 @@ IDS = torch.arange(24).reshape(2, 12)
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Gives the calls of the check."""
+    """Give the calls of the check."""
     calls, check = [], masks.find_packed_sequence_indices
 
     def counted(position_ids):

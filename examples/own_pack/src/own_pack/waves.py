@@ -84,7 +84,7 @@ class WavePack(Pack[Settings, Data, WaveTrainer]):
     free = ("steps", "threads")
 
     def prepare(self, run: Run[Settings]) -> Data:
-        """Draws the waves."""
+        """Draw the waves."""
         generator = torch.Generator().manual_seed(0)
         x = torch.rand(300, 1, generator=generator) * 6
         rows = {"x": x, "y": x.sin() + 0.1 * torch.randn(300, 1, generator=generator)}
@@ -97,24 +97,24 @@ class WavePack(Pack[Settings, Data, WaveTrainer]):
         return WaveTrainer(run, data)
 
     def fit(self, run: Run[Settings], data: Data, trainer: WaveTrainer) -> None:
-        """Trains to the last step, from the newest checkpoint if there is one."""
+        """Train to the last step, from the newest checkpoint if there is one."""
         trainer.train()
 
     def describe(self, run: Run[Settings], data: Data, trainer: WaveTrainer) -> dict[str, str]:
-        """Returns the lines at the start of a run."""
+        """Return the lines at the start of a run."""
         return {"data": f"{len(data['train']['x'])} points", "schedule": f"{run.config.steps} steps"}
 
     def loader(self, run: Run[Settings], data: Data, split: str, *, batch_size: int | None, num_workers: int) -> Any:
-        """Returns the points of a split for evaluate and predict."""
+        """Return the points of a split for evaluate and predict."""
         return TensorLoader(data[split], batch_size=batch_size or 50)
 
     def finish(self, run: Run[Settings], data: Data, trainer: WaveTrainer) -> Results:
-        """Tests the trained network."""
+        """Test the trained network."""
         found = {name: trainer.evaluate(TensorLoader(data[name], batch_size=50)) for name in ("val", "test")}
         return Results({"steps": trainer.step, **found})
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Returns a table for the terminal and for page.html."""
+        """Return a table for the terminal and for page.html."""
         rows = [[f"step {metrics['steps']}", *(f"{metrics[name]['loss']:.4f}" for name in ("val", "test"))]]
         table = Table(["", "validation", "test"], rows, title="Mean squared error", width=12)
         return Report("Waves", "A network of two layers.", [table], files=["  metrics.json  page.html  run.json"])

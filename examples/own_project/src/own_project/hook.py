@@ -27,24 +27,24 @@ class HardSamplesHook(BaseHook):
         self._hardest: list[tuple[float, int]] = []
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Keeps the record of the step, on its device."""
+        """Keep the record of the step, on its device."""
         for records in trainer.step_info["records"]:
             self._waiting.append((trainer.step, records["losses"]))
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Writes the file."""
+        """Write the file."""
         self._read()
         if trainer.workspace is not None:
             hardest = [{"step": step, "loss": loss} for loss, step in self._hardest]
             (trainer.workspace / "hard.json").write_text(json.dumps(hardest, indent=1) + "\n", encoding="utf-8")
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Adds its numbers to the checkpoint."""
+        """Add its numbers to the checkpoint."""
         self._read()
         state_dict["hooks"][self.state_key] = {"hardest": self._hardest}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Takes it back."""
+        """Undo it."""
         found = state_dict["hooks"].get(self.state_key, {"hardest": []})
         self._hardest = [(float(loss), int(step)) for loss, step in found["hardest"]]
 

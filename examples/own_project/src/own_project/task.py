@@ -31,7 +31,7 @@ class QuantileTask:
         totals: Mapping[str, float] | None = None,
         generator: torch.Generator | None = None,
     ) -> StepOutput:
-        """Returns the mean loss of a batch: inputs (B, L), targets (B,)."""
+        """Return the mean loss of a batch: inputs (B, L), targets (B,)."""
         inputs, targets = batch
         predicted_BQ = model(inputs)
         losses_B = self.losses(predicted_BQ, targets)
@@ -40,7 +40,7 @@ class QuantileTask:
         return StepOutput(losses_B.mean(), records, weight=len(targets), num_samples=len(targets))
 
     def losses(self, predicted_BQ: Tensor, targets_B: Tensor) -> Tensor:
-        """Returns the loss of each sample, (B,)."""
+        """Return the loss of each sample, (B,)."""
         quantiles_Q = torch.tensor(self.quantiles, device=predicted_BQ.device)
         error_BQ = targets_B[:, None] - predicted_BQ
         return torch.maximum(quantiles_Q * error_BQ, (quantiles_Q - 1) * error_BQ).mean(1)

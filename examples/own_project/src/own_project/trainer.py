@@ -20,12 +20,12 @@ _TRAIN = 172  # of 215 pieces
 
 
 def network(width: int, dropout: float, quantiles: int = 3) -> nn.Module:
-    """Returns a network from 98 channels to one number for each quantile."""
+    """Return a network from 98 channels to one number for each quantile."""
     return nn.Sequential(nn.Linear(98, width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, quantiles))
 
 
 def pieces() -> tuple[Tensor, Tensor]:
-    """Returns second derivatives of the spectra (215, 98), and the fat (215,) in units of 10 %."""
+    """Return second derivatives of the spectra (215, 98), and the fat (215,) in units of 10 %."""
     meat = load_tecator()
     spectra = torch.from_numpy(meat.spectra).diff(n=2)
     fat = torch.from_numpy(meat.composition[:, meat.composition_columns.index("fat")]).float() / 10
@@ -66,15 +66,15 @@ class FatTrainer(BaseTrainer):
         return self.quantiles.step(self.model, (inputs, targets))
 
     def build_eval_data_loader(self) -> Iterable[Batch]:
-        """What `treadle evaluate` measures."""
+        """Return the metrics of `treadle evaluate`."""
         spectra, fat = pieces()
         return DataLoader(TensorDataset(spectra[_TRAIN:], fat[_TRAIN:]), batch_size=64)
 
     def build_predict_data_loader(self) -> Iterable[Batch]:
-        """What `treadle predict` goes through."""
+        """Return the loader of `treadle predict`."""
         return self.build_eval_data_loader()
 
     def predict_step(self, input: Batch) -> dict[str, Tensor]:
-        """What `treadle predict` writes."""
+        """Return the arrays that `treadle predict` writes."""
         bounds: Tensor = self.model(input[0].to(self.device)) * 10
         return {"low": bounds[:, 0], "median": bounds[:, bounds.shape[1] // 2], "high": bounds[:, -1]}
