@@ -202,8 +202,8 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
     weight = output.weight
     if weight is not None and type(weight) is not Tensor and (type(weight) is not float or not weight >= 0):
         _check_weight(weight)
-    if type(output.records) is not dict and not isinstance(output.records, Mapping):
-        raise ConfigError("must be a dict of numbers by name, or {}", argument="records", value=output.records)
+    if type(output.records) is not dict and not isinstance(output.records, (Mapping, type(None))):
+        raise ConfigError("must be a dict of numbers by name, or None", argument="records", value=output.records)
     loss = output.loss
     if loss is None:
         return output

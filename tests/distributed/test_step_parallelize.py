@@ -238,7 +238,8 @@ def test_two_groups_of_two_ranks_train_as_one_process():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kind": "dp"}, "must be 'ddp', 'fsdp' or None"),
+        ("dp", "parallel='dp': must be 'ddp', 'fsdp' or None"),
+        ({"kind": "dp"}, "must be 'ddp' or 'fsdp'"),
         ({"kind": "ddp", "param_dtype": "bf16"}, "param_dtype='bf16': is a setting of kind 'fsdp'"),
         ({"kind": "ddp", "replicas": 2}, "replicas=2: is a setting of kind 'fsdp'"),
         ({"kind": "fsdp", "param_dtype": "half"}, "must be a torch dtype, 'bf16'"),

@@ -565,7 +565,7 @@ def test_all_overrides_are_read_before_the_first_is_applied():
 
 
 def test_only_a_dict_can_be_overridden():
-    with pytest.raises(ConfigError, match="config must be a dict, not list"):
+    with pytest.raises(ConfigError, match=r"config=\[1\]: must be a dict"):
         apply_overrides([1], ["[0]=1"])
 
 
@@ -780,7 +780,7 @@ def test_saving_to_another_kind_of_file_is_refused(tmp_path, name):
 
 
 def test_only_a_dict_can_be_saved(tmp_path):
-    with pytest.raises(ConfigError, match="config must be a dict, not list"):
+    with pytest.raises(ConfigError, match=r"config=\[1\]: must be a dict"):
         save_config([1], tmp_path / "run.py")
 
 

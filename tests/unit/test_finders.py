@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+
 import pytest
 import torch
 from torch import nn
@@ -131,7 +133,7 @@ def test_no_rate_is_suggested_where_the_loss_never_falls():
 def test_the_largest_size_that_fits_is_found():
     class Full(nn.Linear):
         def forward(self, x):
-            sizes.append(len(x))
+            sizes.put(len(x))
             if len(x) > limit:
                 raise torch.OutOfMemoryError("full")
             return super().forward(x)
@@ -143,10 +145,10 @@ def test_the_largest_size_that_fits_is_found():
         return [(torch.ones(size, 1), torch.ones(size, 1))] * 3
 
     for limit, least in ((200, 178), (5, 5)):
-        sizes: list[int] = []
+        sizes: queue.SimpleQueue[int] = queue.SimpleQueue()  # of a type that is not put back
         found = treadle.find_batch_size(trainer, rows, largest=1024)
         assert least <= found <= limit
-        assert max(sizes) <= 512
+        assert max(sizes.get() for _ in range(sizes.qsize())) <= 512
     limit = 1
     with pytest.raises(torch.OutOfMemoryError):
         treadle.find_batch_size(trainer, rows, largest=64)

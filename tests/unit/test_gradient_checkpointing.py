@@ -131,13 +131,17 @@ def test_a_models_own_method_is_asked_without_reentry():
         (Own(nn.BatchNorm1d(1)), True, "would move twice"),
         (Stack(), ["layer.*"], "no module has the name 'layer.\\*'; did you mean"),
         (Stack(), ["layers.0", "layers.0.inner"], "is inside 'layers.0'"),
-        (Stack(), "layers.*", "use True, False, or a list of names"),
     ],
 )
 def test_what_cannot_be_run_twice_is_refused(model, setting, message):
     with pytest.raises(treadle.ConfigError, match=message) as error:
         treadle.checkpoint_model(model, setting)
     assert error.value.argument == "gradient_checkpointing"
+
+
+def test_a_pattern_in_place_of_names_is_refused():
+    with pytest.raises(treadle.ConfigError, match=r"setting='layers\.\*': must be True or False or a list of texts"):
+        treadle.checkpoint_model(Stack(), "layers.*")
 
 
 def test_a_captured_step_says_why_it_is_not(monkeypatch):

@@ -143,7 +143,7 @@ def test_a_card_of_a_bare_checkpoint_leaves_out_what_is_not_known(run, tmp_path)
     assert "## Settings" not in text
 
 
-@pytest.mark.parametrize("name", ["digits", "me/", "a/b/c", 3])
+@pytest.mark.parametrize("name", ["digits", "me/", "a/b/c"])
 def test_a_wrong_name_is_refused_before_anything_is_read(name):
     with pytest.raises(treadle.ConfigError, match="owner/name"):
         treadle.push_to_hub("nowhere", name)

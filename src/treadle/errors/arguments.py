@@ -13,15 +13,13 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-import numpy as np
-
 from treadle.errors import ConfigError, nearest
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     None: ((type(None),), "None"),
     type(None): ((type(None),), "None"),
-    bool: ((bool, np.bool_), "True or False"),
+    bool: ((bool,), "True or False"),
     int: ((Integral,), "a whole number"),
     float: ((Real,), "a number"),
     str: ((str,), "a text"),
@@ -152,6 +150,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if not _is_known(hint):
         return True
     wanted, given = _KINDS[kind][0], type(value)
+    if kind is bool and "numpy" in sys.modules and issubclass(given, sys.modules["numpy"].bool_):
+        return True
     if issubclass(given, bool) and kind in (int, float):
         return False
     if not issubclass(given, wanted) or (issubclass(given, (str, Mapping)) and Iterable in wanted):

@@ -85,7 +85,9 @@ def as_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> Paral
     if value is None or isinstance(value, ParallelConfig):
         return value
     if isinstance(value, str):
-        return ParallelConfig(value)  # type: ignore[arg-type]  # checked when it is made
+        if value not in ("ddp", "fsdp"):
+            raise ConfigError("must be 'ddp', 'fsdp' or None", argument="parallel", value=value)
+        return ParallelConfig(value)  # type: ignore[arg-type]  # one of the two
     if isinstance(value, Mapping):
         refuse_unknown("parallel", value, [field.name for field in fields(ParallelConfig)])
         if "kind" not in value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 from dataclasses import dataclass
 
@@ -217,20 +218,20 @@ def test_a_signal_in_an_evaluation_saves_the_step_before_it_and_leaves(own, tmp_
         for number, batch in enumerate(loader(20, 4)):
             if number == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
-            read.append(number)
+            read.put(number)
             yield batch
 
     class Stream:
         def __iter__(self):
             return batches()
 
-    read = []
+    read = queue.SimpleQueue()  # of a type that no checkpoint holds: an evaluation puts back what changes
     hook = CheckpointingHook(100, path=tmp_path / "steps", exit_signals=signal.SIGTERM)
     trainer = make(Own if own else treadle.Trainer, hooks=[hook])
     with pytest.raises(SystemExit) as left:
         trainer.train(loader(), 5, Stream(), save_dir=tmp_path)
     assert left.value.code == 143
-    assert read[-1] <= 2
+    assert [read.get() for _ in range(read.qsize())][-1] <= 2
     tree = load_checkpoint(tmp_path / "steps" / "checkpoint_latest.pt")
     assert (tree["global_step"], tree["epoch"], tree["history"]) == (3, 0, [])
 
