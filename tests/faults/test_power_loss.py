@@ -24,6 +24,8 @@ from treadle.engine.state import RunState
 from treadle.errors import CheckpointError
 from treadle.hooks.checkpointing import settled_states
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
 SAME_FILES = ("BaseTrainer, two optimizers", "Engine", "EpochTrainer, 2 workers")  # as others write
 ALONE = [name for name, face in FACES.items() if face.ranks == 1 and name not in SAME_FILES]
 OF_ONE_RUN = [name for name in ALONE if not FACES[name].runs]

@@ -374,3 +374,15 @@ def test_masks_of_an_evaluation_are_looked_for(caplog):
     hook = ValidationHook([graph(val_mask=1, test_mask=1)], interval=1, best=None)
     Engine(*parts(), InTask(), device="cpu", hooks=[hook]).run([(graph())] * 2, max_steps=1)
     assert "the batch has val_mask and test_mask" in caplog.text
+
+
+def test_inputs_and_targets_in_a_tuple_are_no_batches():
+    for call in (
+        lambda: trainer().train((X, Y), 1),
+        lambda: trainer().train(loader(), 1, (X, Y)),
+        lambda: Engine(*parts(), InTask(), device="cpu").run((X, Y), max_steps=1),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"a tuple of tensors of shapes \(24, 3\), \(24, 1\): each of them would be"
+        ):
+            call()

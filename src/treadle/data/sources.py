@@ -397,7 +397,7 @@ def _length(loader: Any) -> int | None:
 
 
 def refuse_dataset(loader: Any, argument: str = "loader") -> None:
-    """Raise ConfigError for a data set of single samples, which would be taken for batches.
+    """Raise ConfigError for a data set of single samples, or a tuple of inputs and targets, whose items are no batches.
 
     Args:
         loader: what was given.
@@ -412,6 +412,14 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
             "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
             argument=argument,
         )
+    if isinstance(loader, tuple) and len(loader) > 1 and all(isinstance(item, Tensor) and item.ndim for item in loader):
+        shapes = [tuple(item.shape) for item in loader]
+        if len({shape[0] for shape in shapes}) == 1 < len(set(shapes)):  # equal shapes may be batches
+            raise ConfigError(
+                f"a tuple of tensors of shapes {', '.join(map(str, shapes))}: each of them would be taken for a batch; "
+                "pass DataLoader(TensorDataset(...), batch_size=..., shuffle=True) over the rows of all",
+                argument=argument,
+            )
 
 
 def _is_torchs_own(loader: Any) -> bool:
