@@ -20,7 +20,7 @@ def warn_of_masks(engine: Engine, batch: Any, *, training: bool) -> None:
     """Warn of ``train_mask``, or of ``val_mask`` and ``test_mask``, in a batch if no code of the user's names them.
 
     Args:
-        engine: its task says by ``reads_masks = True`` that it counts by them.
+        engine: a task with ``reads_masks = True`` counts by them.
         batch: the first one of a training or an evaluation.
         training: which of the masks belong to it.
     """

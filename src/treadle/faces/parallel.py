@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,6 @@ class ParallelConfig:
     compile_blocks: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ParallelName):
-            raise ConfigError("must be 'ddp', 'fsdp' or None", argument="parallel", value=self.kind)
         for name in ("param_dtype", "reduce_dtype"):
             _dtype(name, getattr(self, name))
         if self.replicas is not None and self.replicas < 1:
