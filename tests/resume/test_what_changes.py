@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import Augmented, MeanSquare, Snapshots, differences, scalar_engine, small_model, through_a_file
-from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, set_seed
+from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, TransferLoader, set_seed
 from treadle.graphs import get_scheduler
-from treadle.hooks import EmaHook
+from treadle.hooks import BaseHook, EmaHook
 from treadle.spectra import build_warmup_cosine
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -42,6 +42,58 @@ def resumed(state, loader, **settings):
 def test_another_batch_size_is_said(caplog):
     resumed(stopped(DataLoader(Augmented(), batch_size=4)), DataLoader(Augmented(), batch_size=2))
     assert "an epoch had 5 micro-batches and now has 10: another batch size" in caplog.text
+
+
+@pytest.mark.parametrize("stop", [5, 10])
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda size: DataLoader(Augmented(), batch_size=size), "batches had 4 samples"),
+    (lambda size: TransferLoader(DataLoader(Augmented(), batch_size=size), "cpu"), "batches had 4 samples"),
+    (lambda size: TensorLoader(torch.ones(20, 4), torch.ones(20, 1), batch_size=size), "batches had 4 samples"),
+    (lambda size: StatefulDataLoader(Augmented(), batch_size=size), "an epoch had 5 micro-batches"),
+])  # fmt: skip
+def test_another_batch_size_at_the_end_of_an_epoch_is_named(stop, make, text, caplog):
+    state = stopped(make(4), steps=stop)
+    resumed(state, make(4))
+    assert text not in caplog.text
+    resumed(state, make(3))
+    assert text in caplog.text
+
+
+class EachEpochLarger(BaseHook):
+    """Makes the batches and the steps larger from epoch to epoch."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def on_after_epoch(self, trainer):
+        self.loader.batch_sampler.batch_size += 2
+        trainer.accumulation_steps += 1
+
+
+@pytest.mark.parametrize("stop", [3, 5, 6])
+def test_sizes_that_a_hook_moves_are_not_named(stop, caplog):
+    def made(state=None):
+        engine, snapshots = engine_with()
+        loader = DataLoader(Augmented(), batch_size=4)
+        engine.hooks.append(EachEpochLarger(loader))
+        if state is not None:
+            engine.load_state_dict(state)
+        engine.run(loader, max_steps=8 if state is not None else stop)
+        return snapshots.states[engine.step]
+
+    made(made())
+    assert "in the run that wrote" not in caplog.text
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 3)])
+def test_another_number_of_micro_batches_is_named_after_every_stop(before, now, stop, caplog):
+    loader = DataLoader(Augmented(), batch_size=4)
+    state = stopped(loader, steps=stop, accumulation_steps=before)
+    resumed(state, loader, accumulation_steps=before)
+    assert "accumulation_steps:" not in caplog.text
+    resumed(state, loader, accumulation_steps=now)
+    assert f"accumulation_steps: a step had {before} micro-batches" in caplog.text
 
 
 def test_another_setting_of_the_optimizer_is_said_since_the_checkpoints_goes_on(caplog):

@@ -128,8 +128,8 @@ def tensors_in(value: Any) -> Any:
     return tensors_in(value.to_dict()) if hasattr(value, "to_dict") else str(type(value))
 
 
-def run(row: Row, seed: int, *, steps: int, state: Any = None) -> tuple[Engine, Recorder]:
-    """Build a row's objects and train them to a step, from the beginning or from a state."""
+def run(row: Row, seed: int, *, state: Any = None, **target: int) -> tuple[Engine, Recorder]:
+    """Build a row's objects and train them to a step or an epoch, from the beginning or from a state."""
     set_seed(seed)
     case = row.make()
     engine = case.made()
@@ -141,7 +141,7 @@ def run(row: Row, seed: int, *, steps: int, state: Any = None) -> tuple[Engine, 
     loader = case.loader
     if loader is None:
         loader = getattr(engine, "data_loader", None) or points_loader(shuffle=True)
-    engine.run(loader, max_steps=steps)
+    engine.run(loader, **target)
     return engine, recorder
 
 
@@ -154,15 +154,15 @@ def end_of(engine: Engine) -> Any:
 def inexact(row: Row) -> list[str]:
     """Return where a run that was stopped and resumed differs from one that was not."""
     with quiet():
-        straight, records = run(row, 0, steps=STEPS)
+        straight, records = run(row, 0, max_steps=STEPS)
         expected = end_of(straight)
-        for stop in row.stops:
-            state = through_a_file(run(row, 0, steps=stop)[0].state_dict())
-            resumed, rest = run(row, 1, steps=STEPS, state=state)
-            found = differences({step: records.steps[step] for step in range(stop + 1, STEPS + 1)}, rest.steps)
+        for target in [*({"max_steps": stop} for stop in row.stops), {"epochs": 1}]:
+            stopped = run(row, 0, **target)[0]
+            resumed, rest = run(row, 1, max_steps=STEPS, state=through_a_file(stopped.state_dict()))
+            found = differences({step: records.steps[step] for step in range(stopped.step + 1, STEPS + 1)}, rest.steps)
             found += differences(expected, end_of(resumed))
             if found:
-                return [f"stopped after {stop}: {line}" for line in found]
+                return [f"stopped after {target}: {line}" for line in found]
     return []
 
 

@@ -22,6 +22,7 @@ from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
 from treadle.data.sources import Source, open_source
+from treadle.data.transfer import TransferLoader
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.seed import RngState, forked_rng, mix_seed
@@ -120,6 +121,7 @@ class Cursor:
         self._pending_generators: list[torch.Tensor] = []
         self._objects = LoaderState(None)
         self._pending_objects: dict[str, Any] | None = None
+        self._between: Any = None  # a checkpoint's state of the loader between two epochs, until the next one is opened
         self._epoch_of_workers: int | None = None  # the epoch set on the data sets before workers began
         self._warned: set[str] = set()
 
@@ -167,8 +169,10 @@ class Cursor:
         """Open the running epoch: from its start, its present position, or the position of a loaded checkpoint."""
         self.attach(loader)
         loader = self._loader
+        if self._opening is None or self._iterator is not None or self.ended:
+            self._restore_pending()  # between two epochs: what set_epoch and the length of the next one build on
+            self._compare_batch_sizes()
         if self._iterator is not None or self.ended:
-            self._restore_pending()
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
             self._the_source().close()  # persistent workers have copies set to another epoch
@@ -202,15 +206,30 @@ class Cursor:
         """Whether some rank may end before the others think, so that they must agree on each group."""
         return self.ranks == "together" and self.lengths is not None and not self.lengths.certain
 
+    def _compare_batch_sizes(self) -> None:
+        """Warn where the checkpoint, which was written between two epochs, had batches of another size."""
+        loaded = self._loaded or {}
+        before, now = loaded.get("batch_size"), batch_size_of(self._loader)
+        order, ordered = loaded.get("order") or {}, in_global_order(self._loader)
+        if order and ordered is not None:
+            before, now = order.get("global_batch_size"), ordered.order.global_batch_size
+        elif loaded.get("num_ranks") != distributed.world_size():
+            return  # batches of one rank, which change with the number of ranks
+        if before is not None and now is not None and before != now:
+            self.warn([
+                f"batches had {before} samples in the run that wrote the checkpoint and have {now} now: from here on "
+                f"the run is another. Keep batch_size={before} to go on with it"
+            ])  # fmt: skip
+
     def _open_fresh(self) -> None:
-        self._restore_pending()
         self._opening = {
             "rng": RngState.capture().to_plain(),
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
             "objects": self._objects.collect(),
         }
         self._loaded = None  # a checkpoint of the epoch's very start: from here on the place is another
-        self._iterator = self._iterate(skip=0, state=None)
+        between, self._between = self._between, None
+        self._iterator = self._iterate(skip=0, state=from_plain(between))
 
     def _reopen(self, opening: Mapping[str, Any]) -> None:
         present = self._pending_rng or RngState.capture()
@@ -427,6 +446,7 @@ class Cursor:
             return dict(self._loaded)
         source = self._source
         opened = self._iterator is not None
+        has_state = opened or (source is not None and source.counts_epochs and self.between_epochs)
         if source is not None and opened:
             self.warn(source.warnings(resuming=False))
         return {
@@ -438,12 +458,23 @@ class Cursor:
             or [generator.get_state() for generator in generators_of(self._loader)],
             "kind": source.kind if source else None,
             "length": source.length if source else None,
-            "loader": source.state() if source and opened else None,
+            "loader": source.state() if source and has_state else None,
             "num_workers": self._num_workers,
             "num_ranks": distributed.world_size(),
             "order": self._order_state(),
+            **self._batch_size(),
             **self._object_states(),
         }
+
+    @property
+    def between_epochs(self) -> bool:
+        """Whether an epoch has ended and the next one has not begun."""
+        return self.ended or (self.epoch > 0 and not self.position)
+
+    def _batch_size(self) -> dict[str, Any]:
+        """Return the entry ``batch_size``, or none inside an epoch, whose length tells of another one."""
+        size = batch_size_of(self._loader) if self.between_epochs else None
+        return {} if size is None else {"batch_size": size}
 
     def _object_states(self) -> dict[str, Any]:
         """Return the entry ``objects``, or none where nothing is to be kept."""
@@ -489,6 +520,8 @@ class Cursor:
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
         self._pending_objects = dict(state_dict.get("objects") or {})
+        is_known = self.between_epochs and state_dict.get("kind") == "stateful"
+        self._between = state_dict.get("loader") if is_known else None
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
         """Log each sentence as a warning, once; ``topic`` becomes an attribute of the record, to filter by."""
@@ -496,6 +529,19 @@ class Cursor:
             if sentence not in self._warned:
                 self._warned.add(sentence)
                 _log.warning(sentence, extra={"topic": topic})
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return how many samples a loader puts into a batch, by its batch sampler if it has one; None where it is unknown.
+
+    Example:
+        >>> batch_size_of(torch.utils.data.DataLoader([1.0, 2.0], batch_size=2)), batch_size_of([[1.0], [2.0]])
+        (2, None)
+    """
+    loader = loader.loader if isinstance(loader, TransferLoader) else loader
+    owner = loader if getattr(loader, "batch_sampler", None) is None else loader.batch_sampler
+    size = getattr(owner, "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:

@@ -35,14 +35,16 @@ class Source(Protocol):
         kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.
         length: micro-batches in an epoch by the loader's ``len``, or None.
         exact: whether the length is certain, so that the last batch is known to be the last.
+        counts_epochs: whether the state is kept between two epochs, too: the loader's next epoch depends on it.
     """
 
     kind: str
     length: int | None
     exact: bool
+    counts_epochs: bool
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        """Open an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then."""
+        """Open an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then, or before it."""
         ...
 
     def measure(self) -> None:
@@ -76,6 +78,7 @@ class Source(Protocol):
 
 class _Indexed:
     kind = "indexed"
+    counts_epochs = False
 
     def __init__(self, loader: DataLoader[Any]):
         self.loader = loader
@@ -124,6 +127,7 @@ class _Stateful:
         certain = (certain and is_known(loader)) or getattr(loader, "exact_length", False)
         self.exact = self.length is not None and certain
         self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
+        self.counts_epochs = not isinstance(loader, (RowLoader, DataLoader))  # their epochs come from elsewhere
         self._workers = Workers()
         self._proved = False
         # The state of such a sampler may be that of its pass and not of its place, and the loader would load it there.
@@ -134,6 +138,8 @@ class _Stateful:
             self.loader.load_state_dict(state)
             with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
+        if state is not None and self.counts_epochs:
+            self._pass_the_end(state)
         drop_unread_iterator(self.loader)
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
@@ -150,6 +156,15 @@ class _Stateful:
             return _naming_threads_that_draw(self.loader, iterator)
         self._proved = True
         return _proved(self.loader, iterator)
+
+    def _pass_the_end(self, state: Any) -> None:
+        """Load the state of an epoch's end and iterate over the end, unless the loader begins the next epoch there."""
+        before = RngState.capture()
+        self.loader.load_state_dict(state)
+        with _ending_where_it_ends(self.loader):
+            if next(iter(self.loader), None) is not None:
+                self.loader.load_state_dict(state)
+        before.restore()
 
     def measure(self) -> None:
         self.length = _length(self.loader)
@@ -189,6 +204,7 @@ class _FromStart:
 
     loader: Any
     length: int | None
+    counts_epochs = False
 
     def measure(self) -> None:
         self.length = _length(self.loader)

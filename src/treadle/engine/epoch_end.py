@@ -12,7 +12,6 @@ from treadle.engine.attempt import non_finite_error
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.session import leave_on_signal
 from treadle.errors import DataExhaustedError
-from treadle.optim.schedules import step_plateau
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -59,9 +58,9 @@ def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
 def _step_epoch_scheduler(engine: Engine, value: float | None) -> None:
     if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
         if value is not None:
-            step_plateau(engine.lr_scheduler, value)
+            engine.state.schedule.move(engine, value)
     elif engine.lr_scheduler is not None and _moves_each_epoch(engine):
-        engine.lr_scheduler.step()
+        engine.state.schedule.move(engine)
 
 
 def _moves_each_epoch(engine: Engine) -> bool:

@@ -178,11 +178,33 @@ class DataPart(StatePart):
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["data"] = engine.cursor.state_dict()
+        if engine.cursor.between_epochs:  # else the counters tell
+            tree["data"]["accumulation_steps"] = engine.settings.accumulation_steps
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        before, now = _accumulation_of(saved), engine.settings.accumulation_steps
+        if before not in (None, now):
+            yield Notice(
+                f"accumulation_steps: a step had {before} micro-batches in the run that wrote the checkpoint and has "
+                f"{now} now: from here on the run is another. Keep {before} to go on with it"
+            )
 
     def load(self, engine: Engine, saved: Saved) -> None:
         engine.cursor.restart(epoch=int(saved.get("epoch") or 0))
         if saved.get("data") is not None:
             engine.cursor.load_state_dict(saved.get("data"), rng=_rng_of_rank(engine, saved))
+
+
+def _accumulation_of(saved: Saved) -> int | None:
+    """Return how many micro-batches a step had that a checkpoint counted; None where it restores or does not tell."""
+    progress, data = saved.part("progress"), saved.part("data")
+    if "accumulation_steps" in (progress.get("settings") or {}):
+        return None  # a hook moved it, which goes on
+    if "accumulation_steps" in data or data.get("ended"):
+        return data.get("accumulation_steps")
+    steps, position = progress.get("epoch_applied_steps", 0), data.get("position", 0)
+    all_applied = progress.get("applied_steps") == saved.get("global_step")
+    return position // steps if steps and all_applied and position % steps == 0 else None
 
 
 class RngPart(StatePart):

@@ -26,6 +26,7 @@ from treadle.engine.objects_part import objects_of, parts_of
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
+from treadle.engine.schedule_moves import ScheduleMoves
 from treadle.engine.settings import MOVABLE, EngineSettings
 from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
@@ -78,6 +79,7 @@ class RunState:
         num_runs: runs that took steps, of this object.
         length_checked: whether the length of the schedule was compared with that of the run.
         modules: state of the model that its state dict does not hold.
+        schedule: moves of the schedule.
         built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
         hooks: what users' hooks hold beside the state that they save themselves.
@@ -107,6 +109,7 @@ class RunState:
         self.training = False
         self.num_runs = 0
         self.closed: str | None = None
+        self.schedule = ScheduleMoves()
         self.objects = OwnObjects({})
         self.hooks = HookStates()
         self._trial: Callable[[], None] | None = None
