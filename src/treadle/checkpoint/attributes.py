@@ -9,7 +9,7 @@ import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -114,6 +114,10 @@ class Attributes:
     def _start_of(self, name: str) -> Any:
         return self._before[name] if name in self._before else encode(getattr(type(self.owner), name, None))
 
+    def starts_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return those of some attributes that there were at the start, as they were."""
+        return {name: start for name in names if (start := self._before.get(name, OPAQUE)) is not OPAQUE}
+
     def _differing(self, plain: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes that are not as they were at the start, but for what may tell that a file is open."""
         changed = {name: value for name, value in plain.items() if not same(value, self._start_of(name))}
@@ -132,7 +136,8 @@ class Attributes:
         return all(self._before.get(name) is OPAQUE or self._is_harmless(value) for name, value in others.items())
 
     def _is_harmless(self, value: Any) -> bool:
-        return callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
+        is_kept = id(value) in self._known
+        return is_kept or callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
 
     def changed(self) -> dict[str, Any]:
         """Return what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
@@ -146,6 +151,11 @@ class Attributes:
         back = {name: start for name in moved if (start := self._start_of(name)) is not OPAQUE}
         self._restored |= values.keys()
         for name, value in (back | dict(values)).items():
+            self._set(name, value)
+
+    def put_back(self, values: Mapping[str, Any]) -> None:
+        """Set some attributes to values that :meth:`changed` returned, and leave the others."""
+        for name, value in values.items():
             self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:

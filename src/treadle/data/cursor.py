@@ -444,7 +444,7 @@ class Cursor:
         """Return the ``data`` entry of a checkpoint."""
         if self._loaded is not None:  # loaded and not opened since: still the same place
             return dict(self._loaded)
-        source = self._source
+        source, objects = self._source, self._object_states()
         opened = self._iterator is not None
         has_state = opened or (source is not None and source.counts_epochs and self.between_epochs)
         if source is not None and opened:
@@ -453,7 +453,7 @@ class Cursor:
             "epoch": self.epoch,
             "position": self.position,
             "ended": self.ended,
-            "opening": _without_empty(self._opening),
+            "opening": self._opening_state(objects),
             "generators": self._pending_generators
             or [generator.get_state() for generator in generators_of(self._loader)],
             "kind": source.kind if source else None,
@@ -463,7 +463,7 @@ class Cursor:
             "num_ranks": distributed.world_size(),
             "order": self._order_state(),
             **self._batch_size(),
-            **self._object_states(),
+            **({"objects": objects} if objects else {}),
         }
 
     @property
@@ -477,10 +477,21 @@ class Cursor:
         return {} if size is None else {"batch_size": size}
 
     def _object_states(self) -> dict[str, Any]:
-        """Return the entry ``objects``, or none where nothing is to be kept."""
+        """Return the entry ``objects``."""
         self._warn_of_lost()
-        states = self._objects.collect() if self._pending_objects is None else self._pending_objects
-        return {"objects": states} if states else {}
+        return self._objects.collect() if self._pending_objects is None else self._pending_objects
+
+    def _opening_state(self, objects: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the entry ``opening``, without states of objects where there are none, as checkpoints of old have it.
+
+        Args:
+            objects: their states now.
+        """
+        if self._opening is None:
+            return None
+        states = self._objects.completed(self._opening.get("objects") or {}, objects)
+        return {**{key: value for key, value in self._opening.items() if key != "objects"},
+                **({"objects": states} if states else {})}  # fmt: skip
 
     def _warn_of_lost(self) -> None:
         lost = [
@@ -547,10 +558,3 @@ def batch_size_of(loader: Any) -> int | None:
 def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:
     for generator, state in zip(generators_of(loader), states, strict=False):
         generator.set_state(state)
-
-
-def _without_empty(opening: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return an opening without the states of objects where there are none, as checkpoints of old have it."""
-    if opening is None:
-        return None
-    return {key: value for key, value in opening.items() if key != "objects" or value}

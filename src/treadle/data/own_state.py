@@ -153,6 +153,24 @@ class LoaderState:
                 found[path] = to_plain(kept, f"data.objects.{path}", encoding="exact")
         return found
 
+    def completed(self, opening: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of an epoch's opening with the attributes that have moved since from where they started.
+
+        Another process may find them moved when it first looks, where another object holds the same tensor or list.
+
+        Args:
+            opening: what :meth:`collect` returned then.
+            now: what it returns now.
+        """
+        found = dict(opening)
+        for path, entry in now.items():
+            before = found.get(path, {})
+            held, moved = before.get("attributes", {}), entry.get("attributes", {})
+            starts = self._attributes[path].starts_of(moved.keys() - held.keys()) if path in self._attributes else {}
+            if starts:
+                found[path] = {**before, "attributes": {**to_plain(starts, path, encoding="exact"), **held}}
+        return found
+
     def _beyond_state(self, path: str) -> dict[str, Any]:
         if path not in self._modules:
             return {}

@@ -263,7 +263,8 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
     engine.progress.apply(engine.attempt.info["lr"])
     scheduler, moves = engine.lr_scheduler, engine.settings.scheduler_interval == "step"
     if scheduler is not None and moves and not isinstance(scheduler, ReduceLROnPlateau):  # that one: with epochs alone
-        engine.state.schedule.move(engine)
+        scheduler.step()
+        engine.state.schedule.made += 1
     for ema in engine.declared.averages.values():
         if ema in moved:
             ema.count_update()

@@ -12,6 +12,7 @@ from treadle.engine.attempt import non_finite_error
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.session import leave_on_signal
 from treadle.errors import DataExhaustedError
+from treadle.optim.schedules import step_plateau
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -43,6 +44,7 @@ def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
     except EvaluationAbandoned:
         leave_on_signal(engine)
         raise
+    engine.state.schedule.compare(engine, expected=not moves_schedule)
     if moves_schedule:
         _step_epoch_scheduler(engine, value)
     engine.cursor.next_epoch()
@@ -58,9 +60,11 @@ def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
 def _step_epoch_scheduler(engine: Engine, value: float | None) -> None:
     if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
         if value is not None:
-            engine.state.schedule.move(engine, value)
+            step_plateau(engine.lr_scheduler, value)
+            engine.state.schedule.made += 1
     elif engine.lr_scheduler is not None and _moves_each_epoch(engine):
-        engine.state.schedule.move(engine)
+        engine.lr_scheduler.step()
+        engine.state.schedule.made += 1
 
 
 def _moves_each_epoch(engine: Engine) -> bool:

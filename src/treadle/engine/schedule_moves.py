@@ -4,44 +4,47 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
-from treadle.optim.schedules import step_plateau
-
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
 class ScheduleMoves:
-    """Moves of a run's schedule, counted as its scheduler counts them.
+    """Moves of a run's schedule, compared with the count of its scheduler.
+
+    Attributes:
+        made: moves that the engine made.
 
     Example:
-        >>> # engine.state.schedule.move(engine)
+        >>> # engine.state.schedule.made += 1
     """
 
     def __init__(self) -> None:
-        self._left: tuple[Any, int, int] | None = None  # scheduler, loads and count after the last move made here
+        self.made = 0
+        self._since: tuple[Any, int] | None = None  # the scheduler, and the loads of the run
+        self._others = 0  # moves that the scheduler counts beyond those made here
 
-    def move(self, engine: Engine, value: float | None = None) -> None:
-        """Step the scheduler of an engine, a plateau scheduler with a value; warn once if something else has, too."""
-        scheduler, num_loads = engine.lr_scheduler, engine.state.num_loads
-        if self._left is not None and self._left[:2] == (scheduler, num_loads) and _count(scheduler) > self._left[2]:
+    def compare(self, engine: Engine, *, expected: bool = False) -> None:
+        """Warn once if the scheduler has moved more than the engine moved it since this was last asked.
+
+        Args:
+            engine: whose scheduler is compared.
+            expected: whether code of the user's was to move it.
+        """
+        since, others = (engine.lr_scheduler, engine.state.num_loads), _count(engine.lr_scheduler) - self.made
+        if self._since == since and others > self._others and not expected:
             engine.state.warn_once(
                 engine,
-                f"scheduler: something else steps this {type(scheduler).__name__} too, so it moves more than once "
-                f"each {engine.settings.scheduler_interval}; leave scheduler.step() to the trainer, or keep the "
-                "schedule in a hook and pass none",
+                f"scheduler: something else steps this {type(engine.lr_scheduler).__name__} too, so it moves more "
+                f"than once each {engine.settings.scheduler_interval}; leave scheduler.step() to the trainer, or keep "
+                "the schedule in a hook and pass none",
             )
-        if isinstance(scheduler, ReduceLROnPlateau):
-            step_plateau(scheduler, value)  # type: ignore[arg-type]
-        else:
-            scheduler.step()  # type: ignore[union-attr]
-        self._left = (scheduler, num_loads, _count(scheduler))
+        self._since, self._others = since, others
 
 
 def _count(scheduler: Any) -> int:
     """Return how often a scheduler was stepped: one that composes others counts itself, or by its first one."""
-    held = vars(scheduler)
-    if "_step_count" in held or "last_epoch" in held:
-        return int(held.get("_step_count", held.get("last_epoch")))
+    held = {} if scheduler is None else vars(scheduler)
+    for name in ("_step_count", "last_epoch"):
+        if name in held:
+            return int(held[name])
     return _count(held["_schedulers"][0]) if held.get("_schedulers") else 0

@@ -156,10 +156,10 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
     try:
         with failing_by_name(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
             with contextlib.suppress(EvaluationAbandoned):  # of a callback, or of a hook before the first step
-                for hook in engine.hooks:
-                    opened.append(hook)
-                    hook.on_before_train(engine)
-                engine.state.look_again()
+                with engine.state.hooks_beginning(engine):
+                    for hook in engine.hooks:
+                        opened.append(hook)
+                        hook.on_before_train(engine)
                 engine.events.cache_dispatch(engine.hooks)
                 into_training_mode(engine)
                 engine.state.begin_run(engine)

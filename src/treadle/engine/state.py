@@ -6,7 +6,8 @@ that does not fit leaves the run as it was; the random state is loaded last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -117,6 +118,7 @@ class RunState:
         self._warned: set[str] = set()
         self.length_checked = False
         self._settings: EngineSettings | None = None
+        self._begun_loads = 0  # loads before the last time that hooks began
 
     def prepare(self, engine: Engine) -> None:
         """Take fingerprints of the frozen weights, and note how the user's objects were built."""
@@ -154,6 +156,19 @@ class RunState:
         for objects in (self.objects, *self.hooks.objects.values()):
             objects.look_again()
 
+    @contextlib.contextmanager
+    def hooks_beginning(self, engine: Engine) -> Iterator[None]:
+        """Let hooks begin in the block, and put back what they changed of the objects that a checkpoint has set."""
+        kept = {"": self.objects, **{f"hook {key}: ": objects for key, objects in self.hooks.objects.items()}}
+        is_new = self.loaded and self._begun_loads != self.num_loads
+        before = {name: objects.as_loaded() if is_new else {} for name, objects in kept.items()}
+        self._begun_loads = self.num_loads
+        yield
+        self.look_again()
+        for name, objects in kept.items():
+            for text in objects.settle(before[name]):
+                self.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
+
     def try_before_step_1(self, trial: Callable[[], None]) -> None:
         """Have something tried before the first step of a run that begins; one that was resumed has done it before."""
         self._trial = trial
@@ -187,6 +202,7 @@ class RunState:
     def begin_run(self, engine: Engine) -> None:
         """Record that steps are being taken."""
         self._settings = engine.settings
+        self.schedule.compare(engine)
         self.built.begin(engine)
         self.built.watch(engine)
         self.training, self.num_runs = True, self.num_runs + 1
@@ -201,6 +217,7 @@ class RunState:
     def end_run(self, engine: Engine) -> None:
         """Record that no more steps are taken, and the modes that the modules were left in."""
         self.record_moved_settings(engine)
+        self.schedule.compare(engine)
         self.modules.end(engine.model)
         self.built.end_watch()
         self.training = False
@@ -218,6 +235,7 @@ class RunState:
         wait_for_work(engine.device)
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         if self.training:
+            self.schedule.compare(engine)
             self.built.refuse_others(engine)
             for text in (*self.built.unfit(engine), *self.built.replaced(engine)):
                 self.warn_once(engine, text)

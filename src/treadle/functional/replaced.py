@@ -125,6 +125,7 @@ class ReplacedStep:
         if not self._moves.steps:  # torch would warn of a schedule that moves before its optimizer
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._moves.schedule_moved:
+            engine.state.schedule.compare(engine, expected=True)
             with engine.temporarily(lr_scheduler=None):
                 return apply_step_effects(engine)
         return apply_step_effects(engine)
