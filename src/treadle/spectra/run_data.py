@@ -49,7 +49,7 @@ class SpectraData:
         seed: int = 0,
         device: torch.device | None = None,
     ) -> TensorLoader:
-        """Return a loader over some rows, stored on ``device``; in distributed runs, this rank's share of each batch."""
+        """Return a loader over some rows, stored on ``device``; in distributed runs, this rank's part of a batch."""
         x = torch.from_numpy(self.x[rows])
         return shared_rows(x, batch_size, shuffle=shuffle, seed=seed, device=device)
 
