@@ -114,13 +114,13 @@ def to_plain(
         {'betas': [0.9, 0.95], 'n': 3}
     """
     copies = {} if copies is None else copies
-    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if (
         tree is None or type(tree) in _PLAIN or isinstance(tree, torch.dtype)
     ):  # subclasses, such as an Enum of strings, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
         return _clone_part(tree, copies, buffers, parts) if is_dtensor(tree) else _clone(tree, path, copies, buffers)
+    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if isinstance(tree, np.generic) and encoding != "exact" and type(tree.item()) in _PLAIN:
         return tree.item()
     if isinstance(tree, Mapping):
@@ -131,7 +131,10 @@ def to_plain(
             return {VALUE: encoded}
         if odd:
             raise _not_plain(f"{path}[{odd[0]!r}]", odd[0], "a key must be a str or an int")
-        return {key: to_plain(value, f"{path}.{key}" if path else str(key), **below) for key, value in tree.items()}
+        return {
+            key: value if type(value) in _PLAIN else to_plain(value, f"{path}.{key}" if path else str(key), **below)
+            for key, value in tree.items()
+        }
     is_tuple = isinstance(tree, tuple) and (type(tree) is tuple or hasattr(tree, "_fields"))
     if encoding == "exact" and is_tuple and (encoded := _encode(tree)) is not OPAQUE:
         return {VALUE: encoded}
@@ -189,9 +192,10 @@ def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None
 
 def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffers | None) -> Tensor:
     tensor = tensor.detach()
-    if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
+    is_plain = type(tensor) is Tensor
+    if tensor.is_meta or (not is_plain and hasattr(tensor, "__tensor_flatten__")):
         raise _not_plain(path, tensor, "it owns no memory that could be saved")
-    if type(tensor) is not Tensor:
+    if not is_plain:
         tensor = tensor.as_subclass(Tensor)
     try:
         identity = _identity(tensor)

@@ -350,17 +350,21 @@ def run_in_turns(
         with relay.installed():
             waiting: Member | None = None
             while True:
-                while len(seats) < together and relay.received is None:
+                # One in each round: members that begin together also end their epochs together, and then all of them
+                # want the host while the GPU has nothing to do.
+                begins = False
+                if len(seats) < together and relay.received is None:
                     waiting = waiting or source.next()
-                    if waiting is None or (seats and not admit(len(seats))):
-                        break
+                    begins = waiting is not None and (not seats or admit(len(seats)))
+                if begins:
+                    assert waiting is not None
                     seats.append(Seat(make, waiting, begun, steps=steps, stream=streams.take()))
                     waiting = None
                     seats[-1].take_turn()
                     _collect(seats, source, streams)
-                if not seats:
+                elif not seats:
                     return relay.received
-                able = [seat for seat in seats if not seat.waits] or seats[:1]
+                able = [seat for seat in seats if not seat.waits] or ([] if begins else seats[:1])
                 for seat in list(seats) if relay.received is not None else able:
                     if relay.received is not None and not relay.serves(seat.thread):
                         seat.end_with(SystemExit(128 + relay.received))
