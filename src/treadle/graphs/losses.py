@@ -13,7 +13,7 @@ from torch import Tensor
 
 from treadle.errors import ConfigError, nearest
 from treadle.errors.arguments import checked
-from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
+from treadle.graphs.task_types import aligned, check_labels, check_task_type, count_on_host, counted, margin, outputs_of
 
 # The default comes first.
 _LOSSES = {
@@ -75,7 +75,9 @@ class GraphLoss:
         """
         if self.task_type in ("classification", "edge_prediction") and target.dim() == 2 and target.shape[1] == 1:
             target = target[:, 0]
-        return self._entry_weights(target, mask).sum()
+        plain = self.task_type == "regression" and self._class_weights is None
+        number = count_on_host(target, mask) if plain else None
+        return self._entry_weights(target, mask).sum() if number is None else torch.tensor(float(number))
 
     def _entry_weights(self, target: Tensor, mask: Tensor | None) -> Tensor:
         """Return the weight of each entry in the target's shape, 0 where it does not count."""
