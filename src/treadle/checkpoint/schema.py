@@ -131,10 +131,7 @@ def to_plain(
             return {VALUE: encoded}
         if odd:
             raise _not_plain(f"{path}[{odd[0]!r}]", odd[0], "a key must be a str or an int")
-        return {
-            key: value if type(value) in _PLAIN else to_plain(value, f"{path}.{key}" if path else str(key), **below)
-            for key, value in tree.items()
-        }
+        return {key: to_plain(value, f"{path}.{key}" if path else str(key), **below) for key, value in tree.items()}
     is_tuple = isinstance(tree, tuple) and (type(tree) is tuple or hasattr(tree, "_fields"))
     if encoding == "exact" and is_tuple and (encoded := _encode(tree)) is not OPAQUE:
         return {VALUE: encoded}

@@ -29,16 +29,6 @@ def real_samples(loader: Any) -> int | None:
     return len(range(sampler.rank, length, sampler.num_replicas))
 
 
-def number_set(mask: Tensor) -> int:
-    """Return how many entries of a bool tensor on the CPU are True, by NumPy: torch gives other threads its turn.
-
-    Example:
-        >>> number_set(torch.tensor([True, False, True]))
-        2
-    """
-    return int(np.count_nonzero(mask.numpy()))
-
-
 def graphs_in(batch: Any) -> int | None:
     """Return how many graphs a batch has, padding left out; None where only a device knows, or nobody.
 
@@ -49,7 +39,8 @@ def graphs_in(batch: Any) -> int | None:
     """
     mask = getattr(batch, "graph_mask", None)
     if isinstance(mask, Tensor):
-        return number_set(mask) if mask.device.type == "cpu" else None
+        # NumPy keeps python, where torch would let the writer of another member's file in.
+        return int(np.count_nonzero(mask.numpy())) if mask.device.type == "cpu" else None
     graphs = getattr(batch, "num_graphs", None)
     return graphs if isinstance(graphs, int) else None
 

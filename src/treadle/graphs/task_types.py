@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,25 +125,6 @@ def counted(target: Tensor, mask: Tensor | None) -> Tensor:
             argument="mask",
         )
     return known & mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))
-
-
-def count_on_host(target: Tensor, mask: Tensor | None) -> int | None:
-    """Return the number of entries that :func:`counted` finds, by NumPy; None where it does not know the tensors.
-
-    A step that is replayed counts its targets before: torch takes seven calls for it, and lets other threads in at each.
-
-    Example:
-        >>> count_on_host(torch.tensor([1.0, torch.nan, 2.0]), torch.tensor([True, True, False]))
-        1
-    """
-    if target.device.type != "cpu" or target.dtype not in (torch.float32, torch.float64):
-        return None
-    known = ~np.isnan(target.detach().numpy())
-    if mask is not None:
-        if mask.device.type != "cpu" or mask.dtype != torch.bool or mask.shape != target.shape[:1]:
-            return None
-        known &= mask.numpy().reshape(-1, *[1] * (target.dim() - 1))
-    return int(np.count_nonzero(known))
 
 
 def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:

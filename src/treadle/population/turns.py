@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import random
 import sys
@@ -339,12 +340,7 @@ def run_in_turns(
     begun, interval = ProcessState.capture(), sys.getswitchinterval()
     begun.restore()
     seats: list[Seat] = []
-
-    def ask(function: Callable[[], None]) -> None:
-        seat = next((each for each in seats if each.thread is threading.current_thread()), None)
-        function() if seat is None else seat.ask(function)
-
-    relay = SignalRelay(ask)
+    relay = SignalRelay(functools.partial(_ask_from_this_thread, seats))
     try:
         sys.setswitchinterval(SWITCH)
         with relay.installed():
@@ -378,6 +374,12 @@ def run_in_turns(
     finally:
         sys.setswitchinterval(interval)
         begun.restore()
+
+
+def _ask_from_this_thread(seats: list[Seat], function: Callable[[], None]) -> None:
+    """Have the main thread call a function, and wait for it."""
+    seat = next((each for each in seats if each.thread is threading.current_thread()), None)
+    function() if seat is None else seat.ask(function)
 
 
 def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:
