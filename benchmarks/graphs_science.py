@@ -19,7 +19,7 @@ Target: penalised logP; `nci` with 3,992 / 499 / 499 molecules, `zinc_clean_lead
 
 By the seconds in its table, both rates and three seeds of all ways are 26 minutes for our models and two hours for the
 peers on one core each, so the line above takes more than ten minutes; with --budget-minutes 9 it is given again. The
-peers are no faster on the GPU: twelve GPS models beside each other had the seconds an epoch there that each has on a core.
+peers are no faster on the GPU: twelve GPS models beside each other took as long an epoch as each does on a core.
 
 All have four layers, a width that gives them about as many parameters, and the same epochs, batches, loss (mean
 absolute error), AdamW, schedule and seeds; the epoch with the best validation error is tested. The learning rate of
