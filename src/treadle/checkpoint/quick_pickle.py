@@ -1,4 +1,4 @@
-"""Pickling for ``torch.save`` that writes the same bytes in less time where there are hundreds of small tensors."""
+"""Faster pickling for ``torch.save`` of hundreds of small tensors, with identical bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OfStorage = Callable[[Any], Any]
 
 
 class _TreePickler(pickle.Pickler):
-    """Pickler that asks for the place of a storage only where there is one, and takes plain tensors apart itself."""
+    """Pickler that calls ``persistent_id`` only for storages, and reduces plain tensors itself."""
 
     def __init__(self, file: BinaryIO, protocol: int, of_storage: _OfStorage):
         super().__init__(file, protocol=protocol)
@@ -46,11 +46,11 @@ _DTYPES = {
 
 
 class Pickler:
-    """Pickler that ``torch.save`` derives its own from, with the method ``persistent_id``.
+    """Pickler that ``torch.save`` subclasses with a method ``persistent_id``.
 
     Args:
-        file: written to.
-        protocol: of pickle.
+        file: output file.
+        protocol: pickle protocol.
     """
 
     persistent_id: _OfStorage
