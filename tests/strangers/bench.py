@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import queue
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,11 @@ class Recorder(BaseHook):
 
     def __init__(self) -> None:
         self.steps: dict[int, Any] = {}
+        self.between: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a state between two epochs, with its step
+
+    def on_after_epoch(self, trainer: Any) -> None:
+        if trainer.epoch == 1:
+            self.between.put((trainer.step, through_a_file(trainer.state_dict())))
 
     def on_after_step(self, trainer: Any) -> None:
         groups = [
@@ -128,8 +134,8 @@ def tensors_in(value: Any) -> Any:
     return tensors_in(value.to_dict()) if hasattr(value, "to_dict") else str(type(value))
 
 
-def run(row: Row, seed: int, *, state: Any = None, **target: int) -> tuple[Engine, Recorder]:
-    """Build a row's objects and train them to a step or an epoch, from the beginning or from a state."""
+def run(row: Row, seed: int, *, steps: int, state: Any = None) -> tuple[Engine, Recorder]:
+    """Build a row's objects and train them to a step, from the beginning or from a state."""
     set_seed(seed)
     case = row.make()
     engine = case.made()
@@ -141,7 +147,7 @@ def run(row: Row, seed: int, *, state: Any = None, **target: int) -> tuple[Engin
     loader = case.loader
     if loader is None:
         loader = getattr(engine, "data_loader", None) or points_loader(shuffle=True)
-    engine.run(loader, **target)
+    engine.run(loader, max_steps=steps)
     return engine, recorder
 
 
@@ -154,15 +160,16 @@ def end_of(engine: Engine) -> Any:
 def inexact(row: Row) -> list[str]:
     """Return where a run that was stopped and resumed differs from one that was not."""
     with quiet():
-        straight, records = run(row, 0, max_steps=STEPS)
+        straight, records = run(row, 0, steps=STEPS)
         expected = end_of(straight)
-        for target in [*({"max_steps": stop} for stop in row.stops), {"epochs": 1}]:
-            stopped = run(row, 0, **target)[0]
-            resumed, rest = run(row, 1, max_steps=STEPS, state=through_a_file(stopped.state_dict()))
-            found = differences({step: records.steps[step] for step in range(stopped.step + 1, STEPS + 1)}, rest.steps)
+        stopped = ((stop, through_a_file(run(row, 0, steps=stop)[0].state_dict())) for stop in row.stops)
+        for stop, state in (records.between.get(), *stopped):
+            resumed, rest = run(row, 1, steps=STEPS, state=state)
+            found = differences({step: records.steps[step] for step in range(stop + 1, STEPS + 1)}, rest.steps)
             found += differences(expected, end_of(resumed))
             if found:
-                return [f"stopped after {target}: {line}" for line in found]
+                place = "the first epoch" if state["data"]["position"] == 0 else stop
+                return [f"stopped after {place}: {line}" for line in found]
     return []
 
 
