@@ -123,6 +123,55 @@ def test_a_schedule_that_has_moved_the_rate_is_no_other_setting(caplog):
     assert "checkpoint's initial_lr=0.01 (built as 0.02);" in caplog.text
 
 
+class MovesTheRate(BaseHook):
+    """A schedule of a user's, which sets the rate itself."""
+
+    def on_before_step(self, trainer):
+        trainer.optimizer.param_groups[0]["lr"] = 0.01 / trainer.step
+
+
+def test_a_rate_that_a_hook_has_moved_is_no_other_setting(caplog):
+    def moved(lr, state=None):
+        engine, snapshots = engine_with()
+        engine.hooks.append(MovesTheRate())
+        engine.optimizer.param_groups[0]["lr"] = lr
+        if state is not None:
+            engine.load_state_dict(state)
+        engine.run(DataLoader(Augmented(), batch_size=4), max_steps=engine.step + 2)
+        return snapshots.states[engine.step]
+
+    twice = moved(0.01, moved(0.01))
+    moved(0.01, twice)
+    assert "continues with the checkpoint's" not in caplog.text
+    moved(0.02, twice)
+    assert "continues with the checkpoint's lr=0.0025 (built as 0.02)" in caplog.text
+
+
+class Factor:
+    """A factor of the rate that moves, and one that does not."""
+
+    def __init__(self, base):
+        self.base, self.calls = base, 0
+
+    def __call__(self, epoch):
+        self.calls += 1
+        return self.base / self.calls
+
+
+def test_what_moves_in_the_object_of_a_schedule_is_no_other_setting(caplog):
+    def scheduled(base):
+        engine, snapshots = engine_with()
+        engine.lr_scheduler = lrs.LambdaLR(engine.optimizer, Factor(base))
+        return engine, snapshots
+
+    engine, snapshots = scheduled(1.0)
+    engine.run(DataLoader(Augmented(), batch_size=4), max_steps=2)
+    scheduled(1.0)[0].load_state_dict(snapshots.states[2])
+    assert "continues with the checkpoint's" not in caplog.text
+    with pytest.raises(CheckpointError, match=r"scheduler\.lr_lambdas\[0\]\.base: .* \(1\.0 and 2\.0"):
+        scheduled(2.0)[0].load_state_dict(snapshots.states[2])
+
+
 def test_another_kind_of_loader_is_said(caplog):
     resumed(stopped(DataLoader(Augmented(), batch_size=4)), list(DataLoader(Augmented(), batch_size=4)))
     assert "was of kind 'indexed', this one is 'replayed'" in caplog.text

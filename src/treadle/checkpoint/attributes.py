@@ -213,7 +213,7 @@ class Attributes:
         for name, value in others.items():
             mark = self._seen.get(name)
             if _may_change(value) and not (self._stashes and _is_stash(value)) and not (mark and mark.is_of(value)):
-                yield name
+                yield f"{name} (an lru_cache)" if isinstance(value, CachedFunction) else name
             self._seen[name] = Mark(value)
             if _moves_unseen(value) or self._is_another_function(name, value):
                 yield name

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -414,7 +415,7 @@ def _length(loader: Any) -> int | None:
 
 
 def refuse_dataset(loader: Any, argument: str = "loader") -> None:
-    """Raise ConfigError for a data set of single samples, or a tuple of inputs and targets, instead of batches.
+    """Raise ConfigError for a data set of single samples, a tensor or a tuple of tensors, instead of batches.
 
     Args:
         loader: the user's argument.
@@ -427,6 +428,12 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
         raise ConfigError(
             f"a {type(loader).__name__} is a data set, whose items are single samples and no batches; pass "
             "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
+            argument=argument,
+        )
+    if isinstance(loader, (Tensor, np.ndarray)) and len(shape := tuple(loader.shape)):
+        raise ConfigError(
+            f"a {type(loader).__name__} of shape {shape}: each of its {shape[0]} rows would be taken for a batch; pass "
+            "DataLoader(TensorDataset(...), batch_size=..., shuffle=True), or list(...) of it if its rows are batches",
             argument=argument,
         )
     if isinstance(loader, tuple) and len(loader) > 1 and all(isinstance(item, Tensor) and item.ndim for item in loader):

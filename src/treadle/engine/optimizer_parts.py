@@ -37,8 +37,9 @@ class SchedulerPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
         if scheduler is not None and state is not None:
-            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state))
-            if not any(path.startswith("scheduler.lr_lambdas") for path in saved.part("objects")):
+            moved = _moved_factors(saved)
+            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state, moved=moved))
+            if not moved:
                 jump = jump_of_the_rate(scheduler, state)
                 yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:
@@ -80,7 +81,8 @@ class OptimizerPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         if saved.get("optimizer") is not None:
             scheduled = engine.lr_scheduler is not None
-            settings = overruled_settings(engine.optimizer, saved.get("optimizer"), scheduled=scheduled)
+            built = from_plain(saved.part("progress").get("built") or ())
+            settings = overruled_settings(engine.optimizer, saved.get("optimizer"), scheduled=scheduled, built=built)
             yield from _checkpoint_wins("optimizer", settings)
 
     def load(self, engine: Engine, saved: Saved) -> None:
@@ -136,6 +138,12 @@ class ScalerPart(StatePart):
     def load(self, engine: Engine, saved: Saved) -> None:
         if engine.precision.scaled and saved.get("scaler"):
             engine.precision.scaler.load_state_dict(dict(saved.get("scaler")))
+
+
+def _moved_factors(saved: Saved) -> set[str]:
+    """Return the attributes of the objects of a LambdaLR that have moved in the run that wrote a checkpoint."""
+    of_factors = (entry for path, entry in saved.part("objects").items() if path.startswith("scheduler.lr_lambdas"))
+    return {name for entry in of_factors for name in entry.get("attributes", {})}
 
 
 def _checkpoint_wins(what: str, settings: list[str]) -> Iterator[Notice]:

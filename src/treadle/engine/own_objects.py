@@ -333,7 +333,8 @@ class OwnObjects:
         """Yield the names of attributes that changed since the last call and that no checkpoint holds."""
         for path, attributes in self._attributes.items():
             if path not in self.owners:  # else its own state may hold them
-                names = (f"{path}.{name}".lstrip(".") for name in attributes.lost())
+                prefix = "" if isinstance(attributes.owner, Variables) else path
+                names = (f"{prefix}.{name}".lstrip(".") for name in attributes.lost())
                 yield from (name for name in names if name not in self.owners)
         for path, modules in self._modules.items():
             yield from (f"{path}.{name}" for name in modules.lost())

@@ -166,6 +166,8 @@ class ProgressPart(StatePart):
         tree["global_step"] = engine.progress.step
         engine.state.record_moved_settings(engine)
         tree["progress"] = {**engine.progress.state_dict(), "device": engine.device.type}
+        if engine.lr_scheduler is None and any(built := engine.state.built.moved_groups(engine)):
+            tree["progress"]["built"] = built
 
     def load(self, engine: Engine, saved: Saved) -> None:
         step = int(saved.get("global_step") or 0)

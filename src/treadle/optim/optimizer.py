@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -250,13 +251,16 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         )
 
 
-def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool) -> list[str]:
+def overruled_settings(
+    optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool, built: Sequence[Mapping[str, Any]] = ()
+) -> list[str]:
     """Return what a checkpoint's optimizer sets otherwise than the optimizer was built: ``"lr=0.1 (built as 0.2)"``.
 
     Args:
         optimizer: as built, before the checkpoint is loaded.
         saved: what :func:`optimizer_state` returned.
         scheduled: whether a schedule moves learning rate and momentum; then only what it starts from is compared.
+        built: how the groups of the checkpoint's run were built, as far as the run has moved them.
 
     Example:
         >>> import torch
@@ -266,10 +270,11 @@ def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, schedu
     """
     left_out = {"params", "param_names", "capturable", *(("lr", "momentum", "betas", "max_lr") if scheduled else ())}
     found: list[str] = []
-    for group, live in zip(saved.get("param_groups", ()), optimizer.param_groups, strict=False):
+    groups: Iterable[Any] = itertools.zip_longest(saved.get("param_groups", ()), built, fillvalue={})
+    for (group, before), live in zip(groups, optimizer.param_groups, strict=False):
         for key in live.keys() & group.keys() - left_out:
             old, new = _comparable(group[key]), _comparable(live[key])
-            if not is_same_setting(old, new):
+            if not is_same_setting(old, new) and not (key in before and is_same_setting(_comparable(before[key]), new)):
                 found.append(f"{key}={old!r} (built as {new!r})")
     return sorted(set(found))
 

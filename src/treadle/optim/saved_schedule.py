@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -35,10 +35,15 @@ def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+def overruled_schedule(scheduler: Any, saved: Mapping[str, Any], *, moved: Collection[str] = ()) -> list[str]:
     """Return the settings of a schedule that a checkpoint overrules: ``"T_max=10 (built as 20)"``.
 
     Of torch's schedulers, and those that they are made of; state of others may move with the steps.
+
+    Args:
+        scheduler: of this run.
+        saved: its state in the checkpoint.
+        moved: attributes of the objects of a LambdaLR that move with the steps.
 
     Example:
         >>> import torch
@@ -51,8 +56,16 @@ def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
         f"{key}={old!r} (built as {new[key]!r})"
         for new, settings in _pairs(scheduler, saved)
         for key, old in settings.items()
-        if key in new and not is_same_setting(old, new[key])
+        if key in new and not is_same_setting(_without(moved, old), _without(moved, new[key]))
     ]
+
+
+def _without(moved: Collection[str], value: Any) -> Any:
+    """Return the attributes of the objects of a LambdaLR that are settings; another value as it is."""
+    if not moved or not isinstance(value, list):
+        return value
+    return [{key: inner for key, inner in item.items() if key not in moved} if isinstance(item, dict) else item
+            for item in value]  # fmt: skip
 
 
 def refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
