@@ -1,4 +1,4 @@
-"""A bench on the terminal."""
+"""Terminal output of a bench."""
 
 from __future__ import annotations
 
