@@ -203,6 +203,6 @@ class _Keeper:
 
 def _refuse_unwritable(folder: Path) -> None:
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    reason = "is no folder" if not nearest.is_dir() else "cannot be written"
+    reason = "is not a folder" if not nearest.is_dir() else "cannot be written"
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         raise ConfigError(f"{nearest} {reason}; choose another folder", argument="workspace", value=str(folder))

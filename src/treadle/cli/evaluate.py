@@ -191,7 +191,7 @@ def stored_run(run: Path) -> StoredRun:
         found = [run / name for name in _BEST if (run / name).exists()]
         if not found:
             raise ConfigError(
-                f"is no checkpoint, and no folder with one of {', '.join(_BEST)}", argument="RUN", value=str(run)
+                f"is neither a checkpoint nor a folder with one of {', '.join(_BEST)}", argument="RUN", value=str(run)
             )
         path = found[0]
     tree = load_checkpoint(path)

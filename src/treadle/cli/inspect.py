@@ -63,7 +63,7 @@ def _state(problems: list[str]) -> str:
 
 def _show_folder(report: Mapping[str, Any], console: Console) -> None:
     if not report["checkpoints"]:
-        _line(console, f"{report['path']}: no checkpoints; give a run's folder, or one that checkpoints lie in")
+        _line(console, f"{report['path']}: no checkpoints; give a run's folder, or one with checkpoints")
     names = [
         entry["name"] if entry["link"] is None else f"{entry['name']} -> {entry['link']}"
         for entry in report["checkpoints"]

@@ -60,7 +60,7 @@ def read_seeds(text: str | None) -> list[int] | None:
         elif part.strip().isdigit():
             seeds.append(int(part))
         else:
-            raise ConfigError(f"--seeds {text}: {part!r} is no seed; write 0..7 or 0,3,5")
+            raise ConfigError(f"--seeds {text}: {part!r} is not a seed; write 0..7 or 0,3,5")
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds {text}: {'one is named twice' if seeds else 'names none'}; write 0..7 or 0,3,5")
     return seeds
@@ -83,8 +83,8 @@ def read_halving(text: str | None) -> SuccessiveHalving | None:
     found = _HALVING.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"--halving {text}: is no metric with epochs; write val_loss:1,3,9, with max: before it where more is "
-            "better, and :2 behind it to keep a half and not a third"
+            f"--halving {text}: is not a metric with epochs; write val_loss:1,3,9, with max: before it if more is "
+            "better, and :2 after it to keep a half instead of a third"
         )
     rungs = [int(rung) for rung in found["rungs"].split(",")]
     mode: Literal["min", "max"] = "max" if found["mode"] == "max" else "min"
@@ -116,7 +116,7 @@ def several(settings: Sequence[str], seeds: str | None, current: Callable[[str],
     numbers = read_seeds(seeds)
     if numbers is not None:
         if "seed" in swept or any(text.lstrip("+").startswith("seed=") for text in fixed):
-            raise ConfigError(f"--seeds {seeds}: the settings have a seed, too; give one of them")
+            raise ConfigError(f"--seeds {seeds}: the settings have a seed, too; give only one")
         swept["seed"] = [str(seed) for seed in numbers]
     if not swept:
         return None
@@ -213,7 +213,7 @@ def train_several(
         SystemExit: 1 if a run failed.
     """
     if launched():
-        raise ConfigError("several runs are dealt over processes without torchrun; use --workers, or one run on ranks")
+        raise ConfigError("several runs are spread over processes without torchrun; use --workers, or one run on ranks")
     from treadle.device import get_device
     from treadle.population import Population
 

@@ -175,14 +175,14 @@ def _the_only(runs: Sequence[Path], smiles_column: str | None) -> Path:
     """Return the run of a command without ``--smiles``, or raise ConfigError for what only ``--smiles`` allows."""
     if len(runs) > 1 or smiles_column is not None:
         idle = f"{len(runs)} runs" if len(runs) > 1 else f"--smiles-column {smiles_column}"
-        raise ConfigError(f"{idle}: has a meaning only with --smiles FILE")
+        raise ConfigError(f"{idle}: only allowed with --smiles FILE")
     return runs[0]
 
 
 def _refuse_beside_smiles(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None and value is not False and value != []:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: has no meaning with --smiles")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: does not apply with --smiles")
 
 
 def _predict_smiles(

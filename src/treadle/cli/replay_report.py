@@ -61,7 +61,7 @@ def print_step(values: Mapping[str, Any], console: Console) -> None:
     _line(console, "start", f"{values['start']} (step {values['start_step']}), on {values['device']}")
     for number, ids in enumerate(values["sample_ids"]):
         name = "samples" if len(values["sample_ids"]) == 1 else f"samples {number}"
-        _line(console, name, "the loader does not say" if ids is None else ", ".join(map(str, _flat(ids))))
+        _line(console, name, "not reported by the loader" if ids is None else ", ".join(map(str, _flat(ids))))
     _line(console, "loss", repr(values["loss"]))
     if "losses" in values:
         _line(console, "losses", ", ".join(map(repr, values["losses"])))

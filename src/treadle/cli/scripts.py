@@ -67,7 +67,7 @@ def train(cfg: Any) -> float | None:
             given=list(hydra.overrides.task),
         )
         if run.resume and hydra.mode is RunMode.MULTIRUN and PACK.holds_another(run):
-            messages.print(f"{run.out}: holds a run of another sweep, which is set aside", style="yellow", markup=False)
+            messages.print(f"{run.out}: holds a run of another sweep, now moved aside", style="yellow", markup=False)
             run = dataclasses.replace(run, resume=False)
         metrics = PACK.run(run, show_report)
     best: float | None = None if metrics is None else metrics["best_val_metric"]

@@ -88,7 +88,7 @@ def export_weights(
     weights = with_memory_of_their_own(found.weights)
     odd = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if odd:
-        raise CheckpointError(f"{str(found.path)!r}: {odd[0]} is no tensor, and an export holds tensors only")
+        raise CheckpointError(f"{str(found.path)!r}: {odd[0]} is not a tensor, and an export holds only tensors")
     bad = non_finite_names({"model": weights})
     if bad:
         _log.warning("%s: %d tensors are not finite (first: %s)", found.path, len(bad), bad[0].removeprefix("model."))

@@ -33,7 +33,7 @@ _REASONS = (
     (r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth", f"a pickle, which is not opened, of {RANDOM}"),
     (r"scheduler(_\d+)?\.(bin|pt)", SCHEDULE),
     (r"scaler(_\d+)?\.pt", SCALER),
-    (r"training_args\.bin", "a pickled object, which is not opened: the settings are yours to give"),
+    (r"training_args\.bin", "a pickled object, which is not opened: give the settings yourself"),
     (r"sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin", "the position in the data: training starts a new epoch"),
     (r"(model|pytorch_model)_\d+\.(safetensors|bin)", "a second model; the first one is read"),
     (r"optimizer_\d+\.bin", "a second optimizer; the first one is read"),

@@ -31,8 +31,8 @@ _LIGHTNING = {
     "loops": "the position inside the epoch: training continues at the beginning of one",
     "callbacks": "the state of callbacks, which are Lightning's own",
     "lr_schedulers": SCHEDULE,
-    "hyper_parameters": "the model is yours to build with them",
-    "datamodule_hyper_parameters": "the data is yours to build with them",
+    "hyper_parameters": "build the model with them yourself",
+    "datamodule_hyper_parameters": "build the data with them yourself",
     "MixedPrecision": SCALER,
 }
 
@@ -163,9 +163,9 @@ def _from_torch(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
 
 def _why(key: str, value: Any) -> str:
     if _is_state_dict(value):
-        return "weights beside those that were taken"
+        return "weights besides those that were taken"
     if is_optimizer_state(value):
-        return "the state of an optimizer beside the one that was taken"
+        return "the state of an optimizer besides the one that was taken"
     for word, reason in (("sched", SCHEDULE), ("scaler", SCALER), ("rng", RANDOM), ("random", RANDOM)):
         if word in key.lower():
             return reason
@@ -174,13 +174,15 @@ def _why(key: str, value: Any) -> str:
 
 def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
     if not _is_state_dict(tree.get("state_dict")):
-        raise CheckpointError(f"{str(path)!r} holds no weights: its state_dict is none of tensors alone")
+        raise CheckpointError(f"{str(path)!r} holds no weights: its state_dict does not hold tensors alone")
     optimizers = tree.get("optimizer_states") or []
     only = optimizers[0] if len(optimizers) == 1 and is_optimizer_state(optimizers[0]) else None
     known = {"pytorch-lightning_version", "state_dict", "optimizer_states", "epoch", "global_step", "hparams_name"}
     left_out = []
     if optimizers and only is None:
-        left_out.append(f"optimizer_states: of {len(optimizers)} optimizers; only that of a single one fits a run here")
+        left_out.append(
+            f"optimizer_states: of {len(optimizers)} optimizers; a run here takes the state of a single one"
+        )
     for key, value in tree.items():
         if key not in known and value:
             why = _LIGHTNING.get(key, "what the module or a plug-in added")

@@ -136,7 +136,7 @@ def _loaded(path: Path) -> Any:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        _log.warning("%s is damaged (%s) and will be rewritten", path, error)
         return None
 
 
@@ -144,7 +144,7 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
     try:
         return parse(path.read_bytes(), path)
     except (ConfigError, ImportError) as error:
-        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        _log.warning("%s is damaged (%s) and will be rewritten", path, error)
         return {}
 
 

@@ -152,7 +152,7 @@ def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRu
         ConfigError: the file is a script, is not there or gives no configuration, or an override names no key of it.
     """
     if path.is_file() and path.suffix.lower() == ".py" and not is_config_file(path):
-        raise ConfigError(f"{path}: is no configuration: {_what_a_script_is_for(path)}")
+        raise ConfigError(f"{path}: is not a configuration: {_what_a_script_is_for(path)}")
     config = load_config(path)
     if "face" not in config:
         return apply_overrides(config, overrides)

@@ -105,7 +105,7 @@ def with_transfers(loader: Any, device: torch.device) -> TransferLoader:
     on_host: list[bool] = []
     map_nested_tensor(lambda tensor: on_host.append(tensor.device.type == "cpu"), next(iter(loader)))
     if not any(on_host):
-        raise NotTried("the batches lie on the device already")
+        raise NotTried("the batches are on the device already")
     return TransferLoader(loader, device)
 
 

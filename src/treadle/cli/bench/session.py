@@ -181,7 +181,7 @@ class BenchHook(BaseHook):
         bf16 = _BF16.get(trainer.face, "mixed_precision: bf16")
         trials = [
             bench.run("fused optimizer", "fused=True", partial(fused_optimizer, trainer)),
-            bench.run("bf16", bf16, partial(in_bf16, trainer), "rounds otherwise: look at the loss"),
+            bench.run("bf16", bf16, partial(in_bf16, trainer), "rounds differently: check the loss"),
             bench.run("capture", "capture=True, with a fused optimizer", partial(captured, trainer, self._groups)),
             self._try_compiling(bench),
             self._try_doubling(bench),
@@ -199,12 +199,12 @@ class BenchHook(BaseHook):
         trial = bench.run("compiled blocks", 'compile="blocks"', partial(compiled_blocks, bench.engine, cold=cold))
         if trial.seconds is None:
             return trial
-        note = f"the first step took {cold['seconds']:.1f} s; rounds otherwise"
+        note = f"the first step took {cold['seconds']:.1f} s; rounds differently"
         return Trial(trial.name, trial.how, trial.seconds, trial.present, note)
 
     def _try_doubling(self, bench: Bench) -> Trial:
         trial = bench.run("twice the batch", "", partial(doubled_batch, bench.engine))
         if trial.seconds is None:
             return trial
-        note = "time for as many samples as before; another batch size is another training"
+        note = "time for the same number of samples; another batch size changes the training"
         return Trial(trial.name, "a larger batch_size", trial.seconds / 2, trial.present, note, other_training=True)

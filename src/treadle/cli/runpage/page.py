@@ -58,7 +58,7 @@ def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
         sections="\n".join(part for part in sections if part),
         written=words.date(time.time()),
         version=own_version(),
-        reload=f" It loads itself again every {reload:g} seconds." if reload else "",
+        reload=f"It reloads itself every {reload:g} seconds." if reload else "",
         library=plotting_library(),
         data=_data(runs, charts, columns, title=title, reload=reload),
         script=_asset("page.js") + _asset("runs.js"),
@@ -109,7 +109,7 @@ def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
             notes.append(f"{run.name}: no times were recorded; a SessionLogHook writes them.")
         same = ", ".join(f"{key} {words.number(value)}" for key, value in constants_of(run).items())
         if len(runs) == 1 and len(read_sessions(run.sessions)) > 1:
-            notes.append("A dotted line from top to bottom: a later process took the run up there.")
+            notes.append("A vertical dotted line: a later process resumed the run there.")
         notes += [f"{run.name}, the same in every epoch: {same}."] if same and len(runs) <= 3 else []
     if len(runs) > 1 and any(run.epochs for run in runs):
         notes.append("Dots joined by a dotted line: validation. A star: the best epoch.")
@@ -148,7 +148,7 @@ def _parallel_frame(runs: Sequence[RunRecords], columns: Sequence[sweep.Column])
     if axes is None:
         return ""
     return (
-        '\n<figure class="chart whole"><h3>Settings and results, a line each run</h3><div class="wide">'
+        '\n<figure class="chart whole"><h3>Settings and results, one line per run</h3><div class="wide">'
         f'<div class="plot" id="parallel" style="min-width:{6 * len(axes)}rem" role="img" '
         'aria-label="Settings and results of each run"></div></div></figure>'
     )

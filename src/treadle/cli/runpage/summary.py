@@ -105,7 +105,7 @@ def _status(records: RunRecords) -> tuple[str, str | None]:
             return last.status, None if last.end is None else _text(last.end.get("error"))
         if find(records.folder, LOCK_NAME) is None and time.time() - last.marks[-1][1] < _RECENT:
             return RUNNING, "no lock in its folder; a line was written just now"
-        return STOPPED, "its process ended without a word"
+        return STOPPED, "its process ended without a record"
     step, total = _last_step(records), _total_steps(records)
     if records.results or (step is not None and total is not None and step >= total):
         return FINISHED, None

@@ -64,7 +64,7 @@ class Arrangement(MovedRuns):
 
     def _arrange_files(self, engine: Engine) -> None:
         for left_out in self.move(engine):
-            self._note(f"{left_out} left out: it would send these runs away")
+            self._note(f"{left_out} left out: it would upload these runs")
         if not any(isinstance(hook, CheckpointingHook) for hook in engine.hooks):
             self._note(f"a CheckpointingHook added: there is none (every {self.job.interval} steps, and SIGTERM)")
             engine.hooks = [*engine.hooks, CheckpointingHook(self.job.interval, exit_signals=signal.SIGTERM)]

@@ -26,7 +26,7 @@ PARTS = {
     "sample ids": "which samples were read",
     "batch content": "what was read",
     "random state before the forward pass": "python, numpy and torch",
-    "weights before the forward pass": "after hooks had their say",
+    "weights before the forward pass": "after all hooks",
     "random state after the forward pass": "python, numpy and torch",
     "loss": "loss, weight and records of each micro-batch",
     "gradients": "by parameter, and their norm",

@@ -239,15 +239,15 @@ class Verifier:
     def _failed_rerun(self, job: Job, answer: Mapping[str, Any]) -> str:
         how = f"was ended after {job.limit:.0f} s" if answer["timed_out"] else f"failed (exit code {answer['code']})"
         after = f"after kill {job.number}" if job.number else "before any kill"
-        return f"a straight run ends well and the run {after} {how}: {_last_line(job.log)}"
+        return f"an uninterrupted run ends well and the run {after} {how}: {_last_line(job.log)}"
 
     def _conclude(self, comparison: Comparison, difference: Difference | None, device: str) -> None:
         result = self.result
         result.parts, result.records, result.difference = comparison.parts, comparison.records, difference
         if comparison.unseeded:
             result.notes.append(
-                f"the generators of {' and '.join(sorted(comparison.unseeded))} start in another state in each run and "
-                "were not compared; nothing depended on them here, but seed them too: treadle.set_seed(0), or "
+                f"the generators of {' and '.join(sorted(comparison.unseeded))} start in a different state in each run "
+                "and were not compared; nothing depended on them here, but seed them too: treadle.set_seed(0), or "
                 "seed: 0 in a configuration"
             )
         if difference is not None:
@@ -256,7 +256,7 @@ class Verifier:
             result.verdict = "NOT EXACT"
         elif self.number_of_kills and not any(step > result.first_step for step in result.resumed_from):
             result.reason = (
-                "no rerun went on from a checkpoint: each started from the beginning, so there was nothing to check. "
+                "no rerun continued from a checkpoint: each started from the beginning, so there was nothing to check. "
                 "Give the script's CheckpointingHook load='latest', or use more --steps"
             )
         else:
