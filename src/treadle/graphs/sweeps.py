@@ -54,7 +54,7 @@ def random_sweep(parameters: Mapping[str, Any], num_runs: int, *, seed: int = 0)
     """Draw settings; draw i depends on the seed and i alone, so a longer sweep begins with a shorter one.
 
     Args:
-        parameters: for each dotted setting a list to choose from, or ``(low, high)``: two whole numbers, both included,
+        parameters: for each dotted setting a list to choose from, or ``(low, high)``: two integers, both included,
             or two floats; floats above 0 that span more than a factor of 10 are drawn by their logarithm.
         num_runs: how many.
         seed: of the draws.

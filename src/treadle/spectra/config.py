@@ -93,7 +93,7 @@ class TrainerConfig:
     out_dir: str | Path = "runs"
     """Folder of checkpoints, history and exports; created when training starts."""
     device: str | None = None
-    """None takes CUDA, then MPS, then the CPU."""
+    """None selects CUDA, then MPS, then the CPU."""
     amp: bool = True
     """Mixed precision, on every device type."""
     amp_dtype: str = "bf16"
