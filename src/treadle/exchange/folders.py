@@ -1,4 +1,4 @@
-"""Folders that Accelerate, the Hugging Face Trainer and ``save_pretrained`` write."""
+"""Reading of checkpoint folders of Accelerate, the Hugging Face Trainer and ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
 
     Args:
         folder: the checkpoint.
-        optimizer: read its optimizer's file, which is the larger one.
+        optimizer: also read the optimizer's file, which is the larger one.
 
     Raises:
-        CheckpointError: it is none, or a file in it is damaged or holds pickled code.
+        CheckpointError: it is not such a folder, or a file in it is damaged or holds pickled code.
     """
     names = sorted(os.listdir(folder))
     weights = weights_file(folder)

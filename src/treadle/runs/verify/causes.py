@@ -1,4 +1,4 @@
-"""From the first difference to its likely cause and the fix."""
+"""Diagnosis of the first difference: its likely cause and the fix."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _DETERMINISTIC = (
 
 @dataclass(frozen=True)
 class Cause:
-    """What most likely makes the difference.
+    """Likely cause of a difference.
 
     Attributes:
         name: a short key for programs.
-        rule: what was seen and what it means.
+        rule: the observation and what it means.
         fix: what to change.
     """
 
@@ -37,11 +37,11 @@ class Cause:
 
 
 def likely_cause(difference: Difference, device: str = "cpu") -> Cause:
-    """Name the likely cause of a difference.
+    """Return the likely cause of a difference.
 
     Args:
-        difference: the first one.
-        device: where the target ran.
+        difference: the first difference.
+        device: the device of the target.
     """
     if difference.part == STEPS:
         return Cause("other_length", "the runs have other steps", "let the number of steps depend on nothing random")
@@ -197,7 +197,7 @@ def _unsaved(difference: Difference) -> Cause:
 
 
 def _named(difference: Difference, *kinds: str) -> str:
-    """Name the values outside checkpoints that differ: most likely one of them is to blame."""
+    """List the values outside checkpoints that differ, the likely culprits."""
     names = list(difference.outside)
     first = [name for kind in kinds for name in names if name.split(" ")[0] == kind]
     ordered: Sequence[str] = first or ([] if kinds else names)

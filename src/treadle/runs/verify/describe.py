@@ -1,4 +1,4 @@
-"""The result of a verification in words and as plain values."""
+"""Descriptions of a verification's result, in words and as plain values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _since(difference: Difference) -> str:
 
 
 def describe_difference(difference: Difference) -> str:
-    """Return one sentence with the first difference of two runs and both values.
+    """Return a sentence with the first difference of two runs and both values.
 
     Example:
         >>> describe_difference(Difference(False, "step", 7, 6, "loss", "0.0", "0.5", "0.25"))
@@ -59,7 +59,7 @@ def describe_difference(difference: Difference) -> str:
 
 
 def describe_kill(kill: Kill) -> str:
-    """Return where a kill came.
+    """Describe where a kill happened.
 
     Example:
         >>> describe_kill(Kill(5, "SIGKILL", "before"))
