@@ -13,17 +13,17 @@ grid of `treadle.regression`. Each baseline learns one question; it gets the val
 (images also as 48 principal components and sums), and the better of the two on validation objects counts, as do the
 settings of the generating baselines. Three seeds of trees are averaged too. All scores are on test objects.
 
-With 20 jobs the members and regressions took 114 s, as did all peers but the trees on spectra for J-Ks, which need more
-than two minutes. Results stored below --runs are not recomputed, whichever machine made them.
+There the command took 156 s from an empty folder: the members 120 s each, in parallel, and the trees on spectra for
+J-Ks, which start last, 30 s more. Results stored below --runs are not recomputed, whichever machine made them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ BLIND = 0.5  # share of rows in a batch whose image or spectrum is predicted fro
 BACK = {"xdf": 200.0, "spex": 6.0}  # weights of the squared error of pictures and spectra
 NEAREST, COMPONENTS = 10, 64
 DRAWN = {"picture": "xdf", "spectrum": "spex"}  # the survey of each
-METHODS = ("ridge", "boosted trees", "extra trees")
+METHODS = {"ridge": (0,), "boosted trees": (0, 1, 2), "extra trees": (0, 1, 2)}  # seeds of each
 
 
 def load(options: argparse.Namespace) -> tuple[Surveys, Surveys, Surveys]:
@@ -378,57 +378,66 @@ def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question
     return found
 
 
-def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the scores of all baselines on one question."""
+def ask_peer(number: int, kind: str, seed: int, options: argparse.Namespace) -> Path | None:
+    """Fit one kind of baseline to one question, once with each of its inputs; return its predictions."""
     from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 
     question = CROSS_PREDICTIONS[number]
-    file = options.runs / f"peers-{question.target}.json"
+    file: Path = options.runs / f"peer-{question.target}-{kind.replace(' ', '-')}-{seed}.pt"
     if file.exists():
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return file
     if time.time() > options.deadline:
         return None
     train, val, test = load(options)
     tokenizers = fit_tokenizers(list(train.values()), **options.tokens, seed=0)
-    surveys = []
-    for part in (train, val, test):
-        survey = part[question.survey]
-        surveys.append(survey.take(np.isfinite(survey.column(question.target))))
-    y_train, y_val, y_test = (survey.column(question.target) for survey in surveys)
+    surveys = with_target((train, val, test), question)
+    y_train = surveys[0].column(question.target)
 
-    def trees(kind: str, x: Sequence[Array], seed: int) -> list[Array]:
+    def fitted(x: Sequence[Array]) -> list[Array]:
         if kind == "ridge":
             return [ridge_prediction(x[0], y_train, part) for part in x[1:]]
         if kind == "boosted trees":
             # Without randomness, all seeds would be equal.
             model: Any = HistGradientBoostingRegressor(random_state=seed, max_features=0.5)
-            return [model.fit(x[0], y_train).predict(part) for part in x[1:]]
-        model = ExtraTreesRegressor(options.trees, random_state=seed, n_jobs=2)
-        filled = [np.nan_to_num(part) for part in x]
-        return [model.fit(filled[0], y_train).predict(part) for part in filled[1:]]
+        else:
+            model, x = ExtraTreesRegressor(options.trees, random_state=seed), [np.nan_to_num(part) for part in x]
+        return [model.fit(x[0], y_train).predict(part) for part in x[1:]]
 
-    result: dict[str, Any] = {"n": len(y_test)}
+    found: dict[str, dict[str, Tensor]] = {}
     with threadpool_limits(1):  # on a busy machine two threads wait for each other
-        for kind in METHODS:
-            for name, x in features(tokenizers, surveys[0], surveys, question).items():
-                said = [trees(kind, x, seed) for seed in ([0] if kind == "ridge" else range(3))]
-                chosen = explained(np.mean([val for val, _ in said], axis=0), y_val, y_train.mean())
-                together = np.mean([test for _, test in said], axis=0)
-                scores = {
-                    "input": name, "validation": chosen,
-                    "explained": [explained(test, y_test, y_train.mean()) for _, test in said],
-                    "together": explained(together, y_test, y_train.mean()),
-                    "deviation": float(np.std(np.mean([val for val, _ in said], axis=0) - y_val)),
-                }  # fmt: skip
-                off, deviation = (together - y_test) / y_train.std(), scores["deviation"] / y_train.std()
-                scores["log_likelihood"] = float(
-                    np.mean(-0.5 * (off / deviation) ** 2 - np.log(deviation) - 0.5 * np.log(2 * np.pi))
-                )
-                scores["covered"] = {"50%": float(np.mean(abs(off) < 0.67449 * deviation)),
-                                     "90%": float(np.mean(abs(off) < 1.64485 * deviation))}  # fmt: skip
-                result.setdefault(kind, []).append(scores)
-    kept(file, lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
-    print(f"peers, {question.target}", flush=True)
+        for name, x in features(tokenizers, surveys[0], surveys, question).items():
+            found[name] = dict(zip(("val", "test"), map(torch.from_numpy, fitted(x)), strict=True))
+    kept(file, lambda path: torch.save(found, path))
+    print(f"{kind}, {question.target}, seed {seed}", flush=True)
+    return file
+
+
+def with_target(parts: Sequence[Surveys], question: CrossPrediction) -> list[Survey]:
+    """Return the objects of each part whose number is known."""
+    surveys = [part[question.survey] for part in parts]
+    return [survey.take(np.isfinite(survey.column(question.target))) for survey in surveys]
+
+
+def peer_scores(
+    files: Mapping[str, Sequence[Path]], parts: Mapping[str, Surveys], question: CrossPrediction
+) -> dict[str, Any]:
+    """Return the scores of all baselines on one question, for each of their inputs."""
+    surveys = with_target(list(parts.values()), question)
+    y_train, y_val, y_test = (survey.column(question.target) for survey in surveys)
+    result: dict[str, Any] = {"n": len(y_test)}
+    for kind, seeds in files.items():
+        answers = [torch.load(file, weights_only=True) for file in seeds]
+        for name in answers[0]:
+            said = [tuple(answer[name][part].numpy() for part in ("val", "test")) for answer in answers]
+            together_val, together = (np.mean(part, axis=0) for part in zip(*said, strict=True))
+            deviation = float(np.std(together_val - y_val))
+            off = abs(together - y_test) / deviation
+            likelihood = -0.5 * off**2 - np.log(deviation / y_train.std()) - 0.5 * np.log(2 * np.pi)
+            result.setdefault(kind, []).append({
+                "input": name, "validation": explained(together_val, y_val, y_train.mean()),
+                "together": explained(together, y_test, y_train.mean()), "log_likelihood": float(likelihood.mean()),
+                "covered": {"50%": float(np.mean(off < 0.67449)), "90%": float(np.mean(off < 1.64485))},
+            })  # fmt: skip
     return result
 
 
@@ -697,14 +706,19 @@ def main() -> None:
             seed: [pool.submit(train_member, seed, member, options) for member in range(options.members)]
             for seed in options.seeds
         }
-        others = [pool.submit(ask_peers, number, options) for number in range(len(CROSS_PREDICTIONS))]
-        regressions = [pool.submit(ask_kernel, number, options) for number in range(len(CROSS_PREDICTIONS))]
         drawings = {kind: pool.submit(draw_others, kind, options) for kind in DRAWN}
+        regressions = [pool.submit(ask_kernel, number, options) for number in range(len(CROSS_PREDICTIONS))]
+        others = [
+            {kind: [pool.submit(ask_peer, number, kind, seed, options) for seed in seeds]
+             for kind, seeds in METHODS.items()}
+            for number in range(len(CROSS_PREDICTIONS))
+        ]  # fmt: skip
         files = {seed: [each.result() for each in members] for seed, members in runs.items()}
-        peers = [each.result() for each in others]
+        peers = [{kind: [each.result() for each in seeds] for kind, seeds in kinds.items()} for kinds in others]
         fitted = [each.result() for each in regressions]
         drawn = {kind: each.result() for kind, each in drawings.items()}
-    if None in [file for members in files.values() for file in members] + peers + fitted + list(drawn.values()):
+    asked = [*files.values(), *(found for kinds in peers for found in kinds.values()), fitted, drawn.values()]
+    if None in chain.from_iterable(asked):
         print("not finished: the same command resumes")
         return
     parts = dict(zip(("train", "val", "test"), load(options), strict=True))
@@ -713,7 +727,10 @@ def main() -> None:
         each | kernel_scores(parts, question, each) for question, each in zip(CROSS_PREDICTIONS, answers, strict=True)
     ]
     seeds = [answers_of([file for file in members if file], parts, kernels) for members in files.values()]
-    found = [peer for peer in peers if peer is not None]
+    found = [
+        peer_scores({kind: [file for file in seeds if file] for kind, seeds in kinds.items()}, parts, question)
+        for question, kinds in zip(CROSS_PREDICTIONS, peers, strict=True)
+    ]
     others = {kind: torch.load(file, weights_only=False) for kind, file in drawn.items() if file is not None}
     first = score_table(seeds, found, kernels)
     notes = [
