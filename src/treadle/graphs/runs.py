@@ -46,9 +46,9 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     help = """
     Train a graph transformer with positional encodings on 4,990 real molecules and show what it learned.
 
-    The molecules come with rdkit; nothing is downloaded unless dataset names a benchmark. A run that was stopped, at
-    any moment and by anything, resumes when the same command is run again; one that is finished shows its results.
-    Ctrl-C saves before it leaves.
+    The molecules come with rdkit; nothing is downloaded unless dataset names a benchmark. A run that was stopped at any
+    moment, by any cause, resumes when the same command is run again; a finished one shows its results. Ctrl-C saves
+    before exiting.
 
     A setting without a dot chooses from a group: dataset, model, pe (encodings) or train; the others set one value.
 
@@ -200,7 +200,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         stored = tree.get("config", {}).get("run")
         if stored is None:
             raise ConfigError(
-                f"{path}: does not say how its data and model were built, as it is no checkpoint of "
+                f"{path}: does not say how its data and model were built, since it is not a checkpoint of "
                 "`treadle train graphs` or scripts/train.py; load it with your own GraphTrainer and call eval_epoch"
             )
         return GraphsConfig.from_values(stored), int(tree["config"]["threads"])

@@ -62,14 +62,14 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     name = "text"
     summary = SUMMARIES["text"]
     help = """
-    Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, draw text.
+    Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, and sample text.
 
-    Weights, tokenizer and text are made on this machine; nothing is downloaded. A run that was stopped, at any moment
-    and by anything, resumes when the same command is run again; one that is finished shows its results. Ctrl-C saves
-    before it leaves.
+    Weights, tokenizer and text are made on this machine; nothing is downloaded. A run that was stopped at any moment,
+    by any cause, resumes when the same command is run again; a finished one shows its results. Ctrl-C saves before
+    exiting.
 
     The run folder holds config.json, tokenizer.json, history.json, steps.jsonl, checkpoints/, best_model.pt,
-    pretrained/ (for from_pretrained), lora/ with the same of the fine-tuning, samples.txt, metrics.json and
+    pretrained/ (for from_pretrained), lora/ with the same for the fine-tuning, samples.txt, metrics.json and
     pictures/loss.png.
 
     \b
