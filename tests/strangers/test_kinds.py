@@ -412,7 +412,7 @@ def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplo
         engine.run(points_loader(Cached()), max_steps=steps)
         engine.state_dict()
     assert caplog.text.count("hook Late: teacher has changed, and no checkpoint holds it") == 1
-    assert "Cached.read has changed, and no checkpoint holds it" in caplog.text
+    assert "Cached.read (an lru_cache) has changed, and no checkpoint holds it" in caplog.text
 
 
 def test_trying_the_schedule_moves_nothing():

@@ -16,13 +16,13 @@ from treadle import distributed
 from treadle.checkpoint.schema import from_plain
 from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.amount import Amount, batches_in
+from treadle.data.batch_sizes import other_batch_size
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
 from treadle.data.elastic import ResumePoint, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
 from treadle.data.sources import Source, open_source
-from treadle.data.transfer import TransferLoader
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.seed import RngState, forked_rng, mix_seed
@@ -171,7 +171,7 @@ class Cursor:
         loader = self._loader
         if self._opening is None or self._iterator is not None or self.ended:
             self._restore_pending()  # between two epochs: what set_epoch and the length of the next one build on
-            self._compare_batch_sizes()
+            self.warn(other_batch_size(self._loaded or {}, self._loader))
         if self._iterator is not None or self.ended:
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
@@ -205,21 +205,6 @@ class Cursor:
     def _asks_at_each_step(self) -> bool:
         """Return whether some rank may end early, so that ranks must agree on each group."""
         return self.ranks == "together" and self.lengths is not None and not self.lengths.certain
-
-    def _compare_batch_sizes(self) -> None:
-        """Warn where the checkpoint, which was written between two epochs, had batches of another size."""
-        loaded = self._loaded or {}
-        before, now = loaded.get("batch_size"), batch_size_of(self._loader)
-        order, ordered = loaded.get("order") or {}, in_global_order(self._loader)
-        if order and ordered is not None:
-            before, now = order.get("global_batch_size"), ordered.order.global_batch_size
-        elif loaded.get("num_ranks") != distributed.world_size():
-            return  # batches of one rank, which change with the number of ranks
-        if before is not None and now is not None and before != now:
-            self.warn([
-                f"batches had {before} samples in the run that wrote the checkpoint and have {now} now: from here on "
-                f"the run is another. Keep batch_size={before} to go on with it"
-            ])  # fmt: skip
 
     def _open_fresh(self) -> None:
         self._opening = {
@@ -453,7 +438,7 @@ class Cursor:
             "epoch": self.epoch,
             "position": self.position,
             "ended": self.ended,
-            "opening": self._opening_state(objects),
+            "opening": self._objects.completed(self._opening, objects),
             "generators": self._pending_generators
             or [generator.get_state() for generator in generators_of(self._loader)],
             "kind": source.kind if source else None,
@@ -462,7 +447,6 @@ class Cursor:
             "num_workers": self._num_workers,
             "num_ranks": distributed.world_size(),
             "order": self._order_state(),
-            **self._batch_size(),
             **({"objects": objects} if objects else {}),
         }
 
@@ -471,27 +455,10 @@ class Cursor:
         """Whether an epoch has ended and the next one has not begun."""
         return self.ended or (self.epoch > 0 and not self.position)
 
-    def _batch_size(self) -> dict[str, Any]:
-        """Return the entry ``batch_size``, or none inside an epoch, whose length tells of another one."""
-        size = batch_size_of(self._loader) if self.between_epochs else None
-        return {} if size is None else {"batch_size": size}
-
     def _object_states(self) -> dict[str, Any]:
         """Return the entry ``objects``; empty if there is nothing to save."""
         self._warn_of_lost()
         return self._objects.collect() if self._pending_objects is None else self._pending_objects
-
-    def _opening_state(self, objects: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the entry ``opening``, without states of objects where there are none, as checkpoints of old have it.
-
-        Args:
-            objects: their states now.
-        """
-        if self._opening is None:
-            return None
-        states = self._objects.completed(self._opening.get("objects") or {}, objects)
-        return {**{key: value for key, value in self._opening.items() if key != "objects"},
-                **({"objects": states} if states else {})}  # fmt: skip
 
     def _warn_of_lost(self) -> None:
         lost = [
@@ -539,19 +506,6 @@ class Cursor:
             if sentence not in self._warned:
                 self._warned.add(sentence)
                 _log.warning(sentence, extra={"topic": topic})
-
-
-def batch_size_of(loader: Any) -> int | None:
-    """Return how many samples a loader puts into a batch, by its batch sampler if it has one; None where it is unknown.
-
-    Example:
-        >>> batch_size_of(torch.utils.data.DataLoader([1.0, 2.0], batch_size=2)), batch_size_of([[1.0], [2.0]])
-        (2, None)
-    """
-    loader = loader.loader if isinstance(loader, TransferLoader) else loader
-    owner = loader if getattr(loader, "batch_sampler", None) is None else loader.batch_sampler
-    size = getattr(owner, "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:

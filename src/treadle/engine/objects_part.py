@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Iterator, Mapping
@@ -71,6 +72,19 @@ def _roots(engine: Engine) -> dict[str, Any]:
     if not is_ours(engine) and trainer is not engine:
         found["trainer"] = engine
     return {**found, "task": task}
+
+
+@contextlib.contextmanager
+def hooks_beginning(engine: Engine) -> Iterator[None]:
+    """Let hooks begin in the block, and put back what they changed of the objects that a checkpoint has set."""
+    kept = {"": engine.state.objects}
+    kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
+    before = {name: objects.as_loaded() for name, objects in kept.items()}
+    yield
+    engine.state.look_again()
+    for name, objects in kept.items():
+        for text in objects.settle(before[name]):
+            engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
 
 
 def warn_of_lost(engine: Engine) -> None:

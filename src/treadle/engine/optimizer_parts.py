@@ -14,7 +14,13 @@ from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unli
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import aligned_groups, load_optimizer_state, optimizer_state, overruled_settings
 from treadle.optim.optimizer_state import OWN, by_position
-from treadle.optim.saved_schedule import as_built, jump_of_the_rate, overruled_schedule, refuse_another_schedule
+from treadle.optim.saved_schedule import (
+    as_built,
+    jump_of_the_rate,
+    moved_factors,
+    overruled_schedule,
+    refuse_another_schedule,
+)
 from treadle.optim.schedules import scheduler_state
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ class SchedulerPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
         if scheduler is not None and state is not None:
-            moved = _moved_factors(saved)
+            moved = moved_factors(saved.part("objects"))
             yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state, moved=moved))
             if not moved:
                 jump = jump_of_the_rate(scheduler, state)
@@ -138,12 +144,6 @@ class ScalerPart(StatePart):
     def load(self, engine: Engine, saved: Saved) -> None:
         if engine.precision.scaled and saved.get("scaler"):
             engine.precision.scaler.load_state_dict(dict(saved.get("scaler")))
-
-
-def _moved_factors(saved: Saved) -> set[str]:
-    """Return the attributes of the objects of a LambdaLR that have moved in the run that wrote a checkpoint."""
-    of_factors = (entry for path, entry in saved.part("objects").items() if path.startswith("scheduler.lr_lambdas"))
-    return {name for entry in of_factors for name in entry.get("attributes", {})}
 
 
 def _checkpoint_wins(what: str, settings: list[str]) -> Iterator[Notice]:

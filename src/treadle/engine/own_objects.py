@@ -72,6 +72,7 @@ class OwnObjects:
         self._carried: set[str] = set()
         self._late: set[str] = set()
         self._loaded: Mapping[str, Any] = {}
+        self._is_new = False  # whether it was loaded since hooks began
         self._set: dict[str, dict[str, Any]] | None = None  # what hooks set before training, which may be settings
         self._roots = dict(roots)
         self.functions: list[types.FunctionType] = []  # the user's, for the variables that they use
@@ -190,9 +191,12 @@ class OwnObjects:
         }
 
     def as_loaded(self) -> dict[str, Any]:
-        """Return copies of what a checkpoint has set, before hooks begin; nothing where none was loaded."""
+        """Return copies of what a checkpoint has set since the last call, before hooks begin; nothing if none has."""
+        is_new, self._is_new = self._is_new, False
+        if not is_new:
+            return {}
         states = {path: self._copy_of(path) for path in self.owners if path in self._loaded}
-        return {"states": states, "attributes": self.attributes()} if self._loaded else {}
+        return {"states": states, "attributes": self.attributes()}
 
     def _copy_of(self, path: str) -> dict[str, Any]:
         """Return a copy of the state of an object, and of what it leaves out of it where it is a module."""
@@ -276,7 +280,7 @@ class OwnObjects:
         Raises:
             CheckpointError: an object refuses its own state.
         """
-        self._loaded = saved
+        self._loaded, self._is_new = saved, True
         for path in self.owners:
             self._restore_owner(path, saved.get(path, {}))
         self.restore_attributes(saved)

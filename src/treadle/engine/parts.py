@@ -14,6 +14,7 @@ from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.comparison import digest
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.schema import FORMAT_VERSION, from_plain, to_plain, versions
+from treadle.data.batch_sizes import other_accumulation, sizes_between_epochs
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
 from treadle.engine.hooks_part import HooksPart
 from treadle.engine.modules_part import ModulesPart
@@ -181,32 +182,15 @@ class DataPart(StatePart):
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["data"] = engine.cursor.state_dict()
         if engine.cursor.between_epochs:  # else the counters tell
-            tree["data"]["accumulation_steps"] = engine.settings.accumulation_steps
+            tree["data"] |= sizes_between_epochs(engine.cursor.loader, engine.settings.accumulation_steps)
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
-        before, now = _accumulation_of(saved), engine.settings.accumulation_steps
-        if before not in (None, now):
-            yield Notice(
-                f"accumulation_steps: a step had {before} micro-batches in the run that wrote the checkpoint and has "
-                f"{now} now: from here on the run is another. Keep {before} to go on with it"
-            )
+        yield from map(Notice, other_accumulation(saved.tree, engine.settings.accumulation_steps))
 
     def load(self, engine: Engine, saved: Saved) -> None:
         engine.cursor.restart(epoch=int(saved.get("epoch") or 0))
         if saved.get("data") is not None:
             engine.cursor.load_state_dict(saved.get("data"), rng=_rng_of_rank(engine, saved))
-
-
-def _accumulation_of(saved: Saved) -> int | None:
-    """Return how many micro-batches a step had that a checkpoint counted; None where it restores or does not tell."""
-    progress, data = saved.part("progress"), saved.part("data")
-    if "accumulation_steps" in (progress.get("settings") or {}):
-        return None  # a hook moved it, which goes on
-    if "accumulation_steps" in data or data.get("ended"):
-        return data.get("accumulation_steps")
-    steps, position = progress.get("epoch_applied_steps", 0), data.get("position", 0)
-    all_applied = progress.get("applied_steps") == saved.get("global_step")
-    return position // steps if steps and all_applied and position % steps == 0 else None
 
 
 class RngPart(StatePart):

@@ -22,7 +22,7 @@ from treadle.engine.failure import failing_by_name
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
 from treadle.engine.names import uncalled_methods
-from treadle.engine.objects_part import warn_of_lost
+from treadle.engine.objects_part import hooks_beginning, warn_of_lost
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.rehearsal import try_folders, try_schedule
 from treadle.engine.signals import ExitPlan
@@ -159,7 +159,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
     try:
         with failing_by_name(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
             with contextlib.suppress(EvaluationAbandoned):  # raised in a callback, or in a hook before the first step
-                with engine.state.hooks_beginning(engine):
+                with hooks_beginning(engine):
                     for hook in engine.hooks:
                         opened.append(hook)
                         hook.on_before_train(engine)

@@ -6,8 +6,7 @@ not fit leaves the run unchanged; the random state is loaded last.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -119,7 +118,6 @@ class RunState:
         self._warned: set[str] = set()
         self.length_checked = False
         self._settings: EngineSettings | None = None
-        self._begun_loads = 0  # loads before the last time that hooks began
 
     def prepare(self, engine: Engine) -> None:
         """Fingerprint the frozen weights, and record the initial state of the user's objects."""
@@ -156,19 +154,6 @@ class RunState:
         """
         for objects in (self.objects, *self.hooks.objects.values()):
             objects.look_again()
-
-    @contextlib.contextmanager
-    def hooks_beginning(self, engine: Engine) -> Iterator[None]:
-        """Let hooks begin in the block, and put back what they changed of the objects that a checkpoint has set."""
-        kept = {"": self.objects, **{f"hook {key}: ": objects for key, objects in self.hooks.objects.items()}}
-        is_new = self.loaded and self._begun_loads != self.num_loads
-        before = {name: objects.as_loaded() if is_new else {} for name, objects in kept.items()}
-        self._begun_loads = self.num_loads
-        yield
-        self.look_again()
-        for name, objects in kept.items():
-            for text in objects.settle(before[name]):
-                self.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
 
     def try_before_step_1(self, trial: Callable[[], None]) -> None:
         """Register a trial to run before the first step of a fresh run; a resumed run has passed it before."""

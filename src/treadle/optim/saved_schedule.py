@@ -60,6 +60,17 @@ def overruled_schedule(scheduler: Any, saved: Mapping[str, Any], *, moved: Colle
     ]
 
 
+def moved_factors(objects: Mapping[str, Any]) -> set[str]:
+    """Return the attributes of the objects of a LambdaLR that have moved in the run that wrote a checkpoint.
+
+    Example:
+        >>> moved_factors({"scheduler.lr_lambdas[0]": {"attributes": {"calls": 3}}})
+        {'calls'}
+    """
+    of_factors = (entry for path, entry in objects.items() if path.startswith("scheduler.lr_lambdas"))
+    return {name for entry in of_factors for name in entry.get("attributes", {})}
+
+
 def _without(moved: Collection[str], value: Any) -> Any:
     """Return the attributes of the objects of a LambdaLR that are settings; another value as it is."""
     if not moved or not isinstance(value, list):
