@@ -1,4 +1,4 @@
-"""The pictures of a graph run's results and their captions."""
+"""Plots of a graph run's results and their captions."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from treadle.graphs.run_config import GraphsConfig
 from treadle.runs.curves import plot_training_curves
 from treadle.runs.report import Picture
 
-_MOST_TARGETS = 3  # that get a picture of contributions
+_MOST_TARGETS = 3  # that get a plot of contributions
 _LOGP = ("nci", "zinc_clean_leads")  # data sets whose target is penalised logP
-_MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: large enough to show, small enough to read
+_MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: informative, yet readable
 
 
 def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder: Path) -> list[Picture]:
-    """Draw what the trainer's model does on the test set.
+    """Draw plots of the trainer's model on the test set.
 
     Args:
         config: the settings of the run.
         data: the data set.
         trainer: its model has the best weights.
-        folder: gets the files.
+        folder: output folder.
 
     Returns:
-        The pictures with their captions.
+        The plots with their captions.
     """
     predicted = trainer.predict(loader(data.test, config.training.batch_size))
     curves = plot_training_curves(_curves(trainer), folder / "training_curves.png")
@@ -51,7 +51,7 @@ def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder
 
 
 def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Picture]:
-    """Pictures of a regression with one target per graph: one axis is for one target."""
+    """Draw plots of a regression with one target per graph, since an axis shows one target."""
     if data.task_type != "regression" or data.level != "graph" or predicted.shape[1] != 1:
         return []
     graphs = list(data.test)
@@ -72,7 +72,7 @@ def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pi
 
 
 def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor, folder: Path) -> list[Picture]:
-    """Pictures of test molecules with their atoms coloured, one for each of the first targets."""
+    """Draw test molecules with coloured atoms, one plot for each of the first targets."""
     if data.level != "graph" or data.task_type not in ("regression", "multilabel"):
         return []
     graphs = list(data.test)
@@ -137,7 +137,7 @@ def _encodings(config: GraphsConfig, data: GraphDataset, folder: Path) -> list[P
 
 
 def _shown_molecule(data: GraphDataset) -> Any:
-    """The test molecule with most rings among those of a size that can be read, none picked by hand; None if none."""
+    """Return the test molecule with the most rings among those of readable size, or None; not picked by hand."""
     graphs = list(data.test)
     fitting = [graph for graph in graphs if graph.num_nodes in _MOLECULE_SIZES] or graphs
     by_rings = sorted(fitting, key=lambda graph: graph.num_edges - 2 * graph.num_nodes, reverse=True)
