@@ -1,4 +1,4 @@
-"""Agreement of ranks on captured steps: since a graph contains collectives, all ranks capture, replay or run eagerly."""
+"""Agreement of ranks on captured steps: since a graph contains collectives, all capture, replay or run eagerly."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class CapturedSteps(RunsAhead):
 
     def _step_for(self, group: Group, weights: list[float | None], gather: RowGather | None) -> CapturedStep | None:
         """Return the captured step for a group, capturing it if due; None for an eager step."""
-        if gather is not None and (gather, self._settings()) == self._latest_kind:  # all batches of a gather have the same shape
+        if gather is not None and (gather, self._settings()) == self._latest_kind:  # a gather has one shape
             return self._latest_step
         found = self._look_up(group, weights, gather)
         if found is None:
@@ -391,7 +391,7 @@ _HINT = (
 
 
 def _as_problem(error: BaseException) -> str:
-    """Return an error of a trial as a problem, and clear its frames: they hold a graph, whose nodes would stay alive."""
+    """Return an error of a trial as a problem, and clear its frames: they keep nodes of a graph alive."""
     traceback.clear_frames(error.__traceback__)
     return f"the step cannot be captured: {_first_line(error)}. {_HINT}"
 
