@@ -73,7 +73,7 @@ def _why_not(engine: Engine) -> str | None:
         )
     if listening:
         return (
-            f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out, or "
+            f"{', '.join(listening)} acts before the optimizer step, which is inside the graph; leave it out, or "
             "mark that method with treadle.hooks.base.capturable if it only launches work on the device"
         )
     if observed:
