@@ -69,7 +69,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     failed = [(outcome.failed_at, rank, outcome) for rank, outcome in enumerate(outcomes) if not outcome.ok]
     if failed:
         told = [
-            f"--- rank {rank} of {world_size} (exit code {outcome.exitcode}) ---\n{outcome.error or 'died in silence'}"
+            f"--- rank {rank} of {world_size} (exit code {outcome.exitcode}) ---\n{outcome.error or 'died silently'}"
             for _, rank, outcome in sorted(failed, key=lambda entry: entry[:2])
         ]
         raise AssertionError("\n" + "\n".join(told))

@@ -259,7 +259,7 @@ def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> 
         return write_bytes(lambda file: np.savez(file, **arrays), path)
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigError(f"--out {path}: the arrays have {lengths} rows, which are no table; use .npz")
+        raise ConfigError(f"--out {path}: the arrays differ in length ({lengths} rows); use .npz")
     columns: dict[str, Any] = {}
     for name, array in arrays.items():
         wide = array.reshape(len(array), -1)
