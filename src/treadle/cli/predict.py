@@ -97,7 +97,7 @@ def predict(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict a split with the best weights of a run, and write the predictions with the true values if known.
+    """Predict a split with the best weights of a run, and write the predictions next to the true values, if known.
 
     Graphs: predictions and targets. Spectra: the latent of each spectrum and its row in the data set. Astro: each
     prediction of one modality from others. A run of a configuration file: what the trainer's predict_step(input)
