@@ -382,7 +382,7 @@ def trainloop_decay():
 
 
 def trainloop_custom_steps():
-    mini_own_steps()
+    mini_custom_steps()
 
 
 # -- mspe --------------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     free = FREE
     needed = ("checkpoints/best.pt",)
     loads_in_processes = True
-    afterwards = "the test and the pictures"
+    afterwards = "the test and the plots"
 
     def defaults(self, device: torch.device) -> AstroRunConfig:
         """Return the default settings for a device."""

@@ -134,8 +134,8 @@ def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: st
         raise ConfigError(f" is unknown; known: {', '.join(TASKS)}", argument="level", value=level)
     if masks_in(batch):
         raise ConfigError(
-            "the batch has masks of the field, and padded batches have none, so that targets of "
-            "all splits would count; train without padding, or set the targets of other splits to NaN",
+            "the batch has split masks, which padded batches do not support, so targets of all "
+            "splits would count; train without padding, or set the targets of other splits to NaN",
             argument=masks_in(batch)[0],
         )
     graph_N, num_graphs = graphs_of(batch)

@@ -38,9 +38,7 @@ def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder
     """
     predicted = trainer.predict(loader(data.test, config.training.batch_size))
     curves = plot_training_curves(_curves(trainer), folder / "training_curves.png")
-    caption = (
-        "The loss of every epoch on training and validation graphs, the best epoch marked; the learning rate below."
-    )
+    caption = "Loss by epoch on training and validation graphs, with the best epoch marked; below, the learning rate."
     return [
         *_predictions(data, predicted, folder),
         *_contributions(data, trainer, predicted, folder),
@@ -60,13 +58,13 @@ def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pi
     what = "penalised logP" if data.name in _LOGP else "target"
     path = plot_predictions(true, guessed, sizes, folder / "predictions.png", what=what)
     caption = (
-        "Left: a dot for each test graph; on the line, prediction and truth are equal. Right: the absolute error by "
-        "the number of nodes, with the median and the middle half of groups of graphs of like size."
+        "Left: one dot per test graph; on the line, prediction and target are equal. Right: the absolute error by the "
+        "number of nodes, with the median and the middle half of groups of graphs of similar size."
     )
     pictures = [Picture(path, "Predicted against true", caption)]
     if "smiles" in graphs[0]:
         path = plot_molecules([graph.smiles for graph in graphs], true, guessed, folder / "molecules.png")
-        caption = "The test molecules with the smallest and with the largest errors."
+        caption = "The test molecules with the smallest and the largest errors."
         pictures.append(Picture(path, "Best and worst molecules", caption))
     return pictures
 
@@ -101,10 +99,10 @@ def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor,
         unit = f"log-odds of {name}" if labels else f"in units of {name}"
         path = plot_contributions(rows, folder / f"contributions{f'_{target}' if target else ''}.png", unit=unit)
         caption = (
-            f"What each atom adds to the predicted {name}: the prediction less that of the same molecule without the "
-            "features of the atom, its bonds and encodings kept (Riniker and Landrum 2013). Orange raises it, blue "
-            "lowers it, on one scale; the numbers of a molecule need not add up to its prediction. Above, the test "
-            "molecules with the errors nearest to the median, below those with the largest."
+            f"Contribution of each atom to the predicted {name}: the prediction minus that of the same molecule "
+            "without the features of the atom, keeping its bonds and encodings (Riniker and Landrum 2013). Orange "
+            "raises it, blue lowers it, on one scale; the contributions need not add up to the prediction. Top: test "
+            "molecules with errors nearest to the median; bottom: those with the largest errors."
         )
         pictures.append(Picture(path, f"Contributions of atoms to {name}", caption))
     return pictures
@@ -116,8 +114,8 @@ def _distances(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pict
     if errors is None or path is None:
         return []
     caption = (
-        f"The {errors.measure} by the {errors.across}, beside that of a guess that knows no graph; shaded is the "
-        "standard error. Below, how many test answers there are at each distance."
+        f"The {errors.measure} by the {errors.across}, compared with that of a constant guess; shaded: standard "
+        "error. Below, the number of test targets at each distance."
     )
     return [Picture(path, "Error by distance", caption)]
 
@@ -129,9 +127,9 @@ def _encodings(config: GraphsConfig, data: GraphDataset, folder: Path) -> list[P
         return []
     path = plot_encodings(graph, pe, folder / "encodings.png")
     caption = (
-        "Encodings of each atom of one test molecule, drawn as colours: columns of the encodings of nodes"
+        "Encodings of the atoms of one test molecule, drawn as colours: columns of the node encodings"
         f"{', and the encoding of the pairs with one atom' if pe.relative is not None else ''}. The molecule is the "
-        "one with most rings among those of a size that can be read."
+        "one with the most rings among those of readable size."
     )
     return [Picture(path, "Encodings", caption)]
 

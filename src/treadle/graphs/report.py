@@ -133,10 +133,10 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _NAMES = {
-    "mean": "guess: mean of the training targets",
-    "ridge_atom_counts": "ridge on the counts of atoms",
-    "ridge_atom_features": "ridge on all features of the atoms",
-    "ridge_node_features": "ridge on the summed node features",
+    "mean": "mean of the training targets",
+    "ridge_atom_counts": "ridge on atom counts",
+    "ridge_atom_features": "ridge on all atom features",
+    "ridge_node_features": "ridge on summed node features",
 }
 
 
@@ -147,13 +147,13 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     config, count = metrics["config"], metrics["graphs"]["test"]
     return Report(
         title=f"{config['model']['name']} on {config['dataset']['name']}",
-        lead=f"The test is on {count:,} graphs that were kept out of training. The weights are those of epoch "
+        lead=f"Tested on {count:,} held-out graphs. The weights are those of epoch "
         f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
         tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36)],
         files=[
             "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  run.json  config.yaml  "
             "steps.jsonl",
-            f"  page.html (what it learned, with the pictures)  pictures/  {'  '.join(pictures)}",
+            f"  page.html (results and plots)  pictures/  {'  '.join(pictures)}",
         ],
     )  # fmt: skip
 

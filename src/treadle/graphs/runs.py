@@ -200,7 +200,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         stored = tree.get("config", {}).get("run")
         if stored is None:
             raise ConfigError(
-                f"{path}: does not say how its data and model were built, as it is no checkpoint of "
+                f"{path}: does not say how its data and model were built, since it is not a checkpoint of "
                 "`treadle train graphs` or scripts/train.py; load it with your own GraphTrainer and call eval_epoch"
             )
         return GraphsConfig.from_values(stored), int(tree["config"]["threads"])

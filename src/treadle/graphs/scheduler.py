@@ -112,7 +112,7 @@ def get_scheduler_from_config(optimizer: Optimizer, config: Mapping[str, Any]) -
     values = dict(config)
     refuse_unknown("scheduler", values, ["type", "total_epochs", "epochs", *_DEFAULTS])
     if {"total_epochs", "epochs"} <= values.keys():
-        raise ConfigError("and total_epochs both say how long the run is; give one", argument="scheduler.epochs")
+        raise ConfigError("and total_epochs both set the length of the run; give one", argument="scheduler.epochs")
     total_epochs = values.pop("total_epochs", values.pop("epochs", 100))
     return get_scheduler(optimizer, values.pop("type", "cosine_warmup"), total_epochs, **values)
 

@@ -146,7 +146,7 @@ def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:
         wrong |= labels != labels.floor()
     if wrong.numpy().any():
         raise ConfigError(
-            f"{labels[wrong][0].tolist()!r} is no class; the labels must be whole numbers from 0 to "
+            f"{labels[wrong][0].tolist()!r} is not a class; the labels must be whole numbers from 0 to "
             f"{num_labels - 1}. Give num_classes (1 or 2 for two classes), or correct the labels",
             argument="target",
         )

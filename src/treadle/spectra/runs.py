@@ -60,7 +60,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     flags = FLAGS
     free = FREE
     needed = ("best_model.pt",)
-    afterwards = "the test, the probes and the pictures"
+    afterwards = "the test, the probes and the plots"
 
     def defaults(self, device: torch.device) -> SpectraConfig:
         """Return the default settings for a device."""

@@ -147,8 +147,8 @@ def finish_run(
     write_text(_samples_file(config, samples), out / "samples.txt")
     path = plot_losses(trainer.history, tuned.trainer.history, metrics=metrics, path=out / "pictures" / "loss.png")
     caption = (
-        "Training and validation loss by epoch, of the first training and of the fine-tuning; the lines are what "
-        "counting alone reaches."
+        "Training and validation loss by epoch, of the first training and of the fine-tuning; the lines are the n-gram "
+        "baselines."
     )
     return Results(metrics, [Picture(path, "Training", caption)])
 
@@ -178,8 +178,7 @@ def results(metrics: Mapping[str, Any]) -> Report:
         tuned |= {**_named(lora["test_baselines"]), _CHOSEN_BY: lora["after"]}
     return Report(
         title="A small GPT-2 on Python's manual, then LoRA",
-        lead="Scores of topics that were kept out of training, beside those of models that count. Bits per byte do not "
-        "depend on the tokenizer.",
+        lead="Scores on held-out topics, compared with n-gram models. Bits per byte do not depend on the tokenizer.",
         tables=[
             _table(f"{'Test topics' if 'test' in metrics else 'Topics'} kept out of training", base),
             _table(f"{'Test topics' if 'test_after' in lora else 'Topics'} about statements, kept out too", tuned),

@@ -141,8 +141,8 @@ def check_same_on_ranks(data: TextData) -> None:
     others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
     if others:
         raise ConfigError(
-            f"rank {others[0]} reads another text than rank 0: the manual differs from one Python version to the next, "
-            "and the tokenizer may from one version of tokenizers to the next; give all ranks the same versions"
+            f"rank {others[0]} reads a different text than rank 0: the manual differs between Python versions, and the "
+            "tokenizer may differ between versions of tokenizers; give all ranks the same versions"
         )
 
 
@@ -154,7 +154,7 @@ def check_same_text(stored: Mapping[str, Any], data: TextData, *, folder: str) -
     """
     if stored.get("corpus") != data.fingerprint:
         raise ConfigError(
-            f"the run in {folder} was started on another text: the manual differs from one Python version to the next, "
-            "and the tokenizer may from one version of tokenizers to the next. Use the version it was started "
-            "with, give another folder with --out, or --no-resume to start afresh in this one"
+            f"the run in {folder} was started on a different text: the manual differs between Python versions, and the "
+            "tokenizer may differ between versions of tokenizers. Use the version it was started with, give another "
+            "folder with --out, or --no-resume to start over in this one"
         )

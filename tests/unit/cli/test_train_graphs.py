@@ -214,7 +214,7 @@ def test_a_rerun_of_a_finished_run_shows_the_table_and_touches_nothing(
     before = files(copied)
     assert run(root, copied) == 0
     shown = capsys.readouterr()
-    assert "ridge on the counts of atoms" in shown.out
+    assert "ridge on atom counts" in shown.out
     assert "is finished" in shown.err
     assert files(copied) == before
 

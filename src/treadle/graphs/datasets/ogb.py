@@ -84,7 +84,7 @@ def _graphs(name: str, tables: Mapping[str, npt.NDArray[np.float64]]) -> list[Da
     for part, expected in rows.items():
         if len(tables[part]) != expected:
             raise ConfigError(
-                f"data set {name!r}: {part}.csv.gz has {len(tables[part]):,} lines, and the lists of sizes say "
+                f"data set {name!r}: {part}.csv.gz has {len(tables[part]):,} lines, and the lists of sizes have "
                 f"{expected:,}; remove its folder so that it is downloaded again"
             )
     x = _per_graph(tables["node-feat"], num_nodes)

@@ -188,7 +188,7 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(
-            f"targets: {column!r} has {text!r} in line {line}, which is no number; leave it empty"
+            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty"
         ) from None
     if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
         wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
