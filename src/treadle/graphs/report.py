@@ -110,8 +110,9 @@ def _as_text(values: Mapping[str, Any]) -> str:
 def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     """Errors on the test set of what needs no graphs: the mean, and ridges on the node features summed up.
 
-    Targets of nodes and pairs have the mean alone. Molecules have two ridges: on the counts of their atoms by element,
-    and on all features of the atoms, such as hybridisation and hydrogens.
+    Targets of nodes and pairs have the mean alone, and so have several targets of which some are unknown. Molecules
+    have two ridges: on the counts of their atoms by element, and on all features of the atoms, such as hybridisation
+    and hydrogens.
     """
     if data.level != "graph":
         train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))
@@ -119,9 +120,13 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     tables = [tabulate(part, data.num_features) for part in data.get_splits()]
     targets = [table.targets_GT for table in tables]
     found = {"mean": mean_baseline(targets[0], targets[2])}
-    if not all(bool(part.isfinite().all()) for part in targets):
+    known = [part.isfinite().all(dim=1) for part in targets]
+    if min(int(rows.sum()) for rows in known) < 2:
         return found
-    sums = [table.sums_GF for table in tables]
+    if targets[0].shape[1] > 1 and not all(bool(rows.all()) for rows in known):
+        return found
+    targets = [part[rows] for part, rows in zip(targets, known, strict=True)]
+    sums = [table.sums_GF[rows] for table, rows in zip(tables, known, strict=True)]
     if sums[0].shape[1] == len(ATOM_COLUMNS):
         found["ridge_atom_counts"] = ridge_baseline([part[:, :_ELEMENTS] for part in sums], targets)
         found["ridge_atom_features"] = ridge_baseline(sums, targets)
