@@ -1,20 +1,20 @@
-"""One kind of data of an object from another: JointRegressor and KernelStack beside ridge and trees.
+"""Cross-modal prediction in astronomy: JointRegressor and KernelStack compared with ridge and trees.
 
     python benchmarks/astro_science.py --device cuda --capture --jobs 20   # an H200 and 16 cores, see below
     python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command resumes
     python benchmarks/astro_science.py --tiny                              # a trial, writes nothing
 
-The surveys, split and questions of `treadle train astro`. One model answers all five; with each seed three members are
-trained, and their mixtures are averaged. The answers are mixed with the numbers of the nearest training objects in
-the latents. The stack mixes in a third part, the Gaussian of kernel regressions of the same inputs. It draws pictures
-and spectra from the numbers of an object, too: a mixture of the members' and of kernel regressions. All shares are
-chosen on validation objects, and so are views, kernels, widths and noises of the regressions, from the whole grid of
-`treadle.regression`. Each peer learns one question; it gets the values of the tokens and the values as they are
-(pictures also by 48 principal components and sums), and the better of them on validation objects counts, as do the
-settings of the peers that draw. Three seeds of trees, also averaged. All scores are of test objects.
+The surveys, split and questions are those of `treadle train astro`. One model answers all five; for each seed three
+members are trained, and their mixtures are averaged. The answers are mixed with the numbers of the nearest training
+objects in latent space. The stack adds a third part, the Gaussian of kernel regressions on the same inputs. It also
+generates images and spectra from the numbers of an object, as a mixture of the members and of kernel regressions. All
+shares are chosen on validation objects, and so are views, kernels, widths and noises of the regressions, from the whole
+grid of `treadle.regression`. Each baseline learns one question; it gets the values of the tokens and the raw values
+(images also as 48 principal components and sums), and the better of the two on validation objects counts, as do the
+settings of the generating baselines. Three seeds of trees are averaged too. All scores are on test objects.
 
-There the command took 156 s from an empty folder: the members 120 s each, beside each other, and the trees on spectra
-for J-Ks, which begin last, 30 s more. What is stored below --runs is not done again, on whichever machine it was made.
+There the command took 156 s from an empty folder: the members 120 s each, in parallel, and the trees on spectra for
+J-Ks, which start last, 30 s more. Results stored below --runs are not recomputed, whichever machine made them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Array = np.ndarray[Any, Any]
 Surveys = Mapping[str, Survey]
 MEMBERS, STEPS = 3, 2000
 BATCHES = {"xdf": 64, "spex": 128, "sdss": 512}
-BLIND = 0.5  # rows, as a share of a batch, whose picture or spectrum is asked for from the numbers
+BLIND = 0.5  # share of rows in a batch whose image or spectrum is predicted from the numbers
 BACK = {"xdf": 200.0, "spex": 6.0}  # weights of the squared error of pictures and spectra
 NEAREST, COMPONENTS = 10, 64
 DRAWN = {"picture": "xdf", "spectrum": "spex"}  # the survey of each
@@ -64,7 +64,7 @@ def load(options: argparse.Namespace) -> tuple[Surveys, Surveys, Surveys]:
 
 
 def given(survey: Survey) -> Array | None:
-    """Return pictures from 0 to 1, or spectra, or None."""
+    """Return images in [0, 1], or spectra, or None."""
     if survey.images is not None:
         return np.asarray(survey.images, dtype=np.float32) / 255
     return None if survey.spectra is None else np.asarray(survey.spectra, dtype=np.float32)
@@ -74,7 +74,7 @@ def given(survey: Survey) -> Array | None:
 
 
 class Joint(BaseTrainer):
-    """Draws objects, and hides and changes parts of them, on the device; a batch of the loader is a number."""
+    """Sampling, masking and augmentation of objects on the device; a batch of the loader is a number."""
 
     def __init__(self, train: Surveys, seed: int, options: argparse.Namespace, workspace: Path):
         device = options.device
@@ -144,7 +144,7 @@ class Joint(BaseTrainer):
 
 
 def changed(name: str, data: Tensor) -> Tensor:
-    """Return turned and mirrored pictures and noisier spectra."""
+    """Return rotated and mirrored images and noisier spectra."""
     count, device = len(data), data.device
     if name == "xdf":
         for turn in (lambda x: x.flip(-1), lambda x: x.flip(-2), lambda x: x.mT):
@@ -154,7 +154,7 @@ def changed(name: str, data: Tensor) -> Tensor:
 
 
 def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | None:
-    """Train one member as far as the time allows; return its answers, None if it is not finished."""
+    """Train one member as far as the time allows; return its answers, or None if it is not finished."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     folder = options.runs / f"joint-{seed}-{member}-{options.steps}"
@@ -179,7 +179,7 @@ def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | 
 
 @torch.no_grad()
 def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, Any]:
-    """Return mixtures and latents for each question, and pictures and spectra from the numbers of an object."""
+    """Return mixtures and latents for each question, and images and spectra generated from an object's numbers."""
     found: dict[str, Any] = {}
     for question in CROSS_PREDICTIONS:
         survey = surveys[question.survey]
@@ -198,14 +198,14 @@ def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, A
         survey = surveys[name]
         answer = asked(model, survey, torch.zeros(len(survey.columns), dtype=torch.bool), TURNS[0], device, blind=True)
         back = getattr(answer, kind)
-        if kind == "picture":  # the numbers do not know how an object is turned
+        if kind == "picture":  # the numbers do not determine the orientation of an object
             back = torch.stack([turn(back) for turn in TURNS]).mean(0)
         found[kind] = back.flatten(1).half()
     return {key: value if isinstance(value, Tensor) else dict(value) for key, value in found.items()}
 
 
 def with_neighbours(answers: dict[str, Any], of_train: Mapping[str, Any], train: Surveys) -> dict[str, Any]:
-    """Replace the latents by the distances and numbers of the nearest training objects, which take less room."""
+    """Replace the latents by the distances and numbers of the nearest training objects, which need less space."""
     for question in CROSS_PREDICTIONS:
         known = torch.from_numpy(np.isfinite(train[question.survey].column(question.target)))
         found = answers[question.target]
@@ -247,7 +247,7 @@ def asked(
 
 
 def standard(train: Survey, survey: Survey, target: str) -> tuple[Tensor, float, float]:
-    """Return the true numbers in deviations, the mean and the deviation."""
+    """Return the standardized targets, their mean and their standard deviation."""
     known = train.column(target)
     mean, deviation = float(np.nanmean(known)), float(np.nanstd(known))
     return torch.from_numpy((survey.column(target) - mean) / deviation), mean, deviation
@@ -263,8 +263,8 @@ def mixed(
         members: their answers.
         question: of the survey.
         part: validation or test objects.
-        y_train: the true numbers of the training objects in deviations.
-        kernel: mean and deviation of that part.
+        y_train: the standardized targets of the training objects.
+        kernel: mean and standard deviation for that part.
         shares: of the members, of the nearest objects and of the kernel regression.
     """
     own, near, other = shares
@@ -296,7 +296,7 @@ def explained(predicted: Array, true: Array, reference: float | Array) -> float:
 def answers_of(
     seed_files: Sequence[Path], parts: Mapping[str, Surveys], kernels: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the scores of a seed for each question: of the network with its neighbours, and of the stack."""
+    """Return the scores of a seed for each question, for the network with its neighbours and for the stack."""
     members = [torch.load(file, weights_only=True) for file in seed_files]
     found: dict[str, Any] = {}
     for question, kernel in zip(CROSS_PREDICTIONS, kernels, strict=True):
@@ -323,7 +323,7 @@ def shares_of(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
     count: int,
 ) -> list[float]:  # fmt: skip
-    """Return the shares, chosen on validation objects, of the first so many of members, nearest objects and kernel."""
+    """Return shares, chosen on validation objects, of the first so many of members, nearest objects and kernel."""
     known = y["val"].isfinite()
     means = [mixed(members, question, "val", y["train"], kernel, pure).mean() for pure in np.eye(3)[:count]]
     errors = np.stack([(mean - y["val"])[known].numpy() for mean in means])
@@ -334,7 +334,7 @@ def scores_of(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
     shares: Sequence[float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return how good the answers and distributions with some shares are."""
+    """Return the scores of the answers and distributions for given shares."""
     known = y["test"].isfinite()
     mixture, true = mixed(members, question, "test", y["train"], kernel, shares), torch.nan_to_num(y["test"])
     pit, likelihood = (said[known].numpy() for said in (mixture.cdf(true), mixture.log_prob(true)))
@@ -349,7 +349,7 @@ def scores_of(
 
 
 def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question: CrossPrediction) -> dict[str, Any]:
-    """Return inputs by name, for each of the surveys."""
+    """Return the inputs of each survey, by name."""
     from sklearn.decomposition import PCA
 
     def plain(survey: Survey) -> Array:
@@ -379,7 +379,7 @@ def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question
 
 
 def ask_peer(number: int, kind: str, seed: int, options: argparse.Namespace) -> Path | None:
-    """Fit one kind of peer to one question, once with each of its inputs; return its predictions."""
+    """Fit one kind of baseline to one question, once with each of its inputs; return its predictions."""
     from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 
     question = CROSS_PREDICTIONS[number]
@@ -397,7 +397,7 @@ def ask_peer(number: int, kind: str, seed: int, options: argparse.Namespace) -> 
         if kind == "ridge":
             return [ridge_prediction(x[0], y_train, part) for part in x[1:]]
         if kind == "boosted trees":
-            # Without randomness the seeds would be one.
+            # Without randomness, all seeds would be equal.
             model: Any = HistGradientBoostingRegressor(random_state=seed, max_features=0.5)
         else:
             model, x = ExtraTreesRegressor(options.trees, random_state=seed), [np.nan_to_num(part) for part in x]
@@ -421,7 +421,7 @@ def with_target(parts: Sequence[Surveys], question: CrossPrediction) -> list[Sur
 def peer_scores(
     files: Mapping[str, Sequence[Path]], parts: Mapping[str, Surveys], question: CrossPrediction
 ) -> dict[str, Any]:
-    """Return the scores of all peers on one question, for each of their inputs."""
+    """Return the scores of all baselines on one question, for each of their inputs."""
     surveys = with_target(list(parts.values()), question)
     y_train, y_val, y_test = (survey.column(question.target) for survey in surveys)
     result: dict[str, Any] = {"n": len(y_test)}
@@ -442,7 +442,7 @@ def peer_scores(
 
 
 def views_of(tokenizers: Any, surveys: Sequence[Survey], question: CrossPrediction) -> list[dict[str, Array]]:
-    """Return the views of the inputs that the kernel regressions have, for training and other objects."""
+    """Return the views of the inputs for the kernel regressions, for training and other objects."""
     inputs = features(tokenizers, surveys[0], surveys, question)
     if question.given == "spectrum":
         spectra = [np.asarray(survey.spectra) for survey in surveys]
@@ -455,7 +455,7 @@ def views_of(tokenizers: Any, surveys: Sequence[Survey], question: CrossPredicti
 
 
 def ask_kernel(number: int, options: argparse.Namespace) -> Path | None:
-    """Fit kernel regressions, their settings chosen on validation objects; return their answers."""
+    """Fit kernel regressions with settings chosen on validation objects; return their answers."""
     question = CROSS_PREDICTIONS[number]
     file: Path = options.runs / f"kernels-{question.target}.pt"
     if file.exists():
@@ -487,7 +487,7 @@ def rows_of(views: Mapping[str, Array], rows: Array) -> dict[str, Array]:
 
 
 def described(stack: KernelStack) -> str:
-    """Return the shares and settings of the regressions that have a share."""
+    """Describe the shares and settings of the regressions with a nonzero share."""
     return "; ".join(
         f"{stack.shares[name]:.2f} {name}: {kernel}, {width:.1g}, {noise:.1g}"
         for name, (kernel, width, noise) in stack.settings.items() if stack.shares[name] > 0.005
@@ -498,7 +498,7 @@ def described(stack: KernelStack) -> str:
 
 
 def plain_data(train: Survey, survey: Survey) -> Array:
-    """Return pictures (N, pixels) from 0 to 1, or arcsinh fluxes (N, L) in deviations of training objects."""
+    """Return images (N, pixels) in [0, 1], or arcsinh fluxes (N, L) standardized by the training objects."""
     known, asked = (given(each) for each in (train, survey))
     assert known is not None
     assert asked is not None
@@ -509,7 +509,7 @@ def plain_data(train: Survey, survey: Survey) -> Array:
 
 
 def draw_others(kind: str, options: argparse.Namespace) -> Path | None:
-    """Return drawings of validation and test objects by kernel regressions and by the peers, settings chosen."""
+    """Return generated data for validation and test objects, by tuned kernel regressions and baselines."""
     file: Path = options.runs / f"drawn-{kind}.pt"
     if file.exists():
         return file
@@ -538,7 +538,7 @@ def draw_others(kind: str, options: argparse.Namespace) -> Path | None:
 
 
 def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array], Array], list[Array]]:
-    """Return what makes data of scores in the first principal components, and the scores of tables."""
+    """Return the inverse transform of the first principal components, and the component scores of tables."""
     mean = train.mean(axis=0)
     vectors = np.linalg.svd(train - mean, full_matrices=False)[2][:COMPONENTS]
     return lambda scores: np.asarray(mean + scores @ vectors, dtype=np.float32), [
@@ -549,7 +549,7 @@ def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array],
 def drawn_by_peers(
     surveys: Mapping[str, Survey], y: Mapping[str, Array], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return drawings by ridge, nearest objects and extra trees, each with its best setting on validation objects."""
+    """Return data generated by ridge, nearest objects and extra trees, each tuned on validation objects."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     known = surveys["train"].scalars
@@ -586,7 +586,7 @@ def drawn_by_peers(
 def drawing_table(
     parts: Mapping[str, Surveys], seeds: Sequence[Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, str]]:
-    """Scores drawings from an object's numbers: each seed's members alone, and mixed with the kernel regressions."""
+    """Score data generated from numbers: each seed's members alone, and mixed with the kernel regressions."""
     table = []
     for kind, name in DRAWN.items():
         y = {part: plain_data(parts["train"][name], surveys[name]) for part, surveys in parts.items()}

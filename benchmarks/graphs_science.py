@@ -1,4 +1,4 @@
-"""Do the encodings help on real molecules, and how do the models compare with those of torch_geometric?
+"""Benefit of encodings on real molecules, and comparison of our models with those of torch_geometric.
 
     python benchmarks/graphs_science.py                               # hours on two cores
     python benchmarks/graphs_science.py --sets nci --epochs 8         # a short one; also with --budget-minutes 20
@@ -18,13 +18,13 @@ Target: penalised logP; `nci` with 3,992 / 499 / 499 molecules, `zinc_clean_lead
     peer gatedgcn  ResGatedGraphConv layers, likewise
 
 By the seconds in its table, both rates and three seeds of all ways are 26 minutes for our models and two hours for the
-peers on one core each, so the line above takes more than ten minutes; with --budget-minutes 9 it is given again. The
-peers are no faster on the GPU: twelve GPS models beside each other took as long an epoch as each does on a core.
+peers on one core each, so the line above takes more than ten minutes; with --budget-minutes 9 it is repeated. The
+peers are no faster on the GPU: twelve GPS models in parallel took as long per epoch as each does on a core.
 
 All have four layers, a width that gives them about as many parameters, and the same epochs, batches, loss (mean
-absolute error), AdamW, schedule and seeds; the epoch with the best validation error is tested. The learning rate of
-a way is the better of 1e-3 and 2e-3 by its validation error over the seeds. Every run has a folder below --runs, and
-resumes there if it was stopped, by --budget-minutes or anything else: the same command again completes the table.
+absolute error), AdamW, schedule and seeds; the epoch with the best validation error is tested. The learning rate of a
+way is the better of 1e-3 and 2e-3 by its validation error over the seeds. Every run has a folder below --runs and
+resumes there if it was stopped, by --budget-minutes or otherwise: running the same command again completes the table.
 On CUDA our models are replayed as one graph a step, in padded batches; the peers cannot be.
 """
 
@@ -100,7 +100,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def write_data(sets: Sequence[str], path: Path) -> None:
-    """Write the molecules in few tensors, so that a machine without rdkit can read them."""
+    """Write the molecules as a few tensors, so that a machine without rdkit can read them."""
     torch.save({name: {part: _packed(graphs) for part, graphs in _from_packages(name).items()} for name in sets}, path)
 
 
@@ -139,7 +139,7 @@ def read(name: str, path: Path | None) -> dict[str, list[Any]]:
 
 
 class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Graphs with their encodings, attached when they are asked for: those of all pairs would fill the memory."""
+    """Graphs whose encodings are computed on access, since those of all pairs would fill the memory."""
 
     def __init__(self, graphs: list[Any], encodings: Any) -> None:
         self.graphs = graphs
@@ -159,7 +159,7 @@ class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Train one model as far as the time allows; return its result, None if it is not finished."""
+    """Train one model as far as the time allows; return its result, or None if it is not finished."""
     from torch_geometric.loader import DataLoader
 
     torch.set_num_threads(1)

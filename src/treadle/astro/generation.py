@@ -116,7 +116,7 @@ def _check(
         raise ConfigError(f"={max_new_tokens}: must be at least 0", argument="max_new_tokens")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(
-            f"={temperature}: must be finite and at least 0; 0 takes the likeliest id", argument="temperature"
+            f"={temperature}: must be finite and at least 0; 0 selects the most likely id", argument="temperature"
         )
     if top_k is not None and top_k < 1:
         raise ConfigError(f"={top_k}: must be at least 1, or None for all ids", argument="top_k")

@@ -127,7 +127,7 @@ class SurveyInputs(nn.Module):
         elif survey.spectra is not None:
             self.kind, self.shape = "spectrum", survey.spectra.shape[1:]
             if self.shape[0] % _SEGMENT:
-                raise ConfigError(f"survey {survey.name!r}: {self.shape[0]} points are no multiple of {_SEGMENT}")
+                raise ConfigError(f"survey {survey.name!r}: {self.shape[0]} points are not a multiple of {_SEGMENT}")
             self.register_buffer("flux_mean", torch.zeros(self.shape))
             self.register_buffer("flux_deviation", torch.ones(self.shape))
             self.places = nn.Parameter(0.02 * torch.randn(self.shape[0] // _SEGMENT, d_model))
@@ -140,7 +140,7 @@ class SurveyInputs(nn.Module):
     def _build_pictures(self, d_model: int) -> None:
         channels, height, width = self.shape
         if height % _PATCH or width % _PATCH:
-            raise ConfigError(f"pictures of {height} x {width} pixels cannot be cut into patches of {_PATCH}")
+            raise ConfigError(f"images of {height} x {width} pixels cannot be cut into patches of {_PATCH}")
         patches = height * width // _PATCH**2
         self.places = nn.Parameter(0.02 * torch.randn(patches + 1, d_model))
         self.stem = nn.Sequential(

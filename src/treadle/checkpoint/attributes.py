@@ -22,6 +22,7 @@ from treadle.checkpoint.introspection import attributes_of, has_state, set_attri
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, is_plain_object
 from treadle.checkpoint.references import References
 
+_FIXED = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # types that change in place
 CachedFunction = type(cache(len))
 _SAMPLED = 4096  # elements of an array that a quick check compares
@@ -85,12 +86,27 @@ class Attributes:
         self._marks = {name: Mark(value) for name, value in held.items() if _may_change(value)}
         self._seen = {name: mark for name, mark in self._marks.items() if self._before[name] is OPAQUE}
         self._functions = {name: value for name, value in held.items() if value is None or callable(value)}
+        self._fixed = self._all_fixed(held)
         self._opened: Mapping[str, Any] | None = None  # attributes when an unsavable one was first seen
         self._restored: set[str] = set()
         self._named: set[str] = set()
 
     def _held(self) -> dict[str, Any]:
         return {name: value for name, value in attributes_of(self.owner).items() if name not in self._leave_out}
+
+    def _all_fixed(self, held: Mapping[str, Any]) -> tuple[set[str], list[tuple[str, Any]]] | None:
+        """Return all attribute names, and the attributes that count, if all of these are immutable."""
+        own = getattr(self.owner, "__dict__", None)
+        if type(own) is not dict or attributes_of(self.owner).keys() != own.keys():
+            return None
+        return (set(own), list(held.items())) if all(_is_fixed(value) for value in held.values()) else None
+
+    def _are_as_at_the_start(self) -> bool:
+        """Return whether nothing has changed, by a quick check of immutable values; most modules hold numbers only."""
+        if self._fixed is None:
+            return False
+        (names, held), now = self._fixed, self.owner.__dict__
+        return now.keys() == names and all(now[name] is value for name, value in held)
 
     def _encode(self, name: str, value: Any) -> Any:
         held = self._kinds.get(name) is type(value)
@@ -136,6 +152,8 @@ class Attributes:
 
     def changed(self) -> dict[str, Any]:
         """Return the attributes to save: those that differ from the start."""
+        if self._are_as_at_the_start():
+            return {}
         plain, others = self._now()
         kept = {name: value for name, value in plain.items() if _holds_tensor(value)} if self._tensors else {}
         return kept | self._differing(plain, others)
@@ -173,6 +191,8 @@ class Attributes:
 
         They are containers, tensors, objects with state, iterators, and replaced functions.
         """
+        if self._are_as_at_the_start():
+            return
         plain, others = self._now()
         written = self._differing(plain, others)
         for name, value in plain.items():
@@ -196,6 +216,11 @@ class Attributes:
             before = self._functions[name]  # a bound method is a new object on each access
             return before is not value and not (isinstance(value, types.MethodType) and before == value)
         return name not in self._before and callable(getattr(type(self.owner), name, None))
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value is immutable."""
+    return type(value) in _FIXED or (type(value) is tuple and all(type(item) in _FIXED for item in value))
 
 
 def _is_count(before: Any, now: Any) -> bool:

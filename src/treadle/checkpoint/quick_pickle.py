@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 _OfStorage = Callable[[Any], Any]
+_STORAGES = torch.storage.TypedStorage, torch.storage.UntypedStorage
+_COMMON = frozenset({str, int, float, bool, type(None), tuple, list, dict, OrderedDict, Tensor, torch.dtype})
 
 
 class _TreePickler(pickle.Pickler):
@@ -21,10 +23,13 @@ class _TreePickler(pickle.Pickler):
         self._of_storage = of_storage
 
     def persistent_id(self, obj: Any) -> Any:
-        is_storage = isinstance(obj, (torch.storage.TypedStorage, torch.storage.UntypedStorage))
-        return self._of_storage(obj) if is_storage else None
+        if type(obj) in _COMMON:  # asked of every object, so the usual answer comes first
+            return None
+        return self._of_storage(obj) if isinstance(obj, _STORAGES) else None
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is OrderedDict and not obj and not vars(obj):  # each tensor has one
+            return OrderedDict, ()
         if type(obj) is not Tensor or not _is_plain(obj):
             return NotImplemented
         storage: Any = obj._typed_storage()  # type: ignore[no-untyped-call]

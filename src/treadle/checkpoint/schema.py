@@ -113,13 +113,13 @@ def to_plain(
         {'betas': [0.9, 0.95], 'n': 3}
     """
     copies = {} if copies is None else copies
-    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if (
         tree is None or type(tree) in _PLAIN or isinstance(tree, torch.dtype)
     ):  # subclasses, such as a string Enum, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
         return _clone_part(tree, copies, buffers, parts) if is_dtensor(tree) else _clone(tree, path, copies, buffers)
+    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if isinstance(tree, np.generic) and encoding != "exact" and type(tree.item()) in _PLAIN:
         return tree.item()
     if isinstance(tree, Mapping):
@@ -188,9 +188,10 @@ def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None
 
 def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffers | None) -> Tensor:
     tensor = tensor.detach()
-    if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
+    is_plain = type(tensor) is Tensor
+    if tensor.is_meta or (not is_plain and hasattr(tensor, "__tensor_flatten__")):
         raise _not_plain(path, tensor, "it owns no memory that could be saved")
-    if type(tensor) is not Tensor:
+    if not is_plain:
         tensor = tensor.as_subclass(Tensor)
     try:
         identity = _identity(tensor)

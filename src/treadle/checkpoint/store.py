@@ -6,6 +6,7 @@ claims, so every read here checks both. Nothing is ever unpickled: a file that n
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +33,7 @@ from treadle.checkpoint.files import (
 )
 from treadle.checkpoint.order import NONFINITE, aside_of, furthest_first, is_aside
 from treadle.checkpoint.retention import Retention, date_last
-from treadle.checkpoint.safe.archive import ArchiveError, read_archive
+from treadle.checkpoint.safe.archive import ArchiveError, check_last_record, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
@@ -59,6 +60,8 @@ __all__ = [
     "write_text",
 ]
 
+_IN_MEMORY = 1 << 26  # bytes of tensors
+_SCALARS = frozenset({int, float, bool, str, type(None)})
 _log = logging.getLogger("treadle.checkpoint")
 _Opened = Callable[[Path], dict[str, Any]]
 
@@ -99,9 +102,17 @@ def _problems_of_folder(folder: Path) -> list[str]:
     return problems
 
 
-def check_written(path: Path) -> list[str]:
-    """Return the problems of a file that this process has just written: whether the disk holds every byte."""
+def check_written(path: Path, content: bytes | None = None) -> list[str]:
+    """Return the problems of a file that this process has just written: whether the disk holds every byte.
+
+    Args:
+        path: the file.
+        content: what was written; None checks the sums in the archive instead.
+    """
     try:
+        if content is not None:
+            check_last_record(content)
+            return [] if path.read_bytes() == content else ["it is not what was written"]
         read_archive(path)
     except ArchiveError as error:
         return [str(error)]
@@ -195,13 +206,30 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
 
 def _write(tree: Mapping[str, Any], target: Path) -> None:
     make_folder(target.parent)
+    content = None
+    if _bytes_of(tree) <= _IN_MEMORY:  # comparing bytes is faster than checking records
+        memory = io.BytesIO()
+        torch.save(dict(tree), memory, pickle_module=quick_pickle)
+        content = memory.getvalue()
     with replacing(target) as temporary:
         with open(temporary, "wb") as file:
-            torch.save(dict(tree), file, pickle_module=quick_pickle)
+            if content is None:
+                torch.save(dict(tree), file, pickle_module=quick_pickle)
+            else:
+                file.write(content)
             file.flush()
             date_last(temporary, target.parent)
             os.fsync(file.fileno())
-        _refuse_half_written(temporary, target)
+        _refuse_half_written(temporary, target, content)
+
+
+def _bytes_of(tree: Any) -> int:
+    """Return the size of the tensors of a state."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, Mapping):
+        return sum(_bytes_of(value) for value in tree.values() if type(value) not in _SCALARS)
+    return sum(map(_bytes_of, tree)) if isinstance(tree, list) else 0
 
 
 def copy_checkpoint(source: Path, target: Path) -> Path:
@@ -230,8 +258,8 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
     return target
 
 
-def _refuse_half_written(temporary: Path, target: Path) -> None:
-    problems = check_written(temporary)
+def _refuse_half_written(temporary: Path, target: Path, content: bytes | None) -> None:
+    problems = check_written(temporary, content)
     if problems:
         raise CheckpointError(f"checkpoint {target} was not written: {'; '.join(problems)}; the disk may fail")
 

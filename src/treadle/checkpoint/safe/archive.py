@@ -103,6 +103,23 @@ def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
         raise ArchiveError(getattr(error, "strerror", None) or str(error)) from None
 
 
+def check_last_record(content: bytes) -> None:
+    """Refuse an archive in memory that is not complete, by its last record, which gives its size.
+
+    Raises:
+        ArchiveError: it is cut off, or goes on behind its end.
+
+    Example:
+        >>> check_last_record(b"PK")
+        Traceback (most recent call last):
+        treadle.checkpoint.safe.archive.ArchiveError: the archive is cut off
+    """
+    at = len(content) - _END.size - _LOCATOR.size - _LONG_END.size  # of the long form, which torch writes always
+    found = _LONG_END.unpack_from(content, at) if at >= 0 else (b"",)
+    if found[0] != b"PK\6\6" or found[-1] + found[-2] != at:
+        raise ArchiveError("the archive is cut off")
+
+
 def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
     """Refuse a file that does not end exactly with this archive; other readers could find a different one."""
     start, count = archive.start_dir, len(records)
