@@ -663,8 +663,9 @@ def test_what_several_ranks_cannot_capture_is_named(monkeypatch, changed, reason
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: changed.pop("stream", 1))
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
     usual = {
-        "capture": True, "exchange": SimpleNamespace(recordable=True), "settings": SimpleNamespace(accumulation_steps=1),
-        "task": object(), "guard": SimpleNamespace(deferred=True, can_wait=True), "device": torch.device("cuda"),
+        "capture": True, "exchange": SimpleNamespace(recordable=True), "task": object(),
+        "settings": SimpleNamespace(accumulation_steps=1), "guard": SimpleNamespace(deferred=True, can_wait=True),
+        "device": torch.device("cuda"),
     }  # fmt: skip
     engine = SimpleNamespace(**{**usual, **{name: value for name, value in changed.items() if name != "stream"}})
     found = _why_not_on_ranks(engine)
