@@ -404,8 +404,7 @@ class Cursor:
         self.position = 0
         self.ended = False
         self._iterator = None
-        self._opening = None
-        self._loaded = None
+        self._opening = self._loaded = None
         self._place, self._passed = ResumePoint(0), 0
 
     def restart(self, *, epoch: int = 0) -> None:
@@ -429,7 +428,9 @@ class Cursor:
         """Return the ``data`` entry of a checkpoint."""
         if self._loaded is not None:  # loaded but not opened yet: still the same position
             return dict(self._loaded)
-        source, objects = self._source, self._object_states()
+        self._warn_of_lost()
+        source, objects = self._source, self._pending_objects
+        objects = self._objects.collect() if objects is None else objects
         opened = self._iterator is not None
         has_state = opened or (source is not None and source.counts_epochs and self.between_epochs)
         if source is not None and opened:
@@ -454,11 +455,6 @@ class Cursor:
     def between_epochs(self) -> bool:
         """Whether an epoch has ended and the next one has not begun."""
         return self.ended or (self.epoch > 0 and not self.position)
-
-    def _object_states(self) -> dict[str, Any]:
-        """Return the entry ``objects``; empty if there is nothing to save."""
-        self._warn_of_lost()
-        return self._objects.collect() if self._pending_objects is None else self._pending_objects
 
     def _warn_of_lost(self) -> None:
         lost = [
@@ -497,8 +493,7 @@ class Cursor:
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
         self._pending_objects = dict(state_dict.get("objects") or {})
-        is_known = self.between_epochs and state_dict.get("kind") == "stateful"
-        self._between = state_dict.get("loader") if is_known else None
+        self._between = state_dict.get("loader") if self.between_epochs else None
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
         """Log each message as a warning, once; ``topic`` becomes an attribute of the record, for filters."""

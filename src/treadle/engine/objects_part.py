@@ -122,3 +122,15 @@ class ObjectsPart(StatePart):
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         yield from engine.state.objects.differences(saved.part("objects"))
+
+
+def attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of the user's objects, which rank 0 writes for all ranks, by name."""
+    groups = {f"hook {key}: ": (entry or {}).get("objects", {}) if isinstance(entry, Mapping) else {}
+              for key, entry in tree["hooks"].items()}  # fmt: skip
+    for prefix, objects in {"": tree.get("objects", {}), **groups}.items():
+        for path, entry in objects.items():
+            for name, value in entry.get("attributes", {}).items():
+                yield prefix + f"{path}.{name}".lstrip("."), value
+    for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
+        yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())

@@ -14,13 +14,7 @@ from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unli
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import aligned_groups, load_optimizer_state, optimizer_state, overruled_settings
 from treadle.optim.optimizer_state import OWN, by_position
-from treadle.optim.saved_schedule import (
-    as_built,
-    jump_of_the_rate,
-    moved_factors,
-    overruled_schedule,
-    refuse_another_schedule,
-)
+from treadle.optim.saved_schedule import as_built, jump_of_the_rate, overruled_schedule, refuse_another_schedule
 from treadle.optim.schedules import scheduler_state
 
 if TYPE_CHECKING:
@@ -43,9 +37,9 @@ class SchedulerPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
         if scheduler is not None and state is not None:
-            moved = moved_factors(saved.part("objects"))
-            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state, moved=moved))
-            if not moved:
+            objects = saved.part("objects")
+            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state, objects=objects))
+            if not any(path.startswith("scheduler.lr_lambdas") for path in objects):
                 jump = jump_of_the_rate(scheduler, state)
                 yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:

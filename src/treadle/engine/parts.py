@@ -18,7 +18,7 @@ from treadle.data.batch_sizes import other_accumulation, sizes_between_epochs
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
 from treadle.engine.hooks_part import HooksPart
 from treadle.engine.modules_part import ModulesPart
-from treadle.engine.objects_part import ObjectsPart
+from treadle.engine.objects_part import ObjectsPart, attributes_in
 from treadle.engine.optimizer_parts import OptimizerPart, ScalerPart, SchedulerPart
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unlike
 from treadle.optim.ema import Ema
@@ -202,7 +202,7 @@ class RngPart(StatePart):
             "rng": RngState.capture().to_plain(),
             "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
             "epoch_means": tree["progress"]["epoch_means"],
-            "attributes": {name: digest(value) for name, value in _attributes_in(tree)},
+            "attributes": {name: digest(value) for name, value in attributes_in(tree)},
         }
         if distributed.world_size() == 1:
             tree["rng"] = [own["rng"]]
@@ -248,18 +248,6 @@ MOVED_BY_STEPS = tuple(
     if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
-
-
-def _attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of the user's objects, which rank 0 writes for all ranks, by name."""
-    groups = {f"hook {key}: ": (entry or {}).get("objects", {}) if isinstance(entry, Mapping) else {}
-              for key, entry in tree["hooks"].items()}  # fmt: skip
-    for prefix, objects in {"": tree.get("objects", {}), **groups}.items():
-        for path, entry in objects.items():
-            for name, value in entry.get("attributes", {}).items():
-                yield prefix + f"{path}.{name}".lstrip("."), value
-    for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
-        yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())
 
 
 def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:

@@ -35,7 +35,9 @@ def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def overruled_schedule(scheduler: Any, saved: Mapping[str, Any], *, moved: Collection[str] = ()) -> list[str]:
+def overruled_schedule(
+    scheduler: Any, saved: Mapping[str, Any], *, objects: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return the settings of a schedule that a checkpoint overrides: ``"T_max=10 (built as 20)"``.
 
     Only torch's schedulers and their components are compared; state of others may change with the steps.
@@ -43,7 +45,7 @@ def overruled_schedule(scheduler: Any, saved: Mapping[str, Any], *, moved: Colle
     Args:
         scheduler: of this run.
         saved: its state in the checkpoint.
-        moved: attributes of the objects of a LambdaLR that move with the steps.
+        objects: entries of the checkpoint with the attributes that have changed, also of the objects of a LambdaLR.
 
     Example:
         >>> import torch
@@ -52,23 +54,14 @@ def overruled_schedule(scheduler: Any, saved: Mapping[str, Any], *, moved: Colle
         >>> overruled_schedule(new, old.state_dict())
         ['step_size=1 (built as 2)']
     """
+    factors = (entry for path, entry in (objects or {}).items() if path.startswith("scheduler.lr_lambdas"))
+    moved = {name for entry in factors for name in entry.get("attributes", {})}
     return [
         f"{key}={old!r} (built as {new[key]!r})"
         for new, settings in _pairs(scheduler, saved)
         for key, old in settings.items()
         if key in new and not is_same_setting(_without(moved, old), _without(moved, new[key]))
     ]
-
-
-def moved_factors(objects: Mapping[str, Any]) -> set[str]:
-    """Return the attributes of the objects of a LambdaLR that have moved in the run that wrote a checkpoint.
-
-    Example:
-        >>> moved_factors({"scheduler.lr_lambdas[0]": {"attributes": {"calls": 3}}})
-        {'calls'}
-    """
-    of_factors = (entry for path, entry in objects.items() if path.startswith("scheduler.lr_lambdas"))
-    return {name for entry in of_factors for name in entry.get("attributes", {})}
 
 
 def _without(moved: Collection[str], value: Any) -> Any:
