@@ -59,7 +59,8 @@ class SNVScaler(Estimator):
     _learns, _transforms = False, True
 
     def fit(self, X: object = None, y: object = None) -> SNVScaler:
-        """Return self; there is nothing to fit (for pipelines)."""
+        """Return self; there is nothing to fit (for pipelines), and sparse rows are refused."""
+        as_array(X, "X")
         return self
 
     def fit_transform(self, X: Spectra, y: object = None) -> Any:
