@@ -161,7 +161,7 @@ def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
         elif kind in _NUMBERS:
             flat[name] = value
         else:
-            if kind not in (Total, Weighted):  # which are read where they are added up
+            if kind not in (Total, Weighted, dict):  # which are read where they are added up
                 _refuse_other_than_numbers(records)
             return map_nested_tensor(Tensor.detach, records)
     return flat
