@@ -97,7 +97,8 @@ def shapes_of(value: Any) -> str:
         '(float32 (4, 3), {label: int64 (4,), name: str})'
     """
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        kind = "" if type(value).__module__.split(".")[0] == "torch" else f"{type(value).__name__} "
+        return f"{kind}{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if not isinstance(value, Mapping) and callable(getattr(value, "to_dict", None)):  # as of a graph
         return f"{type(value).__name__} {shapes_of(dict(value.to_dict()))}"
     if isinstance(value, Mapping):

@@ -76,6 +76,8 @@ class CheckpointFolder:
 
     def use(self, path: str | Path | None) -> None:
         """Name the folder, where it is now: a callback may change the working directory. None for none."""
+        if path is not None and Path(path).exists() and not Path(path).is_dir():
+            raise ConfigError("is a file; give a folder", argument=self._argument, value=str(path))
         trial = self.engine.settings.limits.fast_dev_run
         before, self.path = self.path, None if path is None or trial else Path(path).absolute()
         self.engine.workspace = self.path

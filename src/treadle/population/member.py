@@ -23,7 +23,7 @@ from treadle.errors import ConfigError
 from treadle.hooks.bar import ProgressBarHook, RunProgress
 from treadle.means import read_scalars
 from treadle.nested import flatten_nested_dict
-from treadle.seed import set_seed
+from treadle.seed import as_seed, set_seed
 
 Status = Literal["finished", "paused", "stopped", "failed"]
 Make = Callable[..., Any]
@@ -131,8 +131,8 @@ def call_factory(make: Make, member: Member) -> Callable[[], Any]:
         )
     if "workspace" in names or takes_any:
         given.setdefault("workspace", member.folder)
-    if isinstance(given.get("seed"), int):
-        set_seed(given["seed"])
+    if given.get("seed") is not None:
+        set_seed(as_seed("seed", given["seed"]))
     made = make(**given)
     train = made if not hasattr(made, "train") and callable(made) else getattr(made, "train", None)
     if train is None or not callable(train):
