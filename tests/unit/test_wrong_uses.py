@@ -321,3 +321,14 @@ def test_a_spectra_trainer_names_its_settings_and_what_a_model_returns(tmp_path)
     trainer = SpectraTrainer(model, optimizer, [torch.ones(2, 8)], cfg=TrainerConfig(tmp_path, "cpu", amp=False))
     with pytest.raises(ConfigError, match="model: returned a Tensor, must return"):
         trainer.fit(1)
+
+
+def test_members_of_a_population_share_no_workspace(tmp_path):
+    def make(seed):
+        return Steps(workspace=tmp_path / "one")
+
+    results = Population(make, seeds=range(2), out=tmp_path / "out", progress=False).run()
+    assert [row.status for row in results.rows] == ["finished", "failed"]
+    assert "would write into the folder of seed=0" in results.rows[1].error
+    again = Population(make, seeds=[0], out=tmp_path / "out", progress=False).run()
+    assert again.rows[0].status == "finished"

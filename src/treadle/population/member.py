@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import inspect
 import math
+import os
 import re
 import threading
 import time
@@ -248,6 +249,10 @@ def numbers_in(records: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in kept.items() if type(value) in (int, float)}
 
 
+_OWNERS: dict[str, Path] = {}
+"""The folder of the member that has trained in a workspace, in this process."""
+
+
 class Watching:
     """Observer of the engines of one member, in the thread that trains it.
 
@@ -258,13 +263,13 @@ class Watching:
 
     def __init__(self, member: Member, turn: Turn):
         self.hook = MemberHook(member, turn)
-        self._folder = member.folder
+        self._folder = member.folder.absolute()
         self._thread = threading.get_ident()
 
     def before_building(self, engine: Engine) -> None:
         """Give a trainer without a workspace the folder of the member."""
         if threading.get_ident() == self._thread and engine.workspace is None:
-            engine.workspace = self._folder.absolute()
+            engine.workspace = self._folder
 
     def before_running(self, engine: Engine) -> None:
         """Add the hook behind the others and take out bars, which would overwrite each other."""
@@ -272,6 +277,16 @@ class Watching:
             others = [hook for hook in engine.hooks if not isinstance(hook, (ProgressBarHook, RunProgress))]
             engine.hooks = [*others, self.hook]
             self.hook.engine = engine
+            self._refuse_shared(engine.workspace)
+
+    def _refuse_shared(self, workspace: Path | None) -> None:
+        if workspace is not None and _OWNERS.setdefault(os.path.realpath(workspace), self._folder) != self._folder:
+            raise ConfigError(
+                f"{self._folder.name} would write into the folder of {_OWNERS[os.path.realpath(workspace)].name}; give "
+                "the trainer the workspace that make gets",
+                argument="workspace",
+                value=str(workspace),
+            )
 
 
 class _OfThread(threading.local):
