@@ -332,3 +332,19 @@ def test_members_of_a_population_share_no_workspace(tmp_path):
     assert "would write into the folder of seed=0" in results.rows[1].error
     again = Population(make, seeds=[0], out=tmp_path / "out", progress=False).run()
     assert again.rows[0].status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gradient_clip_val", "here it is max_grad_norm"),
+        ("accumulate_grad_batches", "here it is gradient_accumulation_steps"),
+        ("early_stopping_patience", r"pass early_stopping_patience= to train\(\)"),
+        ("max_epochs", r"pass num_epochs= to train\(\)"),
+        ("batch_size", "an argument of the DataLoader"),
+        ("min_dleta", "did you mean 'min_delta'"),
+    ],
+)
+def test_a_setting_by_another_librarys_name_gets_its_counterpart_and_not_the_nearest_letters(name, hint):
+    with pytest.raises(ConfigError, match=f"^{name}: no such argument of the trainer; {hint}"):
+        trainer_of(**{name: 1})

@@ -429,17 +429,9 @@ def unused_names(trainer: Any, base: type) -> list[str]:
     return [*uncalled_methods(type(trainer), base, known=_ARGUMENTS, foreign=_FOREIGN), *set_on_it]
 
 
-def say_if_finished(epochs: FaceEpochs, num_epochs: int) -> None:
-    """Log how to train on, where nothing is left to do."""
-    done = epochs.engine.epoch
-    level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
+def say_if_stopped_early(epochs: FaceEpochs) -> None:
+    """Log how to train on, where early stopping has ended the run; of a reached target the engine does."""
     if epochs.finished:
-        _log.log(
-            level, "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on", done
-        )
-    elif done >= num_epochs:
-        _log.log(
-            level,
-            "%d epochs are completed and num_epochs=%d counts from the start: pass a larger one to train on",
-            done, num_epochs,
-        )  # fmt: skip
+        level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
+        text = "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on"
+        _log.log(level, text, epochs.engine.epoch)

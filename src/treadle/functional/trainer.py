@@ -38,7 +38,7 @@ from treadle.functional.checks import (
     known_keys,
     optimizer_for,
     rule_for,
-    say_if_finished,
+    say_if_stopped_early,
     scheduler_for,
     set_length,
     warn_of_idle_files,
@@ -348,7 +348,7 @@ class Trainer(EpochFace):
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
-            say_if_finished(self._epochs, num_epochs)
+            say_if_stopped_early(self._epochs)
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
         return self.history
 
