@@ -341,7 +341,7 @@ def test_members_of_a_population_share_no_workspace(tmp_path):
         ("accumulate_grad_batches", "here it is gradient_accumulation_steps"),
         ("early_stopping_patience", r"pass early_stopping_patience= to train\(\)"),
         ("max_epochs", r"pass num_epochs= to train\(\)"),
-        ("batch_size", "an argument of the DataLoader"),
+        ("batch_size", "it is an argument of the DataLoader"),
         ("min_dleta", "did you mean 'min_delta'"),
     ],
 )
