@@ -128,3 +128,24 @@ def test_scaffolds_go_to_one_part_each_and_the_largest_to_training():
     assert (len(train), len(val), len(test)) == (80, 10, 10)
     assert set(range(80)) == set(train.tolist())
     assert math.isclose(len(val), 10)
+
+
+def test_a_column_in_capitals_one_target_and_columns_of_names(tmp_path):
+    file = tmp_path / "molecules.csv"
+    lines = [f"m{number},{'C' * number}O,{number}" for number in range(1, 31)]
+    file.write_text("\n".join(["name,SMILES,logS", *lines]))
+    data = get_dataset("smiles_csv", file=file, targets="logS", split="random")
+    assert data.target_names == ("logS",)
+    with pytest.raises(ConfigError, match="'name' has 'm1' in line 2, which is no number.*name the columns to predict"):
+        get_dataset("smiles_csv", file=file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty; its first line"), ("smiles;y\nCCO;1\n", "separated by ';'"), ("smiles\ty\nCCO\t1\n", r"'\\t'")],
+)
+def test_what_is_no_comma_separated_file_is_named(text, message, tmp_path):
+    file = tmp_path / "molecules.csv"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        get_dataset("smiles_csv", file=file)

@@ -40,7 +40,7 @@ def load_smiles_csv(
     num_workers: int | None,
     file: str | os.PathLike[str] | None = None,
     smiles: str = "smiles",
-    targets: Sequence[str] | None = None,
+    targets: Sequence[str] | str | None = None,
     task: str = "regression",
     split: str = "scaffold",
 ) -> Source:
@@ -51,8 +51,8 @@ def load_smiles_csv(
         root: is not used; the file is read where it is.
         num_workers: processes that read molecules.
         file: with a line of names.
-        smiles: the column of SMILES.
-        targets: columns to predict; None: all others.
+        smiles: the column of SMILES, in capitals or not.
+        targets: columns to predict, or one; None: all others.
         task: ``"regression"``, or ``"multilabel"`` for columns of 0 and 1.
         split: ``"scaffold"``, or ``"random"`` (80/10/10 by seed 0).
 
@@ -67,6 +67,8 @@ def load_smiles_csv(
             f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
         )
     columns, rows, lines = _read_table(Path(file), smiles)
+    smiles = _column_of(columns, smiles)
+    targets = [targets] if isinstance(targets, str) else targets
     others = [column for column in columns if column != smiles]
     chosen = _chosen(others if targets is None else list(targets), others, f"{str(file)!r}", smiles)
     values = [
@@ -169,7 +171,14 @@ def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping
         raise ConfigError(
             f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
         ) from error
-    if smiles is not None and smiles not in columns:
+    if not columns:
+        raise ConfigError("is empty; its first line has the names of the columns", argument="file", value=str(path))
+    other = next((mark for mark in ";\t|" if len(columns) == 1 and mark in columns[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"its fields are separated by {other!r}, and must be by ','", argument="file", value=str(path)
+        )
+    if smiles is not None and _column_of(columns, smiles) not in columns:
         raise ConfigError(
             f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
         )
@@ -181,6 +190,12 @@ def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping
     return columns, rows, lines
 
 
+def _column_of(columns: Sequence[str], smiles: str) -> str:
+    """Return the column of SMILES as the file writes it, where only capitals differ."""
+    same = [column for column in columns if column.lower() == smiles.lower()]
+    return same[0] if smiles not in columns and len(same) == 1 else smiles
+
+
 def _number(text: str, column: str, line: int, task: str) -> float:
     if not text.strip():
         return math.nan
@@ -188,7 +203,9 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(
-            f"targets: {column!r} has {text!r} in line {line}, which is no number; leave it empty"
+            f"{column!r} has {text!r} in line {line}, which is no number; leave it empty, or name the columns to predict, "
+            "such as targets=['solubility']",
+            argument="targets",
         ) from None
     if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
         wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
