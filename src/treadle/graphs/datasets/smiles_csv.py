@@ -203,8 +203,8 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(
-            f"{column!r} has {text!r} in line {line}, which is no number; leave it empty, or name the columns to predict, "
-            "such as targets=['solubility']",
+            f"{column!r} has {text!r} in line {line}, which is no number; leave it empty, or name the columns to "
+            "predict, such as targets=['solubility']",
             argument="targets",
         ) from None
     if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
