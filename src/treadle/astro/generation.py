@@ -1,4 +1,4 @@
-"""Continuing sequences one token at a time.
+"""Autoregressive generation of token sequences.
 
 Shapes: B = sequences, L = positions of the prompt, N = new positions, V = vocabulary.
 """
@@ -31,7 +31,7 @@ def generate(
     generator: torch.Generator | None,
     legal_only: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Continue sequences; `CausalTransformerLM.generate` is the public way to call this and documents it."""
+    """Continue sequences; see `CausalTransformerLM.generate`, the public interface."""
     _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     _check_vocab(model, vocab, legal_only=legal_only)
     end = min(tokens.shape[1] + max_new_tokens, model.max_len)
@@ -51,7 +51,7 @@ def generate(
 
 
 class _AnyId:
-    """Any id may follow; its type is that of the id, or without a vocabulary the last of the prompt."""
+    """Unconstrained generation; types come from the vocabulary, or without one from the last prompt position."""
 
     def __init__(self, vocab: VocabSpec | None, types_BL: Tensor):
         self._vocab = vocab
@@ -64,12 +64,12 @@ class _AnyId:
         return logits_BV
 
     def follow(self, ids_B: Tensor) -> Tensor:
-        """Take note of the ids that were drawn and return their types."""
+        """Record the drawn ids and return their types."""
         return self._types_B if self._vocab is None else self._vocab.types_of(ids_B)
 
 
 class _LegalId:
-    """Only ids that are legal at their position may follow, and each has the type of its id."""
+    """Generation restricted to legal ids; types come from the vocabulary."""
 
     def __init__(self, vocab: VocabSpec, tokens_BL: Tensor):
         self._vocab = vocab
@@ -88,7 +88,7 @@ class _LegalId:
 
 
 def _choose(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw one id a row, (B,)."""
+    """Draw one id per row, (B,)."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     ids_BK = None
@@ -116,7 +116,7 @@ def _check(
         raise ConfigError(f"={max_new_tokens}: must be at least 0", argument="max_new_tokens")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(
-            f"={temperature}: must be finite and at least 0; 0 takes the likeliest id", argument="temperature"
+            f"={temperature}: must be finite and at least 0; 0 selects the most likely id", argument="temperature"
         )
     if top_k is not None and top_k < 1:
         raise ConfigError(f"={top_k}: must be at least 1, or None for all ids", argument="top_k")

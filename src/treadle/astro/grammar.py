@@ -1,4 +1,4 @@
-"""Which ids may follow in a sequence, as a table of states that stays on the device.
+"""Grammar of token sequences: the ids that are legal next, as a state table on the device.
 
 Shapes: B = sequences, L = positions, V = vocabulary, S = states, K = kinds of ids.
 """
@@ -11,20 +11,19 @@ from torch import Tensor
 from treadle.astro.vocab import NUM_SPECIAL, VocabSpec
 from treadle.errors import ConfigError
 
-_Arcs = dict[int, int]  # kind of id -> the state that it leads to
-_DEAD = 0  # the state after an id that was not legal
+_Arcs = dict[int, int]  # kind of id -> next state
+_DEAD = 0  # state after an illegal id
 
 
 class SequenceGrammar:
-    """Follower of sequences in the order of `encode_sequence`, which returns the ids that are legal next.
+    """State machine that follows sequences in the order of `encode_sequence` and returns the legal next ids.
 
-    That order is BOS; image ids or MISS, SEP; a bin or MISS for each scalar column, or one MISS for all, SEP; for
-    each spectrum group its ids or MISS, SEP; EOS; then PAD forever. The number of image and spectrum ids is
-    free.
+    That order is BOS; image ids or MISS, SEP; a bin or MISS for each scalar column, or one MISS for all, SEP; for each
+    spectrum group its ids or MISS, SEP; EOS; then only PAD. The numbers of image and spectrum ids are free.
 
     Args:
         vocab: the vocabulary.
-        device: of the tokens.
+        device: device of the tokens.
 
     Example:
         >>> from treadle.astro.vocab import build_vocab_spec
@@ -51,16 +50,16 @@ class SequenceGrammar:
         self._next_SK = next_SK.to(device)
 
     def read(self, tokens_BL: Tensor) -> Tensor:
-        """Return the states (B,) after the given beginnings of sequences.
+        """Return the states (B,) after the given prefixes.
 
         Raises:
-            ConfigError: an id is not legal at its place.
+            ConfigError: an id is not legal at its position.
         """
         states_B = torch.full((len(tokens_BL),), self._start, device=tokens_BL.device)
         passed = [states_B]
         for tokens_B in tokens_BL.unbind(1):
             passed.append(self.advance(passed[-1], tokens_B))
-        dead = (torch.stack(passed, dim=1) == _DEAD).nonzero()  # the host waits here, once for a whole prompt
+        dead = (torch.stack(passed, dim=1) == _DEAD).nonzero()  # one device synchronisation for the whole prompt
         if len(dead):
             row, position = dead[0].tolist()
             self._refuse(tokens_BL, row, position - 1, passed[position - 1][row])
@@ -75,20 +74,20 @@ class SequenceGrammar:
         )
 
     def advance(self, states_B: Tensor, ids_B: Tensor) -> Tensor:
-        """Return the states (B,) after one more id each."""
+        """Return the states (B,) after one more id per row."""
         return self._next_SK[states_B, self._kind_V[ids_B]]
 
     def legal(self, states_B: Tensor) -> Tensor:
-        """Return (B, V) bool, True = this id may follow."""
+        """Return (B, V) bool, True = the id is legal next."""
         return (self._next_SK[states_B] != _DEAD)[:, self._kind_V]
 
     def ended(self, states_B: Tensor) -> Tensor:
-        """Return (B,) bool, True = the sequence has its EOS."""
+        """Return (B,) bool, True = the sequence has reached EOS."""
         return states_B == self._ended
 
 
 def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
-    """Build the states from the last one to the first, and return them, the first and the last."""
+    """Build the states from last to first; return them with the first and the last."""
     pad, bos, eos, sep, miss, image = range(NUM_SPECIAL + 1)
     first_column = image + 1
     first_group = first_column + vocab.n_columns
@@ -99,7 +98,7 @@ def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
         return len(states) - 1
 
     def add_run(kind: int, following: int) -> int:
-        """One or more ids of a kind, or MISS; then SEP."""
+        """Add one or more ids of a kind, or MISS, followed by SEP."""
         more = add({sep: following})
         states[more][kind] = more
         return add({kind: more, miss: add({sep: following})})
@@ -113,7 +112,7 @@ def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
     following = second = add({sep: after_scalars})
     for kind in reversed(range(first_column, first_group)):
         second, following = following, add({kind: following, miss: following})
-    # MISS in place of the first column may also be the whole modality absent, and SEP follow at once.
+    # MISS at the first column may also mean that the whole modality is absent, followed directly by SEP.
     states[following][miss] = add({**states[second], sep: after_scalars})
     following = add_run(image, following)
     return states, add({bos: following}), ended

@@ -1,4 +1,4 @@
-"""The pictures of ``treadle train astro`` and their captions."""
+"""Plots of ``treadle train astro`` and their captions."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _DRAWS = 64
 
 
 def draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], folder: Path) -> list[Picture]:
-    """Draw the pictures of a run.
+    """Draw the plots of a run.
 
     Args:
         data: surveys and tokenizers.
         trainer: its model has the best weights.
-        results: the answers to the questions that it was asked.
-        folder: gets the files.
+        results: the results of the prediction tasks.
+        folder: output folder.
 
     Returns:
-        The pictures with their captions.
+        The plots with their captions.
     """
     scalars = plot_scalars(results, folder / "scalars.png")
     spectra = plot_spectra(_shown_spectra(data, trainer), folder / "spectra.png")
@@ -46,25 +46,25 @@ def draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult],
     return [
         Picture(
             scalars, "Scalars from another modality",
-            "Each dot is a test object. The lines join the medians of groups of as many objects each, in the order of "
-            "the true value: a flat line carries no information. The bars are the table above.",
+            "Each dot is a test object. The lines join the medians of equally sized groups of objects, in the order of "
+            "the true value: a flat line carries no information. The bars show the table above.",
         ),
         Picture(
             spectra, "Spectra from scalars",
-            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: the part of a spectrum left after it "
-            "was replaced by its tokens. Orange: spectra that the model drew from the type and the colours alone.",
+            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: reconstruction of a spectrum from its "
+            "tokens. Orange: spectra that the model sampled given only the type and the colours.",
         ),
         Picture(
             images, "Galaxies patch by patch",
-            "Test galaxies, evenly spaced in the order of magnitudes. The middle row is what the tokens keep; in the "
-            "last one each patch is what the model expects after the true patches before it, row by row from the top. "
-            "Off by: root mean squared error in steps of 255.",
+            "Test galaxies, evenly spaced in the order of magnitudes. Middle row: reconstructions from tokens. Last "
+            "row: each patch is the model's expectation given the true patches before it, row by row from the top. "
+            "Off by: root mean squared error on the scale from 0 to 255.",
         ),
         Picture(
-            terms, "The terms of the loss",
-            "In training some scalars are hidden, other ones each time, and dropout is on; in validation neither.",
+            terms, "Loss terms",
+            "In training, randomly chosen scalars are hidden and dropout is active; in validation neither.",
         ),
-        Picture(curves, "Training", "The whole loss by epoch; the best epoch is marked. Below, the learning rate."),
+        Picture(curves, "Training", "Total loss by epoch, with the best epoch marked; below, the learning rate."),
     ]  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def _curves(trainer: AstroTrainer) -> list[dict[str, Any]]:
 
 
 def _spaced(values: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return rows with a value, evenly spaced in its order, none picked by hand."""
+    """Return rows with a finite value, evenly spaced in sorted order, none picked by hand."""
     order = np.argsort(values, kind="stable")[: int(np.isfinite(values).sum())]
     return np.asarray(order[np.unique(np.linspace(0, len(order) - 1, _PANELS).round().astype(np.intp))], dtype=np.intp)
 
@@ -106,7 +106,7 @@ def _shown_spectra(data: AstroData, trainer: AstroTrainer) -> ShownSpectra:
 
 
 def _fluxes(data: AstroData, tokens_RL: torch.Tensor) -> NDArray[np.float32]:
-    """Return the spectra of sequences of one layout."""
+    """Decode the spectra of sequences with the same layout."""
     vocab = data.tokenizers.vocab()
     codes = {}
     for group, first in vocab.base_spectrum.items():

@@ -1,4 +1,4 @@
-"""The results of ``treadle train astro``: decisions at the start, scores beside simple methods, tables."""
+"""Report of ``treadle train astro``: settings at the start, scores against baselines, tables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from treadle.runs.start_block import precision_line
 
 
 def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) -> dict[str, str]:
-    """Return the decisions and their reasons, as name -> text."""
+    """Return the decisions and their reasons, as name -> string."""
     training, model, vocab = config.training, config.model, data.tokenizers.vocab()
     steps = steps_per_epoch(trainer.train_loader, training.grad_accum_steps)
     weights = sum(parameter.numel() for parameter in trainer.model.parameters())
     sizes = {name: [len(part[name]) for part in data.parts.values()] for name in data.train}
     return {
         "precision": precision_line(config.mixed_precision, trainer.device, setting="mixed_precision"),
-        "data": "XDF pictures of galaxies, SpeX spectra of cool dwarfs, an SDSS catalogue of galaxies",
+        "data": "XDF images of galaxies, SpeX spectra of cool dwarfs, an SDSS catalogue of galaxies",
         "split": "by tile, dwarf and galaxy; train, validate, test: "
         + "; ".join(f"{name} {', '.join(f'{size:,}' for size in counts)}" for name, counts in sizes.items()),
         "tokens": f"{vocab.v_image} patches, {vocab.n_columns} columns of {vocab.scalar_bins} bins, "
@@ -46,13 +46,13 @@ def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) ->
 
 
 def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, out: Path) -> Results:
-    """Test the weights that the trainer's model has, predict one modality from others, and draw.
+    """Test the weights of the trainer's model, predict one modality from another, and draw the plots.
 
     Args:
         config: the settings of the run.
         data: surveys and tokenizers.
         trainer: its model has the best weights.
-        out: gets ``pictures/``.
+        out: run folder; plots go to ``pictures/``.
     """
     asked = cross_predict(trainer.model, data.tokenizers, data.train, data.test, scalars_last=config.scalars_last > 0)
     metrics = to_json({
@@ -73,7 +73,7 @@ def _best_epoch(trainer: AstroTrainer) -> int:
 
 
 def as_values(result: CrossResult) -> dict[str, Any]:
-    """Return a question and the scores of its answers, as ``metrics.json`` has them."""
+    """Return a prediction task and its scores in the format of ``metrics.json``."""
     question = result.question
     given = question.given if isinstance(question.given, str) else list(question.given)
     return {"survey": question.survey, "target": question.target, "given": given, **result.scores()}
@@ -83,15 +83,15 @@ def as_values(result: CrossResult) -> dict[str, Any]:
 
 
 def results(metrics: Mapping[str, Any], out: Path) -> Report:
-    """Return the tables of a run from the content of ``metrics.json``."""
+    """Return the tables of a run from the contents of ``metrics.json``."""
     test = metrics["test"]
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     return Report(
         title="One modality from another",
-        lead="A causal transformer on tokens of galaxy pictures (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
-        "catalogue (SDSS), asked about objects kept out of its training. Variance explained: 0 is the mean of the "
-        "training objects, 1 is exact. Ridge regression and trees see the values of the same tokens; the "
-        "true bin is the best that an answer in bins can reach.",
+        lead="A causal transformer on tokens of galaxy images (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
+        "catalogue (SDSS), tested on held-out objects. Variance explained: 0 is the mean of the training objects, 1 is "
+        "exact. Ridge regression and trees see the values of the same tokens; the true bin is the best that a "
+        "prediction in bins can reach.",
         tables=[_tokens_table(metrics["tokenizers"]), predictions_table(metrics["predictions"])],
         note=f"cross-entropy of the test sequences {test['loss_ce']:.3f} nats per token, epoch "
         f"{metrics['best_epoch']}.",
@@ -104,7 +104,7 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
 
 
 def predictions_table(predictions: Sequence[Mapping[str, Any]], part: str = "test") -> Table:
-    """Return how well each question about a part was answered, from the content of ``metrics.json``."""
+    """Return the scores of each prediction task on a split, from the contents of ``metrics.json``."""
     rows, notes = [], []
     peers = [name for name in _PEERS if all(name in found for found in predictions)]
     ahead = []
@@ -144,7 +144,7 @@ def _tokens_table(quality: Mapping[str, Mapping[str, Any]]) -> Table:
         for key in ("codes", "dead_codes", "perplexity", "explained_variance")
     )  # fmt: skip
     rows.append([
-        f"{len(columns)} columns, the least of each", str(min(bins)), str(min(bins) - max(used)), f"{min(even):.1f}",
+        f"{len(columns)} columns, the minimum of each", str(min(bins)), str(min(bins) - max(used)), f"{min(even):.1f}",
         f"{_number(min(v for v in kept if v is not None))} ({worst})",
     ])  # fmt: skip
     names = ["", "codes", "used", "perplexity", "variance explained"]

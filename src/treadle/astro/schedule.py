@@ -1,4 +1,4 @@
-"""The learning rate of a step: linear warm-up, then half a cosine."""
+"""Learning-rate schedule: linear warm-up, then cosine decay."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def cosine_schedule_with_warmup(
 
     With n = ``step``, W = ``warmup_steps``, S = ``total_steps`` and r = ``min_lr_ratio``: base · n/W while n < W; then
     base · (r + (1 - r)/2 · (1 + cos(pi (n - W)/(S - W)))) up to n = S; base · r afterwards. W = 0 starts at the full
-    rate. Where W >= S the whole schedule is warm-up.
+    rate. If W >= S, the whole schedule is warm-up.
 
     Args:
         step: 0 before training, 1 for the first optimizer step.
-        base_lr: the rate at n = W.
+        base_lr: learning rate at n = W.
         warmup_steps: W, at least 0.
-        total_steps: S, the number of the last step, warm-up included; at least 1.
-        min_lr_ratio: r, in [0, 1]; the rate at n = S is r of the base.
+        total_steps: S, the last step, warm-up included; at least 1.
+        min_lr_ratio: r, in [0, 1]; the rate at n = S is r times the base.
 
     Raises:
-        ConfigError: an argument is out of its range.
+        ConfigError: an argument is out of range.
 
     Example:
         >>> [cosine_schedule_with_warmup(n, 1.0, 10, 100) for n in (0, 1, 10, 55, 100)]
@@ -35,7 +35,7 @@ def cosine_schedule_with_warmup(
         return base_lr * step / warmup_steps
     if step > total_steps:
         return base_lr * min_lr_ratio
-    if step == warmup_steps:  # also where both are the last step, and there is no cosine
+    if step == warmup_steps:  # also if both are the last step, and there is no cosine
         return base_lr
     progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return base_lr * (min_lr_ratio + (1 - min_lr_ratio) / 2 * (1 + math.cos(math.pi * progress)))

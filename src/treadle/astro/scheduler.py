@@ -1,4 +1,4 @@
-"""The learning-rate schedule of a run: the curve of `cosine_schedule_with_warmup`, one point for each applied step."""
+"""Learning-rate scheduler of a run: `cosine_schedule_with_warmup`, advanced by applied steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _log = logging.getLogger("treadle.astro")
 
 
 class WarmupCosine(LRScheduler):
-    """Warm-up and cosine for the coming step: after n applied steps the rate of step n + 1, so that none has rate 0.
+    """Warm-up and cosine scheduler; after n applied steps the rate is that of step n + 1, so no step has rate 0.
 
     Args:
-        optimizer: its groups' rates are the base rates.
+        optimizer: the learning rates of its groups are the base rates.
         warmup_steps: steps of linear warm-up.
-        total_steps: the last step, warm-up included.
-        min_lr_ratio: the rate at the last step, as a fraction of the base.
+        total_steps: last step, warm-up included.
+        min_lr_ratio: learning rate at the last step, as a fraction of the base.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> import torch
@@ -42,15 +42,15 @@ class WarmupCosine(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of the coming step."""
+        """Return the learning rates of the next step."""
         shape = (self.warmup_steps, self.total_steps, self.min_lr_ratio)
         factor = cosine_schedule_with_warmup(self.last_epoch + 1, 1.0, *shape)
         return [base_lr * factor for base_lr in self.base_lrs]
 
     def use_total(self, total_steps: int) -> None:
-        """Put another last step in force, from the coming step on.
+        """Change the last step of the schedule, effective from the next step.
 
-        Warns when steps were applied under another one, and of a warm-up that leaves no room for the cosine.
+        Warns if steps were already applied under a different one, or if the warm-up leaves no room for the cosine.
         """
         if self.last_epoch > 0 and total_steps != self.total_steps:
             _log.warning(
@@ -67,6 +67,6 @@ class WarmupCosine(LRScheduler):
                 group["lr"] = lr
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the place on the curve and its last step; warm-up and minimum stay those of this run."""
+        """Restore the position on the curve and its last step; warm-up and minimum stay those of this run."""
         own = {"warmup_steps": self.warmup_steps, "min_lr_ratio": self.min_lr_ratio}
         super().load_state_dict({**state_dict, **own})

@@ -1,4 +1,4 @@
-"""Captured steps of an engine: one CUDA graph for each shape of data, and the reasons against capturing."""
+"""Captured steps of an engine: one CUDA graph per shape of data, and reasons not to capture."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from treadle.engine.block import RunsAhead, StepBlock
 from treadle.engine.hook import listeners
 from treadle.engine.settings import Outcome, Steps
 from treadle.errors import ConfigError
-from treadle.optim.nonfinite import skips_on_device
+from treadle.optim.nonfinite import can_be_recorded
 
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
 
 
 def steps_of(engine: Engine) -> Steps:
-    """Return how the steps of an engine are run.
+    """Return the step function of an engine, captured or eager.
 
     Raises:
-        ConfigError: ``capture=True`` and something makes it impossible.
+        ConfigError: ``capture=True``, but capturing is impossible.
     """
     if engine.capture is False:
         return engine.train_step
@@ -57,7 +57,7 @@ def _refuse(engine: Engine, reason: str) -> None:
 
 
 def _why_not(engine: Engine) -> str | None:
-    """Return what makes capturing impossible, as far as that is known before the first step."""
+    """Return the reason why capturing is impossible, as far as known before the first step."""
     hooks = listeners(engine.hooks, "on_before_optimizer_step")
     listening = [hook.state_key for hook in hooks if not getattr(hook.on_before_optimizer_step, "capturable", False)]
     observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
@@ -65,10 +65,10 @@ def _why_not(engine: Engine) -> str | None:
         return f"the device is {engine.device}; CUDA graphs need a CUDA device"
     if engine.num_ranks > 1:
         return f"there are {engine.num_ranks} ranks, and what they tell each other in a step cannot be captured"
-    if not skips_on_device(engine.optimizer, engine.device):
+    if not can_be_recorded(engine.optimizer, engine.device):
         return (
-            f"{type(engine.optimizer).__name__} cannot leave out a step on the device; build it with fused=True in "
-            "every parameter group"
+            f"the step of {type(engine.optimizer).__name__} cannot be recorded; build it with fused=True, or where "
+            "it has not that, capturable=True, in every parameter group"
         )
     if listening:
         return (
@@ -85,10 +85,10 @@ def _why_not(engine: Engine) -> str | None:
 
 
 class CapturedSteps(RunsAhead):
-    """Steps of an engine that are replayed, one graph for each shape of their data.
+    """Captured steps of an engine, with one graph per shape of the data.
 
     Args:
-        engine: whose steps.
+        engine: engine of the steps.
     """
 
     def __init__(self, engine: Engine):
@@ -101,18 +101,19 @@ class CapturedSteps(RunsAhead):
         self._off = False
         self._settled_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
-        self._plain: list[Callable[[dict[str, Any]], Any]] = []  # of each parameter group what gets its plain values
+        self._plain: list[Callable[[dict[str, Any]], Any]] = []  # readers of the plain values of each parameter group
         self._latest: Any = None  # the settings of the latest step
-        self._number = 0  # which of those that were met
-        self._latest_kind: tuple[RowGather | None, int] | None = None  # of the latest captured step
+        self._number = 0  # index among the settings seen so far
+        self._latest_kind: tuple[RowGather | None, int] | None = None  # key of the latest captured step
         self._latest_step: CapturedStep | None = None
-        self._loader: Any = None  # the latest
-        self._find: Callable[[], RowGather | None] | None = None  # what that has for whole batches
+        self._loader: Any = None  # latest loader
+        self._find: Callable[[], RowGather | None] | None = None  # its gather of whole batches
         self._numbers: dict[str, int] = {}
-        self._flags = engine.guard.late_flags(engine.device) if engine.guard.deferred else None
+        late = engine.guard.deferred or (engine.guard.can_wait and engine.device.type == "cuda")
+        self._flags = engine.guard.late_flags(engine.device) if late else None
 
     def __call__(self, group: Group) -> Outcome:
-        """Run one step: by a graph, or eagerly where there is none for the shape of its data yet."""
+        """Run one step, by a graph or, if there is none yet for the shape of its data, eagerly."""
         engine = self._engine
         gather = self._gather_of(group)
         if self._off:
@@ -131,7 +132,7 @@ class CapturedSteps(RunsAhead):
         return step.run(group, weights)
 
     def may_run_ahead(self) -> bool:
-        """Return whether the next step is one of the latest graph, and nothing on the host moves in between."""
+        """Return whether the next step fits the latest graph, and nothing changes on the host in between."""
         engine, step = self._engine, self._latest_step
         if self._off or step is None or self._latest_kind is None or not step.runs_ahead:
             return False
@@ -146,7 +147,7 @@ class CapturedSteps(RunsAhead):
         return known and self._latest_kind == (gather, self._settings())
 
     def ahead(self, count: int) -> tuple[Group, StepBlock]:
-        """Replay the next steps; return the last batch and the numbers of all."""
+        """Replay the next steps; return the last batch and the numbers of all steps."""
         cursor, step = self._engine.cursor, self._latest_step
         assert step is not None
         assert self._latest_kind is not None
@@ -157,7 +158,7 @@ class CapturedSteps(RunsAhead):
         return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
     def _gather_of(self, group: Group) -> RowGather | None:
-        """Return what the one batch of a group is gathered with, where that can be done in the graph."""
+        """Return the gather of a group's single batch, if it can run in the graph."""
         loader = self._engine.cursor.loader
         if loader is not self._loader:
             self._loader = loader
@@ -173,23 +174,23 @@ class CapturedSteps(RunsAhead):
         return self._engine.train_step(group)
 
     def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
-        """Let the task do the host's part of the step; return also the weights that the host knows."""
+        """Let the task do the host's part of the step; also return the weights known to the host."""
         prepare = self._host_part
         if prepare is None:
             return group, [None] * len(group.batches)
-        self._engine.set_group(group)  # so that the task can tell where a batch comes from
+        self._engine.set_group(group)  # so that the task can look up where a batch comes from
         pairs = [prepare(self._engine.model, batch) for batch in group.batches]
         batches, weights = [batch for batch, _ in pairs], [weight for _, weight in pairs]
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drop the graphs after a state was loaded: it is in other memory."""
+        """Drop the graphs after a state was loaded, since it is in other memory."""
         self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
         self._latest_kind = None
 
     def _keep_rates_on_device(self) -> None:
-        """Make each learning rate a tensor of the device, also after it was set to a number."""
+        """Convert each learning rate to a device tensor, also after it was set to a number."""
         groups = self._engine.optimizer.param_groups
         if len(self._rates) != len(groups):
             self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
@@ -201,10 +202,10 @@ class CapturedSteps(RunsAhead):
                 group["lr"] = rate
 
     def _step_for(self, group: Group, weights: list[float | None], gather: RowGather | None) -> CapturedStep | None:
-        """Return the captured step for a group, captured now if it is time for it; None for an eager one."""
+        """Return the captured step for a group, capturing it if due; None for an eager step."""
         settings = self._settings()
         latest = gather, settings
-        if gather is not None and latest == self._latest_kind:  # of a gather all batches are alike
+        if gather is not None and latest == self._latest_kind:  # all batches of a gather have the same shape
             return self._latest_step
         shapes = [shape_of(batch) for batch in group.batches]
         unknown = [shape for shape in shapes if isinstance(shape, str)]
@@ -215,7 +216,7 @@ class CapturedSteps(RunsAhead):
             )
             return None
         known = None if None in weights else [weight for weight in weights if weight is not None]
-        kind = known if known is None else len(set(known)) == 1  # equal weights need less
+        kind = known if known is None else len(set(known)) == 1  # equal weights need fewer kernels
         shape = tuple(shapes), kind, settings
         key = *shape, gather
         step = self._steps.get(key)
@@ -234,7 +235,7 @@ class CapturedSteps(RunsAhead):
         return step
 
     def _settings(self) -> int:
-        """Return the numbers baked into a graph besides the data: a change needs another graph."""
+        """Return the numbers baked into a graph besides the data; a change needs another graph."""
         engine = self._engine
         groups = engine.optimizer.param_groups
         latest = (
@@ -257,7 +258,7 @@ class CapturedSteps(RunsAhead):
         return False
 
     def _give_up(self, reason: str, *, known: bool = False) -> None:
-        """Say why steps are not captured; from here on none is."""
+        """Log why steps are not captured, and stop capturing."""
         self._off = True
         if known:
             self._engine.logger.warning("capture: from step %d on steps are eager: %s", self._engine.step, reason)
@@ -265,9 +266,9 @@ class CapturedSteps(RunsAhead):
             _refuse(self._engine, reason)
 
     def _capture(self, group: Group, weights: list[float] | None, gather: RowGather | None) -> CapturedStep | None:
-        """Record the step for groups of this shape and check it against an eager one; leave the state as it was."""
+        """Capture the step for groups of this shape and compare it with an eager one, keeping the state."""
         engine = self._engine
-        reason = _why_not(engine)  # hooks may have come
+        reason = _why_not(engine)  # hooks may have been added
         if reason is not None:
             self._give_up(reason)
             return None
@@ -283,7 +284,7 @@ class CapturedSteps(RunsAhead):
                 step = CapturedStep(engine, group, self._flags, share=share, weights=weights, gather=gather)
                 if kept.grew():
                     kept.restore()
-                    return None  # a parameter got its first gradient: another eager step makes the rest of the state
+                    return None  # a parameter got its first gradient: another eager step creates the missing state
                 kept.restore()
                 step.prepare()
                 step.check_rows()
@@ -294,7 +295,7 @@ class CapturedSteps(RunsAhead):
                 self._flags.refused.zero_()  # of a trial
         except RuntimeError as error:
             kept.restore()
-            traceback.clear_frames(error.__traceback__)  # they hold the graph of a trial, whose nodes would be used on
+            traceback.clear_frames(error.__traceback__)  # they hold the graph of a trial, whose nodes would be reused
             self._give_up(f"the step cannot be captured: {_first_line(error)}. {_HINT}")
             return None
         except BaseException:
@@ -307,7 +308,7 @@ class CapturedSteps(RunsAhead):
 
 
 def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that gets the values of a parameter group which are written into a graph."""
+    """Return a function that reads the values of a parameter group that are baked into a graph."""
     names = [name for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN)]
     return operator.itemgetter(*names) if names else lambda group: None
 

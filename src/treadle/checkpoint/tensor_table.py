@@ -1,4 +1,4 @@
-"""A state tree taken apart: the tensors of model, optimizer and averages under flat keys, and the rest."""
+"""Split of a state tree into tensors of model, optimizer and averages under flat keys, and the rest."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from treadle.errors import CheckpointError
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any]]:
-    """Take the tensors out of model, optimizer state and averages, and whatever is spread over ranks elsewhere.
+    """Extract the tensors of model, optimizer state and averages, and sharded tensors elsewhere.
 
     Args:
         tree: a checkpoint tree.
 
     Returns:
         (the tensors by key: ``model.<name>``, ``optimizer.state.<name of the parameter>.<entry>``,
-        ``ema.<name>.shadow.<name>``; the tree with ``{"treadle.stored": key}`` in their places).
+        ``ema.<name>.shadow.<name>``; the tree with ``{"treadle.stored": key}`` in their place).
 
     Raises:
-        CheckpointError: the tree holds such a dict itself.
+        CheckpointError: the tree itself contains such a dict.
 
     Example:
         >>> tensors, rest = take_apart({"model": {"w": torch.zeros(1)}, "epoch": 3})

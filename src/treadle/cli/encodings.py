@@ -1,4 +1,4 @@
-"""Standard output in a locale that has not all characters: what it lacks is written in other words, never an error."""
+"""Standard output in locales without full Unicode: missing characters are replaced instead of raising."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _SAMPLE = "±²µ…"
 
 
 def write_in_any_locale() -> None:
-    """Have the standard streams write other words for the characters that their encoding lacks.
+    """Make the standard streams replace characters that their encoding lacks.
 
-    An encoding that has them, as UTF-8 does, is left as it is; so is a stream that is no file, as in a notebook.
+    An encoding that has them all, such as UTF-8, is left unchanged, and so is a stream that is not a file, as in a
+    notebook.
 
     Example:
         >>> write_in_any_locale()

@@ -9,13 +9,13 @@ from treadle.cli.encodings import write_in_any_locale
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code.
+    """Run the command line and exit with its exit code.
 
     Args:
-        argv: the arguments after the program's name; None takes those of the process.
+        argv: the arguments after the program name; None takes those of the process.
 
     Raises:
-        SystemExit: always; 0 for success, 2 for a wrong setting, 1 for a run that failed, 128 + n for signal n.
+        SystemExit: always; 0 for success, 2 for an invalid setting, 1 for a run that failed, 128 + n for signal n.
 
     Example:
         >>> # main(["train", "spectra", "epochs=20", "--out", "runs/short"])

@@ -1,4 +1,4 @@
-"""Deep merge: what a later configuration changes in an earlier one."""
+"""Deep merge of configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("treadle.config")
 
 
 class _Delete:
-    """The type of DELETE; copies and pickles of it are the one object, so ``is`` always works."""
+    """Type of DELETE; copies and pickles return the same object, so ``is`` always works."""
 
     def __repr__(self) -> str:
         return "DELETE"
@@ -43,11 +43,11 @@ class REPLACE:
 
 @checked
 def merge_configs(base: Mapping[str, Any], over: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """Merge one configuration over another: dicts key by key, everything else is replaced, lists as a whole.
+    """Merge one configuration over another: dicts key by key; everything else, including lists, is replaced.
 
     Args:
         base: the earlier configuration.
-        over: the later one, which wins; it may hold :data:`DELETE` and :class:`REPLACE`.
+        over: the later one, which takes precedence; it may contain :data:`DELETE` and :class:`REPLACE`.
         where: the name of the file that ``over`` came from, for messages.
 
     Returns:
@@ -79,7 +79,7 @@ def _merge_into(target: dict[str, Any], over: Mapping[str, Any], where: str, pla
 
 
 def _settled(value: Any, where: str, place: str) -> Any:
-    """Copy a value that merges with nothing; the markers in it have nothing left to act on and go."""
+    """Copy a value without counterpart, removing its markers, which have no effect."""
     if isinstance(value, REPLACE):
         return _settled(value.value, where, place)
     if value is DELETE:

@@ -1,4 +1,4 @@
-"""Walking nested configurations: how a place in one is named, and how its containers are copied."""
+"""Helpers for nested configurations: names of paths, and copies of containers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from treadle.errors import nearest
 
 
 def join_path(prefix: str, key: Any) -> str:
-    """Return the name of the place ``key`` inside the place ``prefix``.
+    """Return the dotted path of ``key`` inside ``prefix``.
 
     Example:
         >>> join_path(join_path("model", "layers"), 2)
@@ -21,13 +21,13 @@ def join_path(prefix: str, key: Any) -> str:
 
 
 def nearest_key(key: Any, known: Iterable[Any]) -> str:
-    """Return a sentence on the keys that exist, the nearest first of all."""
+    """Return a hint listing the existing keys, closest first."""
     names = [str(name) for name in known]
     return nearest(str(key), names) if names else "there is no key at all"
 
 
 def copied(value: Any) -> Any:
-    """Copy dicts, lists and tuples and leave everything in them as it is.
+    """Copy dicts, lists and tuples, but not the values in them.
 
     Example:
         >>> inner = [1]
@@ -44,7 +44,7 @@ def copied(value: Any) -> Any:
 
 
 def same_tuple(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Make a tuple of ``items``, of the named type of ``original`` where it has one and the length allows it."""
+    """Return a tuple of ``items``, of the named tuple type of ``original`` if it has one and the length fits."""
     if hasattr(original, "_make") and len(items) == len(original):
         return original._make(items)  # type: ignore[no-any-return]
     return tuple(items)

@@ -1,7 +1,7 @@
-"""Values as bytes for other ranks: pickled, with tensors as plain memory.
+"""Serialization of values for other ranks: pickled, with tensors as raw memory.
 
-torch pickles each tensor as a separate archive, and reading one takes as long as some thousand steps of Python. The
-state that ranks gather for a checkpoint holds some thirty small tensors of each rank.
+torch pickles each tensor as a separate archive, and reading one is slow. The state that ranks gather for a checkpoint
+holds about thirty small tensors per rank.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as bytes, which :func:`unpacked` reads; plain tensors on the CPU as their memory.
+    """Serialize a value for :func:`unpacked`, with plain CPU tensors as raw memory.
 
     Args:
-        value: anything that can be pickled. Tensors that share memory are apart afterwards.
+        value: any picklable value. Tensors that share memory no longer do afterwards.
 
     Example:
         >>> unpacked(packed({"step": 3, "loss": torch.tensor(2.5)}))
@@ -45,5 +45,5 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return what :func:`packed` was given; only for bytes of this run's own ranks, since it unpickles them."""
+    """Invert :func:`packed`; only for bytes from this run's ranks, since it unpickles them."""
     return pickle.loads(data)

@@ -1,4 +1,4 @@
-"""What happens between two epochs: score the finished one, move schedules, count it, tell the hooks."""
+"""End of an epoch: score it, step schedulers, count it, call the hooks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
-    """Finish a complete epoch, in the order that ``treadle.hooks.base`` writes down.
+    """Finish a complete epoch, in the order documented in ``treadle.hooks.base``.
 
     Args:
-        engine: whose epoch is complete.
-        moves_schedule: False where the scheduler was stepped by the user's own loop.
+        engine: the engine whose epoch is complete.
+        moves_schedule: False if the user's own loop stepped the scheduler.
 
     Raises:
-        DataExhaustedError: the epoch had no batch at all.
+        DataExhaustedError: the epoch had no batches.
     """
     if engine.cursor.position == 0:
         raise DataExhaustedError(
@@ -69,7 +69,7 @@ def _moves_each_epoch(engine: Engine) -> bool:
 
 
 def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
-    """Return other data for a refused step; an empty group where an epoch face has none left.
+    """Return new data for a refused step; an empty group if an epoch-based trainer has none left.
 
     Raises:
         NonFiniteError: the retries are used up.

@@ -1,4 +1,4 @@
-"""The part of a checkpoint that holds what the state dict of the model leaves out."""
+"""Checkpoint part with what the model's state dict leaves out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class ModulesPart(StatePart):
-    """What no state dict of the model holds: trainable flags, modes, buffers that are not persistent, attributes."""
+    """State missing from the model's state dict: trainable flags, modes, non-persistent buffers, attributes."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         entry = engine.state.modules.collect(engine.model)
-        known = set(tree["base"] or ())  # frozen as they were at the start, which their fingerprints tell
+        known = set(tree["base"] or ())  # frozen and unchanged, as fingerprints show
         if entry.get("frozen") == entry.get("built_frozen") and known.issuperset(entry.get("frozen", ())):
             entry = {key: value for key, value in entry.items() if key not in ("frozen", "built_frozen")}
         if entry:

@@ -1,4 +1,4 @@
-"""Epochs that a loop of the user's trains, counted, scored and closed as those of the engine's own loop."""
+"""Epochs trained by a user's loop, counted, scored and finished like those of the engine's own loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], bool]) -> None:
-    """Train to a number of epochs by a function that reads each epoch's batches from the engine's cursor.
+    """Train to a number of epochs with a function that reads each epoch's batches from the engine's cursor.
 
     Args:
         engine: keeps the counters, calls the hooks and saves the state.
-        target: in epochs; ``max_time`` counts between two of them.
+        target: target in epochs; ``max_time`` is checked between two of them.
         train_epoch: trains one epoch; returns whether it stepped the scheduler, which is then left alone.
     """
     engine._refuse_if_closed()
@@ -33,7 +33,7 @@ def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], boo
     with training_session(engine):
         while not (target.reached(engine) or target.out_of_time or ranks_stop(engine)):
             stepped_schedule = train_epoch()
-            engine.target = target  # a step that is asked for by itself has another one
+            engine.target = target  # a single step sets another target
             finish_epoch(engine, moves_schedule=not stepped_schedule)
         engine.emit("on_after_train")
         engine.write_requested()

@@ -1,4 +1,4 @@
-"""A folder that ``from_pretrained`` of transformers loads: weights beside the model's own configuration."""
+"""Folders that ``from_pretrained`` of transformers loads: weights and the model's configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treadle.checkpoint.files import replacing_folder, reported
 from treadle.errors import ConfigError
 
 CONFIG = "config.json"
-_COPIED = (".json", ".txt", ".model", ".jinja")  # the configuration, and what tokenizers consist of
+_COPIED = (".json", ".txt", ".model", ".jinja")  # the configuration and the files of tokenizers
 _NOT_COPIED = ("trainer_state.json", ".index.json")
 
 
@@ -19,7 +19,7 @@ def find_config(places: Iterable[Path]) -> Path:
     """Return the first folder with a model's ``config.json``.
 
     Raises:
-        ConfigError: there is none; names where it was looked for.
+        ConfigError: there is none; the message lists the folders that were searched.
     """
     looked_in = list(places)
     for folder in looked_in:
@@ -33,7 +33,7 @@ def find_config(places: Iterable[Path]) -> Path:
 
 
 def ties_embeddings(folder: Path) -> bool:
-    """Return whether the model ties its embeddings itself when it is loaded, so that they are stored once.
+    """Return whether the model ties its embeddings on loading, so that they are stored once.
 
     Raises:
         ConfigError: the configuration cannot be read.
@@ -45,15 +45,15 @@ def ties_embeddings(folder: Path) -> bool:
 
 
 def write_folder(target: Path, config: Path, write_weights: Callable[[Path], None]) -> None:
-    """Write a folder of weights and copies of the configuration and the tokenizer; whole or not at all.
+    """Atomically write a folder of weights with copies of the configuration and the tokenizer.
 
     Args:
-        target: replaced if it is there.
+        target: replaced if it exists.
         config: the folder with the model's ``config.json``.
-        write_weights: writes ``model.safetensors`` under the path that it is given.
+        write_weights: writes ``model.safetensors`` to the given path.
 
     Raises:
-        CheckpointError: something cannot be written; what was there before is intact.
+        CheckpointError: something cannot be written; the existing folder is left intact.
     """
     with reported(target), replacing_folder(target) as staged:
         for file in sorted(config.iterdir()):

@@ -1,4 +1,4 @@
-"""Hooks that every face adds by itself: progress that is shown, and files that describe the run."""
+"""Hooks that every front end adds by default: progress display, and files that describe the run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from treadle.hooks.progress import ProgressHook
 
 
 def with_default_hooks(hooks: Sequence[BaseHook], *, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
-    """Return hooks with the default ones behind them.
+    """Return hooks with the default ones appended.
 
     Args:
-        hooks: all of the run.
-        given: those of them that the user gave; one that shows progress replaces the default one.
+        hooks: all hooks of the run.
+        given: hooks given by the user; one that shows progress replaces the default one.
         progress: whether the run shows its progress.
 
     Example:

@@ -1,19 +1,20 @@
-"""Which graphs of an evaluation are copies: a DistributedSampler repeats the first until all ranks have as many."""
+"""Detection of the samples that a DistributedSampler repeats so that all ranks have equally many."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
 
 def real_samples(loader: Any) -> int | None:
-    """Return how many samples of this rank are no copies, which come last; None where a loader has no copies.
+    """Return the number of this rank's samples before the duplicates at the end; None if there are no duplicates.
 
     Args:
-        loader: any iterable; a ``DataLoader`` with a ``DistributedSampler`` that drops nothing has copies.
+        loader: any iterable; a ``DataLoader`` with a ``DistributedSampler`` without ``drop_last`` has duplicates.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -29,7 +30,7 @@ def real_samples(loader: Any) -> int | None:
 
 
 def graphs_in(batch: Any) -> int | None:
-    """Return how many graphs a batch has, padding left out; None where only a device knows, or nobody.
+    """Return the number of graphs in a batch, without padding; None if it is unknown or only on a device.
 
     Example:
         >>> from types import SimpleNamespace
@@ -38,18 +39,19 @@ def graphs_in(batch: Any) -> int | None:
     """
     mask = getattr(batch, "graph_mask", None)
     if isinstance(mask, Tensor):
-        return int(mask.sum()) if mask.device.type == "cpu" else None
+        # NumPy keeps python, where torch would let the writer of another member's file in.
+        return int(np.count_nonzero(mask.numpy())) if mask.device.type == "cpu" else None
     graphs = getattr(batch, "num_graphs", None)
     return graphs if isinstance(graphs, int) else None
 
 
 def rows_of_first(batch: Any, target: Tensor, num_graphs: int) -> Tensor:
-    """Return which rows of a target belong to the first graphs of a batch, (rows,) bool.
+    """Return the mask of target rows that belong to the first graphs of a batch, (rows,) bool.
 
     Args:
-        batch: with ``num_graphs``, and ``batch`` and ``pair_index`` where rows are nodes or pairs.
-        target: one row for each graph, node or pair.
-        num_graphs: how many graphs.
+        batch: batch with ``num_graphs``, and ``batch`` and ``pair_index`` if rows are nodes or pairs.
+        target: one row per graph, node or pair.
+        num_graphs: number of graphs.
 
     Example:
         >>> from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Results of many runs: read from their folders, summed up over seeds, and written as tables for LaTeX or as CSV."""
+"""Results of many runs: loaded from their folders, aggregated over seeds, and written as LaTeX or CSV tables."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LOWER = ("loss", "mae", "mse", "rmse", "time", "ms", "flops")
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over several runs.
+    """Mean and standard deviation over several runs.
 
     Attributes:
-        mean: of the runs.
-        std: their standard deviation; NaN of one run.
-        count: how many.
+        mean: mean of the runs.
+        std: standard deviation; NaN for one run.
+        count: number of runs.
     """
 
     mean: float
@@ -38,7 +38,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of values.
+        """Compute the spread of values.
 
         Example:
             >>> Spread.of([1.0, 3.0])
@@ -47,7 +47,7 @@ class Spread:
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
 
     def text(self, digits: int = 4, sign: str = "±") -> str:
-        """Return the mean and, of several runs, the deviation.
+        """Format the mean and, for several runs, the deviation.
 
         Example:
             >>> Spread(0.12345, 0.01, 3).text(3), Spread(0.5, math.nan, 1).text(2)
@@ -57,17 +57,17 @@ class Spread:
 
 
 def load_results(folder: str | os.PathLike[str], *, settings: Sequence[str] = ()) -> list[Row]:
-    """Read the results of every run below a folder.
+    """Load the results of every run below a folder.
 
     Args:
-        folder: holds run folders, each with ``test_results.json`` and ``config.yaml``.
-        settings: dotted settings of a run that become columns, such as ``"pe.node.type"``.
+        folder: contains run folders, each with ``test_results.json`` and ``config.yaml``.
+        settings: dotted settings of a run to include as columns, such as ``"pe.node.type"``.
 
     Returns:
-        A row for each run, by path: ``run``, ``seed``, the settings, and the test metrics by name.
+        One row per run, sorted by path: ``run``, ``seed``, the settings, and the test metrics by name.
 
     Raises:
-        ConfigError: there is no run, or a run has no such setting.
+        ConfigError: there are no runs, or a run lacks a setting.
     """
     home = Path(folder)
     rows = [_row(path, home, settings) for path in sorted(home.rglob("test_results.json"))]
@@ -92,15 +92,15 @@ def _row(path: Path, home: Path, settings: Sequence[str]) -> Row:
 def aggregate_by_seed(
     rows: Iterable[Mapping[str, Any]], group_keys: Sequence[str], metrics: Sequence[str]
 ) -> list[Row]:
-    """Sum up rows that differ in nothing but their seed.
+    """Aggregate rows that differ only in their seed.
 
     Args:
-        rows: of runs.
-        group_keys: columns that tell groups apart.
-        metrics: columns of numbers; those of a row that lacks one are left out.
+        rows: rows of runs.
+        group_keys: columns that define the groups.
+        metrics: numeric columns; missing values are ignored.
 
     Returns:
-        A row for each group, in the order of its first run: the keys, and a :class:`Spread` for each metric.
+        One row per group, in the order of its first run: the keys, and a :class:`Spread` for each metric.
 
     Raises:
         ConfigError: a row lacks a key, or no row of a group has a metric.
@@ -129,7 +129,7 @@ def aggregate_by_seed(
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether less of a metric is better, by its name.
+    """Return whether a lower value of a metric is better, by its name.
 
     Example:
         >>> lower_is_better("mae"), lower_is_better("roc_auc")
@@ -139,7 +139,7 @@ def lower_is_better(metric: str) -> bool:
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows as CSV; a spread becomes the columns ``<name>_mean``, ``_std`` and ``_count``.
+    """Format rows as CSV; a spread becomes the columns ``<name>_mean``, ``_std`` and ``_count``.
 
     Example:
         >>> print(to_csv([{"pe": "lap", "mae": Spread(2.0, 0.5, 3)}]), end="")
@@ -167,12 +167,12 @@ def _flat(row: Mapping[str, Any]) -> Row:
 
 
 def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: bool = True) -> str:
-    r"""Write rows as a LaTeX table with ``booktabs``, the best mean of each metric in bold.
+    r"""Format rows as a LaTeX table with ``booktabs``, with the best mean of each metric in bold.
 
     Args:
-        rows: with equal columns.
-        digits: of numbers.
-        bold_best: whether the best of several rows is marked; which way is better is told by the metric's name.
+        rows: rows with the same columns.
+        digits: digits of numbers.
+        bold_best: whether to mark the best of several rows; the metric's name determines the direction.
 
     Raises:
         ConfigError: there are no rows.
@@ -225,10 +225,10 @@ def _escaped(text: str) -> str:
 
 
 def export_table(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Write a table to a ``.tex`` or ``.csv`` file, whole or not at all.
+    """Write a table to a ``.tex`` or ``.csv`` file, atomically.
 
     Raises:
-        ConfigError: the name ends in neither.
+        ConfigError: the extension is neither.
     """
     writers: dict[str, Callable[[], str]] = {".tex": lambda: to_latex(rows) + "\n", ".csv": lambda: to_csv(rows)}
     suffix = Path(path).suffix

@@ -1,4 +1,4 @@
-"""Runs over many settings: grids, random draws and seeds, which resume where they were stopped."""
+"""Resumable sweeps over settings: grids, random draws and seeds."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def seed_sweep(settings: Mapping[str, Any], seeds: Sequence[int]) -> list[Settin
 
 
 def random_sweep(parameters: Mapping[str, Any], num_runs: int, *, seed: int = 0) -> list[Settings]:
-    """Draw settings; draw i depends on the seed and i alone, so a longer sweep begins with a shorter one.
+    """Draw random settings; draw i depends only on the seed and i, so a longer sweep extends a shorter one.
 
     Args:
-        parameters: for each dotted setting a list to choose from, or ``(low, high)``: two whole numbers, both included,
-            or two floats; floats above 0 that span more than a factor of 10 are drawn by their logarithm.
-        num_runs: how many.
-        seed: of the draws.
+        parameters: for each dotted setting a list to choose from, or ``(low, high)``: two integers, both inclusive, or
+            two floats; positive floats that span more than a factor of 10 are drawn log-uniformly.
+        num_runs: number of runs.
+        seed: seed of the draws.
 
     Raises:
         ConfigError: a range is empty, or a list has no value.
@@ -90,7 +90,7 @@ def _drawn(rng: random.Random, name: str, values: Any) -> Any:
 
 
 def settings_id(settings: Mapping[str, Any]) -> str:
-    """Return a short name of settings, whatever their order.
+    """Return a short id of settings, independent of their order.
 
     Example:
         >>> settings_id({"a": 1, "b": 2}) == settings_id({"b": 2, "a": 1}), len(settings_id({}))
@@ -107,23 +107,23 @@ def run_sweep(
     *,
     keep_going: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run every entry of a sweep that has no result yet; the same call after a kill continues with the next.
+    """Run every entry of a sweep that has no result yet; after a kill, the same call continues with the next.
 
-    One process at a time works in the folder. What a run was stopped in is its own affair: give it ``resume=True``.
+    Only one process at a time may use the folder. A run that was interrupted must resume itself: pass it
+    ``resume=True``.
 
     Args:
         sweep: settings of the runs.
         run: called as ``run(settings, folder)`` with a folder for each entry; returns plain values.
         folder: gets ``<id>/result.json`` for each.
-        keep_going: logs an error of a run and takes the next one; the entry has no result and is tried again by a later
-            call.
+        keep_going: log the error of a failed run and continue with the next; a later call retries the entry.
 
     Returns:
         ``{"id", "settings", "result"}`` of every entry that has a result, in the order of the sweep.
 
     Raises:
         ConfigError: two entries have equal settings.
-        CheckpointError: another process works in the folder.
+        CheckpointError: another process is using the folder.
 
     Example:
         >>> import tempfile

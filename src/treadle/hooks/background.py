@@ -1,4 +1,4 @@
-"""BackgroundErrorHook: what a background write met is raised at the next step."""
+"""BackgroundErrorHook: raises errors of background writes at the next step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundErrorHook(BaseHook):
-    """Hook that raises the error of a background write once every hook has seen the step in which it ended.
+    """Hook that raises the error of a background write once every hook has seen the step in which the write ended.
 
     Args:
         writer: writes the checkpoints.
@@ -28,16 +28,16 @@ class BackgroundErrorHook(BaseHook):
         self._writer = writer
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Ask for the error, if a write has ended."""
+        """Request the error to be raised, if a write has ended."""
         if self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self._writer.wait)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run; while a checkpoint is being written, each is looked at."""
+        """Allow any number of steps; every step is checked while a checkpoint is being written."""
         return 1 if self._writer.in_flight else None
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tell the other ranks whether this one still writes."""
+        """Send whether this rank is still writing."""
         return self._writer.notice
 
     def wait_for_writes(self) -> None:

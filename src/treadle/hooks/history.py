@@ -1,4 +1,4 @@
-"""HistoryHook: the epoch records as a JSON file."""
+"""HistoryHook: epoch records as a JSON file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
+from treadle.device.handover import beside_others
 from treadle.engine.hook import BaseHook
 from treadle.errors.arguments import checked
 from treadle.hooks.files import file_in_workspace, set_aside
@@ -25,15 +26,15 @@ def dump_records(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class HistoryHook(BaseHook):
-    """File of the history, written atomically after every epoch from the history the checkpoint holds.
+    """JSON file of the history, written atomically after every epoch from the history in the checkpoint.
 
-    So after a resume no epoch appears twice. A fresh run renames the file it finds to ``<stem>.1.json`` (next free
+    So no epoch appears twice after a resume. A fresh run renames an existing file to ``<stem>.1.json`` (next free
     number).
 
     Args:
         path: the JSON file.
         history: returns the records.
-        keep: the keys of a record to write, in this order; a missing one is null. None writes all.
+        keep: keys of a record to write, in this order; a missing one is null. None writes all.
 
     Example:
         >>> hook = HistoryHook("training_history.json", lambda: [])
@@ -54,10 +55,10 @@ class HistoryHook(BaseHook):
         self.keep = keep
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Set the file of another run aside when this one starts from nothing, or before its first epoch was over."""
+        """Rename the file of another run if this run starts fresh, or resumes within its first epoch."""
         file_in_workspace(trainer, self.path.absolute())
         if trainer.step > 0 and self.history():
-            self._write()  # epochs that were recorded after the checkpoint never happened
+            self._write()  # drops epochs recorded after the checkpoint
         elif distributed.rank() == 0:
             set_aside(trainer, self.path)
 
@@ -67,7 +68,11 @@ class HistoryHook(BaseHook):
 
     def _write(self) -> None:
         if distributed.rank() == 0:
-            write_text(dump_records([self._kept(record) for record in self.history()]), self.path)
+            self._write_text(dump_records([self._kept(record) for record in self.history()]))
+
+    def _write_text(self, text: str) -> None:
+        """Write the file while other members of a population work."""
+        beside_others(lambda: write_text(text, self.path))
 
     def _kept(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         return record if self.keep is None else {key: record.get(key) for key in self.keep}

@@ -1,4 +1,4 @@
-"""Looking at the hooks that a run is given, before it starts."""
+"""Checks of a run's hooks before it starts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _EVENTS = [name for name in vars(BaseHook) if name.startswith("on_")]
 
 
 def check_hooks(hooks: Any, *, warns: bool = True) -> list[BaseHook]:
-    """Return hooks as a list, and warn of a method whose name is almost an event's: nothing would call it.
+    """Return hooks as a list, and warn about methods with misspelt event names, which nothing would call.
 
     Args:
         hooks: a sequence of hooks.
         warns: False leaves the warning to a later look at the same hooks.
 
     Raises:
-        ConfigError: it is no list or tuple, or one of its items is no hook.
+        ConfigError: it is not a list or tuple, or an item is not a hook.
 
     Example:
         >>> check_hooks(()) == check_hooks([])
@@ -48,7 +48,7 @@ def check_hooks(hooks: Any, *, warns: bool = True) -> list[BaseHook]:
 
 
 def _refuse_uncallable_events(hook: BaseHook) -> None:
-    """Raise ConfigError for an event that would fail when it comes, or never run its code."""
+    """Raise ConfigError for an event method that would fail when called, or never run its code."""
     for event in _EVENTS:
         method = getattr(hook, event)
         where = f"{type(hook).__name__}.{event}"

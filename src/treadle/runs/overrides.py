@@ -1,4 +1,4 @@
-"""``key=value`` on the command line: parsed, checked against the field's type, and set in a tree of dataclasses."""
+"""Command-line overrides ``key=value``: parsed, checked against the field's type, and set in nested dataclasses."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ Config = TypeVar("Config")
 def apply_overrides(
     config: Config, assignments: Sequence[str], *, elsewhere: Mapping[str, str] | None = None
 ) -> Config:
-    """Return a copy of a configuration with assignments such as ``"model.d_model=64"`` made.
+    """Return a copy of a configuration with assignments such as ``"model.d_model=64"`` applied.
 
-    Values are read by :func:`treadle.config.grammar.read_value` and must be of the field's type; a whole number is good
-    for a float, and a field for texts alone takes the text as it is. The later of two assignments to one field counts.
+    Values are parsed by :func:`treadle.config.grammar.read_value` and must have the field's type; an integer is
+    accepted for a float, and a field of type ``str`` takes the string as it is. The later of two assignments to a field
+    wins.
 
     Args:
-        config: a dataclass whose fields are values or further dataclasses; not changed.
-        assignments: texts ``key=value``; a dot goes one level down. ``+key=value`` is the same: no field can be added.
-        elsewhere: fields that are not set this way -> what to use instead.
+        config: a dataclass whose fields are values or further dataclasses; not modified.
+        assignments: strings ``key=value``; a dot goes one level down. ``+key=value`` is the same: no field can be
+            added.
+        elsewhere: fields that cannot be set this way -> what to use instead.
 
     Raises:
-        ConfigError: a text has no ``=``, a key is unknown, a value is of the wrong type, or a dataclass refuses it.
+        ConfigError: an assignment has no ``=``, a key is unknown, a value has the wrong type, or a dataclass rejects
+            it.
 
     Example:
         >>> @dataclasses.dataclass
@@ -57,7 +60,7 @@ def apply_overrides(
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(dotted key, value)`` of every field that is no section.
+    """Yield ``(dotted key, value)`` of every field that is not a section.
 
     Example:
         >>> @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Nested settings under dotted keys, and what differs between two of them."""
+"""Nested settings: flattening to dotted keys, differences, updates and range checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = TypeVar("Config")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted keys.
+    """Flatten nested settings to dotted keys.
 
     Example:
         >>> flat({"model": {"d_model": 64}})
@@ -29,23 +29,23 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return ``dotted key -> (before, now)`` of every setting that differs; both are nested settings."""
+    """Return ``dotted key -> (before, now)`` of every setting that differs between two nested settings."""
     before, now = flat(stored), flat(current)
     keys = [*now, *(key for key in before if key not in now)]
-    # Of runs from before a setting was there: switched off is what they had.
+    # Runs that predate a setting had it switched off.
     known = [key for key in keys if key in before or now[key] not in (None, False)]
     return {key: (before.get(key), now.get(key)) for key in known if before.get(key) != now.get(key)}
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of a tree of dataclasses with stored settings in it; other values stay.
+    """Return a copy of nested dataclasses updated with stored settings.
 
     Args:
         config: a dataclass whose fields are values or further dataclasses.
-        values: nested settings, as ``dataclasses.asdict`` makes them.
+        values: nested settings, as from ``dataclasses.asdict``.
 
     Raises:
-        ConfigError: there is no such field, or a value is not of its type.
+        ConfigError: there is no such field, or a value has the wrong type.
 
     Example:
         >>> @dataclasses.dataclass
@@ -58,10 +58,10 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
-    """Return a tree of dataclasses as nested plain values, without some settings.
+    """Return nested dataclasses as nested plain values, without some settings.
 
     Args:
-        config: the tree.
+        config: the nested dataclasses.
         hidden: dotted keys, each of a setting inside a section.
 
     Example:
@@ -83,11 +83,11 @@ def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
 
 
 def at_least(least: float, **values: float | None) -> None:
-    """Raise ConfigError for a setting that is smaller than ``least``; None passes.
+    """Raise ConfigError for a setting smaller than ``least``; accept None.
 
     Args:
-        least: the smallest value that is allowed.
-        values: by dotted key, written with two underscores for a dot.
+        least: the smallest allowed value.
+        values: by dotted key, with two underscores for a dot.
 
     Example:
         >>> at_least(1, epochs=3, data__max_topics=None)
@@ -98,12 +98,12 @@ def at_least(least: float, **values: float | None) -> None:
 
 
 def between(least: float, most: float, **values: float) -> None:
-    """Raise ConfigError for a setting outside of [least, most].
+    """Raise ConfigError for a setting outside [least, most].
 
     Args:
-        least: the smallest value that is allowed.
-        most: the largest one.
-        values: by dotted key, written with two underscores for a dot.
+        least: the smallest allowed value.
+        most: the largest allowed value.
+        values: by dotted key, with two underscores for a dot.
 
     Example:
         >>> between(0, 1, model__dropout=0.1)
@@ -114,10 +114,10 @@ def between(least: float, most: float, **values: float) -> None:
 
 
 def check_seeds(**seeds: int) -> None:
-    """Raise ConfigError for a seed that numpy and scikit-learn would refuse, perhaps after the training.
+    """Raise ConfigError for a seed that numpy and scikit-learn would reject, possibly only after the training.
 
     Args:
-        seeds: by dotted key, written with two underscores for a dot.
+        seeds: by dotted key, with two underscores for a dot.
 
     Example:
         >>> check_seeds(seed=0, data__split_seed=7)

@@ -1,4 +1,4 @@
-"""The settings of the spectra trainer."""
+"""Settings of the spectra trainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_types(
     paths: Iterable[str] = (),
     may_be_none: Collection[str] = (),
 ) -> None:
-    """Raise ConfigError where a setting is of another type, or None that may not be."""
+    """Raise ConfigError if a setting has the wrong type, or is None where that is not allowed."""
     kinds: tuple[tuple[Iterable[str], Any, str], ...] = (
         (bools, bool, "True or False"),
         (numbers, Real, "a number"),
@@ -51,21 +51,21 @@ def check_types(
     for fields, kind, words in kinds:
         for field in fields:
             value = getattr(settings, field)
-            # True is a number to Python, and "no" is true.
+            # In Python True is a number, and "no" is truthy.
             fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             if not fits and not (value is None and field in may_be_none):
                 raise ConfigError(f"must be {words}", argument=f"{type(settings).__name__}.{field}", value=value)
 
 
 def check_allowed(owner: str, field: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless ``value`` is one of the allowed words."""
+    """Raise ConfigError unless ``value`` is one of the allowed values."""
     if value not in allowed:
         words = ", ".join(map(repr, allowed))
         raise ConfigError(f"must be one of {words}", argument=f"{owner}.{field}", value=value)
 
 
 def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> dict[str, Any] | str | None:
-    """Return the setting as a checkpoint can hold it, and as it can be given again."""
+    """Return the setting in a form that a checkpoint can store and the constructor accepts."""
     config = as_parallel(value)
     if config is None or isinstance(value, str):
         return value if isinstance(value, str) else None
@@ -80,10 +80,10 @@ def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> d
 
 @dataclass
 class TrainerConfig:
-    """Settings of :class:`SpectraTrainer`, checked when they are made.
+    """Settings of :class:`SpectraTrainer`, validated on construction.
 
     Raises:
-        ConfigError: a value is outside its range; the allowed values are listed.
+        ConfigError: a value is out of range; the allowed values are listed.
 
     Example:
         >>> TrainerConfig(reduction="sum").to_dict()["reduction"]
@@ -91,9 +91,9 @@ class TrainerConfig:
     """
 
     out_dir: str | Path = "runs"
-    """Folder of checkpoints, history and exports; created when training starts."""
+    """Folder for checkpoints, history and exports; created when training starts."""
     device: str | None = None
-    """None takes CUDA, then MPS, then the CPU."""
+    """None selects CUDA, then MPS, then the CPU."""
     amp: bool = True
     """Mixed precision, on every device type."""
     amp_dtype: str = "bf16"
@@ -101,39 +101,39 @@ class TrainerConfig:
     enable_tf32: bool = False
     """Allow TF32 in matmul and cuDNN while ``fit`` runs."""
     grad_clip: float | None = 1.0
-    """Total gradient norm; None or 0 off."""
+    """Maximum gradient norm; None or 0 disables clipping."""
     use_ema: bool = True
-    """Average the weights; validation and exports use the average."""
+    """Average the weights (EMA); validation and exports use the average."""
     ema_decay: float = 0.999
-    """Decay of the average, in [0, 1]."""
+    """EMA decay, in [0, 1]."""
     loss_type: str = "mse"
     """``"mse"`` or ``"sse"``."""
     reduction: str = "mean"
     """``"mean"``: per masked element; ``"batch_mean"``: per spectrum; ``"sum"``."""
     early_stop_patience: int | None = 20
-    """Epochs without improvement until training stops; None never stops."""
+    """Epochs without improvement before training stops; None disables early stopping."""
     early_stop_start_ratio: float = 0.5
     """Fraction of the total epochs before which no epoch counts against the patience."""
     early_stop_min_delta: float = 0.0
-    """Smallest improvement that counts."""
+    """Minimum improvement that counts."""
     resume_from: str | Path | None = "auto"
-    """``"auto"``: the furthest intact checkpoint of the run, if any; a path: must exist; None: start afresh."""
+    """``"auto"``: the furthest intact checkpoint of the run, if any; a path must exist; None starts from scratch."""
     selection: str = "best"
-    """``"best"`` by validation with early stop, or ``"last"``: a fixed budget."""
+    """``"best"``: by validation loss, with early stopping; ``"last"``: a fixed budget."""
     accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
     max_non_finite_grad_retries: int | None = None
-    """Fresh groups to try before NonFiniteError."""
+    """Retries with fresh micro-batches before NonFiniteError."""
     eval_seed: int = 0
-    """Seeds the masks of every validation."""
+    """Seed of the masks of every validation."""
     background_saves: bool = False
-    """Copy the state at the end of an epoch and write it while the next one trains, one write at a time; costs host
-    memory for one copy of the state. ``fit`` returns when all is written."""
+    """Copy the state at the end of an epoch and write it during the next one, one write at a time; costs host memory
+    for one copy of the state. ``fit`` returns when everything is written."""
     parallel: str | None = None
-    """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is. For more
-    give the trainer ``parallel=ParallelConfig(...)``."""
+    """``"ddp"`` or ``"fsdp"`` distributes the model over the ranks started by torchrun; None does not distribute it.
+    For more options pass ``parallel=ParallelConfig(...)`` to the trainer."""
     capture: bool | str = False
-    """Whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises."""
+    """Whether to replay the step as one CUDA graph; ``"auto"`` warns if that is impossible, True raises."""
     compile: bool | str = False
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
 
@@ -164,7 +164,7 @@ class TrainerConfig:
             raise ConfigError(rule, argument=f"TrainerConfig.{field}", value=getattr(self, field))
 
     def __eq__(self, other: object) -> bool:
-        """Whether all settings are the same; a path equals its text, so ``from_dict(to_dict())`` gives an equal one."""
+        """Return whether all settings are equal; a path equals its string, so ``from_dict(to_dict())`` is equal."""
         return self.to_dict() == other.to_dict() if isinstance(other, TrainerConfig) else NotImplemented
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,10 +175,10 @@ class TrainerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerConfig:
-        """Make settings from a mapping.
+        """Build settings from a mapping.
 
         Raises:
-            ConfigError: a key is unknown; the nearest known one is named.
+            ConfigError: a key is unknown; the closest match is named.
         """
         refuse_unknown("TrainerConfig", values, [field.name for field in dataclasses.fields(cls)])
         return cls(**values)

@@ -1,4 +1,4 @@
-"""The epochs of the spectra face: a record has the same keys with and without a validation."""
+"""Epoch driver of the spectra trainer; records have the same keys with and without validation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treadle.faces.epochs import EpochTrainer
 
 
 class SpectraEpochs(EpochTrainer):
-    """Epoch driver that writes each validation loss into every record: None, as in the file, until it is measured.
+    """Epoch driver whose records always contain every validation loss; None, as in the file, until it is measured.
 
     Args:
         engine: runs the steps.
@@ -27,5 +27,5 @@ class SpectraEpochs(EpochTrainer):
         self._losses = losses
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``train_loss``, and the validation losses as None."""
+        """Return ``train_loss``, and None for each validation loss."""
         return {**super().train_record(means), **dict.fromkeys(self._losses)}

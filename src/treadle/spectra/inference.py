@@ -1,4 +1,4 @@
-"""Using a trained model: test its loss, extract its latents."""
+"""Inference with a trained model: test loss and latent extraction."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _log = logging.getLogger("treadle.spectra")
 
 @dataclass
 class TesterConfig:
-    """Settings of :class:`Tester`; the fields mean what they mean in ``TrainerConfig``."""
+    """Settings of :class:`Tester`; fields as in ``TrainerConfig``."""
 
-    __test__ = False  # by its name pytest would take it for a test
+    __test__ = False  # otherwise pytest would collect it as a test
 
     out_dir: str | Path = "runs"
     device: str | None = None
@@ -43,12 +43,12 @@ class TesterConfig:
     loss_type: str = "mse"
     reduction: str = "mean"
     fixed_visible: Tensor | None = None
-    """bool (L,) or (B, L), True where the encoder sees; None lets the model draw under ``eval_seed``."""
+    """bool (L,) or (B, L), True = visible; None lets the model draw masks with ``eval_seed``."""
     log_history: bool = True
     history_filename: str = "test_history.json"
     eval_seed: int = 0
     loss_region: str = "masked"
-    """``"masked"``: hidden channels count; ``"all"``: all do."""
+    """``"masked"``: hidden channels count; ``"all"``: all channels count."""
 
     def __post_init__(self) -> None:
         check_types(self, bools=("amp", "log_history"), whole=("eval_seed",), paths=("out_dir", "history_filename"))
@@ -67,17 +67,17 @@ class TesterConfig:
 
 
 class Tester:
-    """Masked loss of a model over a loader.
+    """Evaluation of a model's masked loss over a loader.
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.
-        cfg: settings; None takes the defaults.
+        cfg: settings; None uses the defaults.
 
     Example:
         >>> # loss = Tester(model, TesterConfig(out_dir="run"))(test_loader)
     """
 
-    __test__ = False  # by its name pytest would take it for a test
+    __test__ = False  # otherwise pytest would collect it as a test
 
     @checked
     def __init__(self, model: nn.Module, cfg: TesterConfig | None = None):
@@ -89,7 +89,7 @@ class Tester:
         """Return the weighted mean loss and append it to the test history.
 
         Raises:
-            ConfigError: the loader is empty, or the history file is damaged; it is not overwritten.
+            ConfigError: the loader is empty, or the history file is damaged (it is not overwritten).
         """
         cfg = self.cfg
         history = self._read_history() if cfg.log_history else []
@@ -126,7 +126,7 @@ class Tester:
                 "history_filename"
             ) from error
         if not isinstance(records, list):
-            raise ConfigError(f"history file {str(self._history_path)!r} holds no JSON list; move it away")
+            raise ConfigError(f"history file {str(self._history_path)!r} does not hold a JSON list; move it away")
         return records
 
 
@@ -151,11 +151,11 @@ class ExtractorConfig:
 
 
 class Extractor:
-    """Extraction of the latent of every spectrum with all channels visible, in the order of the loader.
+    """Latent extractor with all channels visible, in the order of the loader.
 
     Args:
-        model: has ``encoder(x, visible_mask) -> z`` as :class:`ChemoMAE` does.
-        cfg: settings; None takes the defaults.
+        model: with ``encoder(x, visible_mask) -> z``, like :class:`ChemoMAE`.
+        cfg: settings; None uses the defaults.
 
     Example:
         >>> # latents_ND = Extractor(model)(loader)
@@ -168,7 +168,7 @@ class Extractor:
         self.model = model.to(self.device)
 
     def __call__(self, loader: Any) -> Tensor | np.ndarray[Any, np.dtype[np.float32]]:
-        """Return (N, latent_dim) float32 on the CPU, as a tensor or, with ``return_numpy``, as an array.
+        """Return the latents (N, latent_dim), float32 on the CPU, as a tensor or, with ``return_numpy``, an array.
 
         Raises:
             ConfigError: the loader is empty.

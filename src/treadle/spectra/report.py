@@ -1,4 +1,4 @@
-"""The results of ``treadle train spectra``: test loss, honest probes, clusters, pictures, tables."""
+"""Report of ``treadle train spectra``: test loss, probes, clusters, plots and tables."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _COMPONENTS = (8, 16, 64)
 def finish_run(
     config: SpectraConfig, data: SpectraData, trainer: SpectraTrainer, untrained: nn.Module, out: Path
 ) -> Results:
-    """Test, probe and draw the best weights.
+    """Test and probe the best weights, and draw the plots.
 
     Args:
         config: the settings of the run.
         data: the spectra and their split.
-        trainer: after ``fit``; its model gets the best weights.
-        untrained: the model with the weights it started from.
-        out: the run folder; gets ``pictures/``.
+        trainer: after ``fit``; its model receives the best weights.
+        untrained: the model with its initial weights.
+        out: the run folder; plots go to ``pictures/``.
     """
     model = trainer.model
     exported = "best_model.pt" if trainer.cfg.selection == "best" else "ema_last_model.pt"
@@ -91,7 +91,7 @@ def _latents(
 def _loss(
     model: nn.Module, data: SpectraData, rows: npt.NDArray[np.intp], config: SpectraConfig, device: torch.device
 ) -> tuple[float, npt.NDArray[np.bool_]]:
-    """Return the loss of some rows, and the masks (N, L) it was taken under, True where the model saw."""
+    """Return the loss of some rows, and the masks (N, L) used, True = visible."""
     trainer = config.trainer
     cfg = TesterConfig(
         device=str(device), amp=trainer.amp, amp_dtype=trainer.amp_dtype, loss_type=trainer.loss_type,
@@ -109,12 +109,12 @@ def _loss(
 def _baselines(
     data: SpectraData, val_visible: npt.NDArray[np.bool_], test_visible: npt.NDArray[np.bool_]
 ) -> dict[str, float]:
-    """Masked squared errors of guesses without a network, under the masks that the model was tested with.
+    """Return masked squared errors of baselines without a network, under the masks used to test the model.
 
     ``row_mean``: the mean of the spectrum itself, 0 after SNV, so (L - 1) / L. ``mean_spectrum``: the mean of all
-    training spectra, channel by channel. ``gaussian``: the conditional mean, by the covariance of the training
-    spectra. ``pca``: least squares in their first principal components. ``nearest``: the training spectra nearest in
-    what is seen. The setting of each of the last three is the one with the lowest error of the validation spectra.
+        training spectra, per channel. ``gaussian``: the conditional mean from the covariance of the training spectra.
+        ``pca``: least squares in their first principal components. ``nearest``: the training spectra nearest in the
+        visible channels. The settings of the last three have the lowest error on the validation spectra.
     """
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
@@ -137,7 +137,7 @@ def _baselines(
 def _few_labels(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
-    """Sub-types of spectra that neither training nor labels have seen, from a few labelled training spectra."""
+    """Predict sub-types of test spectra, unseen in training and unlabelled, from a few labelled training spectra."""
     features = {_OURS[config.model.residual]: latent}
     train = data.x[data.train]
     for size in _COMPONENTS:
@@ -155,7 +155,7 @@ def _few_labels(
 def _probe(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
-    """Linear probes of the latent, of as many principal components, and of the encoder before training."""
+    """Fit linear probes to the latent, to as many principal components, and to the untrained encoder's latent."""
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
     size = latent.shape[1]
@@ -165,7 +165,7 @@ def _probe(
             f"pca{size}": pca_features(data.x[data.train], data.x, size),
             "untrained": untrained,
         }
-        # On matrices this small, threads of BLAS wait for each other longer than they compute.
+        # On matrices this small, BLAS threads spend more time waiting for each other than computing.
         with threadpool_limits(1):
             return dict(
                 compare_probes(features, data.j_minus_k, data.spectral_class, groups=data.groups, seed=config.seed)
@@ -176,7 +176,7 @@ def _probe(
 
 
 def _cluster(latent: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
-    """Cluster the latent by angle; the number of clusters is where the inertia has its elbow."""
+    """Cluster the latent by angle, with the number of clusters at the elbow of the inertia."""
     _, _, count, _, _ = elbow_ckmeans(CosineKMeans, latent, device="cpu", k_max=min(_MOST_CLUSTERS, len(latent)))
     fitted = CosineKMeans(n_components=count, device="cpu")
     labels = np.asarray(fitted.fit_predict(latent)).astype(np.int64)
@@ -184,7 +184,7 @@ def _cluster(latent: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], di
     return labels, {"k": count, "inertia": fitted.inertia_, "silhouette": score}
 
 
-# -- pictures -----------------------------------------------------------------------------------------------------
+# -- plots --------------------------------------------------------------------------------------------------------
 
 
 def _draw_few_labels(folder: Path, curves: Mapping[str, FewLabels]) -> list[Picture]:
@@ -222,19 +222,19 @@ def _draw(
     return [
         Picture(
             reconstructions, "Reconstructions",
-            "Test spectra from the earliest to the latest type. Shaded: hidden from the model, which filled it in.",
+            "Test spectra from the earliest to the latest type. Shaded: hidden from the model and reconstructed.",
         ),
         Picture(
-            latent_map, "The latent", "A dot for each spectrum, by the first two principal components of the latent, "
-            "coloured by spectral type, which the model was never given.",
+            latent_map, "The latent", "One dot per spectrum, in the first two principal components of the latent, "
+            "coloured by spectral type, which the model has never seen.",
         ),
-        Picture(cluster_map, "Clusters", "The latent, clustered by angle, beside the mean spectrum of each cluster."),
-        Picture(curves, "Training", "The loss by epoch; the best epoch is marked. Below, the learning rate."),
+        Picture(cluster_map, "Clusters", "The latent, clustered by angle, and the mean spectrum of each cluster."),
+        Picture(curves, "Training", "Loss by epoch, with the best epoch marked; below, the learning rate."),
     ]  # fmt: skip
 
 
 def _of_all_types(data: SpectraData) -> npt.NDArray[np.intp]:
-    """Test spectra from the earliest to the latest type, evenly spaced in the order of types, none picked by hand."""
+    """Return test spectra from the earliest to the latest type, evenly spaced in type order, none picked by hand."""
     numbers = spectral_type_number(data.spt[data.test])
     order = data.test[np.argsort(numbers, kind="stable")]  # unknown types, NaN, come last
     order = order[: max(int(np.isfinite(numbers).sum()), min(_PANELS, len(order)))]
@@ -255,7 +255,7 @@ def _reconstruct(
 
 
 def results(metrics: Mapping[str, Any]) -> Report:
-    """Return the tables of a run from the content of ``metrics.json``."""
+    """Return the tables of a run from the contents of ``metrics.json``."""
     tables = [_reconstruction_table(metrics)]
     if metrics.get("few_labels"):
         tables.insert(0, _few_labels_table(metrics["few_labels"]))
@@ -263,8 +263,8 @@ def results(metrics: Mapping[str, Any]) -> Report:
         tables.append(_probe_table(metrics["probe"]))
     return Report(
         title="A masked autoencoder on spectra",
-        lead="Near-infrared spectra of cool dwarfs (SpeX), most of each hidden from the model, which fills it in. "
-        "Types and losses are those of objects kept out of training.",
+        lead="Near-infrared spectra of cool dwarfs (SpeX), most of each hidden from the model and reconstructed by it. "
+        "Types and losses are those of held-out objects.",
         tables=tables,
         note=f"{metrics['clusters']['k']} clusters of the latent, see the cluster map.",
         files=[
@@ -288,14 +288,14 @@ def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
     nearest = min(sizes, key=lambda labels: abs(labels - HEADLINE))
     place, strongest = sizes.index(nearest), _strongest(curves, nearest)
     headline = (
-        f"With {nearest} labelled dwarfs the type of the others is known to {ours['mae'][place]:.2f} "
-        f"sub-types; {curves[strongest]['mae'][place]:.2f} by the best of the others ({_LABELLED[strongest]})."
+        f"With {nearest} labelled dwarfs the type of the others is predicted to within {ours['mae'][place]:.2f} "
+        f"sub-types; {curves[strongest]['mae'][place]:.2f} with the best baseline ({_LABELLED[strongest]})."
     )
     return Table(
         ["labelled dwarfs", *map(str, sizes)], rows, width=30,
         title="Error of the spectral type in sub-types, by nearest neighbours among the labelled dwarfs; mean of the "
         "draws ± standard error",
-        notes=[headline, f"The latent and the best of the others at each number: {spoken}."],
+        notes=[headline, f"The latent compared with the best baseline: {spoken}."],
     )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def _strongest(curves: Mapping[str, FewLabels], labels: int) -> str:
 
 
 def _outcome(curves: Mapping[str, FewLabels], labels: int) -> str:
-    """Return ahead, level or behind: two standard errors of the difference decide; with one draw, 0.02 sub-types."""
+    """Return ahead, level or behind, by two standard errors of the difference, or 0.02 sub-types with one draw."""
     mean, error = difference(next(iter(curves.values())), curves[_strongest(curves, labels)], labels)
     if abs(mean) <= (2 * error or 0.02):
         return "level"
@@ -323,11 +323,11 @@ def _reconstruction_table(metrics: Mapping[str, Any]) -> Table:
         if f"{key}_test" in base:
             setting = base.get(f"{key}_setting", 0)
             losses[words.format(setting=setting)] = (base[f"{key}_val"], base[f"{key}_test"])
-    losses["guess: mean of the row"] = (base["row_mean"], base["row_mean"])
+    losses["mean of the row"] = (base["row_mean"], base["row_mean"])
     rows = [[name, *(f"{loss:.4f}" for loss in pair)] for name, pair in losses.items()]
     best = min((pair[1], words) for words, pair in losses.items() if words != name)
     won = metrics["test_loss"] < best[0]
-    note = f"The model is {'ahead of' if won else 'behind'} the best of the others on test spectra ({best[1]})."
+    note = f"The model is {'ahead of' if won else 'behind'} the best baseline on test spectra ({best[1]})."
     return Table(["", "validation", "test"], rows, title="Masked reconstruction, squared error", width=30, notes=[note])
 
 
@@ -355,7 +355,7 @@ def _probe_notes(probe: Mapping[str, Any]) -> list[str]:
         best = max(scores, key=lambda score: float(score["mean"]))
         mine = first[key]
         ahead.append(f"{words} {'yes' if mine['mean'] - best['mean'] > max(mine['std'], best['std']) else 'no'}")
-    return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps these."]
+    return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps them."]
 
 
 _OURS = {False: "chemomae", True: "residual"}
@@ -365,12 +365,12 @@ _LABELLED = {
     "chemomae": "ChemoMAE latent",
     "residual": "ResidualMAE latent",
     **{f"pca{size}": f"PCA, {size} components" for size in _COMPONENTS},
-    "raw": "spectra as they are",
+    "raw": "raw spectra",
     "untrained": "untrained encoder",
 }
 _FILLS = {
     "gaussian": "Gaussian conditional mean",
     "pca": "PCA of the visible channels, {setting:.0f} components",
     "nearest": "{setting:.0f} nearest training spectra",
-    "mean_spectrum": "guess: mean training spectrum",
+    "mean_spectrum": "mean training spectrum",
 }

@@ -1,4 +1,4 @@
-"""The picture of ``treadle train text``: both trainings, beside what counting alone reaches."""
+"""Plot of ``treadle train text``: losses of both trainings, with the n-gram baselines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _History = Mapping[str, Sequence[Any]]
 
 
 def plot_losses(base: _History, lora: _History, *, metrics: Mapping[str, Any], path: Path) -> Path:
-    """Draw training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
+    """Plot training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
 
     Args:
         base: history of the first training: ``epoch``, ``train_loss``, ``eval_loss``.
-        lora: that of the fine-tuning.
-        metrics: what ``metrics.json`` holds.
-        path: ends in ``.png``.
+        lora: history of the fine-tuning.
+        metrics: contents of ``metrics.json``.
+        path: output file, ending in ``.png``.
 
     Returns:
         The path.

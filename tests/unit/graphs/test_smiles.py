@@ -136,7 +136,7 @@ def test_a_column_in_capitals_one_target_and_columns_of_names(tmp_path):
     file.write_text("\n".join(["name,SMILES,logS", *lines]))
     data = get_dataset("smiles_csv", file=file, targets="logS", split="random")
     assert data.target_names == ("logS",)
-    with pytest.raises(ConfigError, match=r"'name' has 'm1' in line 2, which is no number.*name the columns"):
+    with pytest.raises(ConfigError, match=r"'name' has 'm1' in line 2, which is not a number.*name the columns"):
         get_dataset("smiles_csv", file=file)
 
 

@@ -1,4 +1,4 @@
-"""Contents of a folder of shards: as of a single file, and how much each rank wrote."""
+"""Inspection of a folder of shards: like a single file, with the size that each rank wrote."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def inspect_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report on a folder of shards.
 
     Args:
-        folder: of one checkpoint, whole or not.
+        folder: folder of one checkpoint, complete or not.
         state: the report on its ``state.pt``.
 
     Returns:
-        What the report on a single file with the same state has, and ``shards`` (files with tensors) and ``ranks`` (how
-        many wrote the folder).
+        The report of a single file with the same state, with ``shards`` (number of files with tensors) and ``ranks``
+        (number of ranks that wrote the folder).
     """
     marker, _ = read_marker(folder)
     problems = folder_problems(folder) + list(state["problems"])

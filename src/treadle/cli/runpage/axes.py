@@ -1,4 +1,4 @@
-"""Position of a point on the three axes of a page: steps, epochs, training time."""
+"""Coordinates of a point on the three x axes of a page: steps, epochs, training time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Axis = Sequence[float | None]
 
 
 class RunAxes:
-    """Conversion of steps into epochs and time, and of epochs into steps, as far as the records of a run allow.
+    """Conversion between steps, epochs and time, as far as the records of a run allow.
 
     Args:
-        rows: of the step log.
-        values: of the newest checkpoint, which has the length of an epoch where there is no step log.
-        timeline: of the run.
+        rows: rows of the step log.
+        values: plain values of the newest checkpoint, which gives the length of an epoch if there is no step log.
+        timeline: the timeline of the run.
 
     Example:
         >>> rows = [{"step": 1, "epoch": 1, "position": 4}, {"step": 2, "epoch": 1, "position": 8}]
@@ -39,18 +39,18 @@ class RunAxes:
         for row in rows:
             lengths[row["epoch"]] = max(lengths.get(row["epoch"], 1), row["position"])
             self._last_step[row["epoch"]] = row["step"]
-        if lengths:  # the last epoch may be under way
+        if lengths:  # the last epoch may be incomplete
             lengths[max(lengths)] = max(lengths.values())
         self._steps = [row["step"] for row in rows]
         self._epochs = [row["epoch"] - 1 + row["position"] / lengths[row["epoch"]] for row in rows]
         self._per_epoch = None if rows else _steps_per_epoch(values)
 
     def of_steps(self, steps: Sequence[int]) -> dict[str, Axis]:
-        """Return the places of steps."""
+        """Return the coordinates of steps."""
         return {"step": steps, "epoch": self._epochs_at(steps), "time": self.timeline.at(steps)}
 
     def of_epochs(self, epochs: Sequence[int]) -> dict[str, Axis]:
-        """Return the places of the ends of epochs."""
+        """Return the coordinates of the ends of epochs."""
         steps = [self._step_of(epoch) for epoch in epochs]
         return {"step": steps, "epoch": epochs, "time": self.timeline.at(steps)}
 
@@ -69,7 +69,7 @@ class RunAxes:
 
 
 def _steps_per_epoch(values: Mapping[str, Any]) -> float | None:
-    """Return the steps of an epoch by the position in a checkpoint; None if it has none."""
+    """Return the steps per epoch from the position stored in a checkpoint; None if it stores none."""
     step, epoch = values.get("global_step"), values.get("epoch")
     position, length = values.get("data.position", 0), values.get("data.length")
     if not isinstance(step, int) or not isinstance(epoch, int):

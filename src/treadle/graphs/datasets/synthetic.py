@@ -1,4 +1,4 @@
-"""Generated graphs: ten families, six tasks, every graph a function of the seed and its own number."""
+"""Generated graphs: ten families and six tasks, each graph determined by the seed and its index."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def load_synthetic(
     task_params: Mapping[str, Any] | None = None,
     seed: int = 42,
 ) -> Source:
-    """Generate the graphs of one family with one task; the first 80 % are for training. Nothing is written."""
+    """Generate graphs of one family with one task; the first 80 % are for training. Nothing is written to disk."""
     if isinstance(num_graphs, bool) or not isinstance(num_graphs, int) or num_graphs < 10:
         raise ConfigError(
             " must be a whole number of at least 10: a tenth is the test set", argument="num_graphs", value=num_graphs
@@ -59,7 +59,7 @@ def load_synthetic(
 def _generate(
     number: int, *, family: str, params: Mapping[str, Any], task: SyntheticTask, seed: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Draw graph ``number``, again and again until the task finds something to ask about."""
+    """Draw graph ``number``, repeating until the task can define a target."""
     rng = np.random.default_rng([seed, number])
     for _ in range(_TRIES):
         edge_index, num_nodes = draw_graph(family, params, rng)

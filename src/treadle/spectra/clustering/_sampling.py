@@ -1,4 +1,4 @@
-"""Draws from von Mises-Fisher distributions (Wood 1994), in float64 on the CPU.
+"""Sampling from von Mises-Fisher distributions (Wood 1994), in float64 on the CPU.
 
 Shape suffixes: n draws, D columns, M draws still to be accepted.
 """
@@ -12,7 +12,7 @@ from ._rows import normalised
 
 
 def sample_directions(mus_nD: Tensor, kappas_n: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Return one draw (n, D) per mean direction and concentration; kappa = 0 gives uniform directions."""
+    """Draw one sample (n, D) per mean direction and concentration; kappa = 0 gives uniform directions."""
     cosine_n1 = _sample_cosines(kappas_n, mus_nD.shape[1], generator=generator)[:, None]
     tangent_nD = torch.randn(mus_nD.shape, generator=generator, dtype=torch.float64, device="cpu")
     tangent_nD = tangent_nD - (tangent_nD * mus_nD).sum(dim=1, keepdim=True) * mus_nD
@@ -21,7 +21,7 @@ def sample_directions(mus_nD: Tensor, kappas_n: Tensor, *, generator: torch.Gene
 
 
 def _sample_cosines(kappas_n: Tensor, d: int, *, generator: torch.Generator) -> Tensor:
-    """Return the cosine to the mean direction of each draw, by rejection from Wood's envelope."""
+    """Draw the cosine of each sample to its mean direction, by rejection from Wood's envelope."""
     b_n = (d - 1) / (2 * kappas_n + torch.sqrt(4 * kappas_n**2 + (d - 1) ** 2))
     centre_n = (1 - b_n) / (1 + b_n)
     limit_n = kappas_n * centre_n + (d - 1) * torch.log(4 * b_n / (1 + b_n) ** 2)  # 1 - centre^2
