@@ -68,8 +68,18 @@ class KeptState:
         clear_gradients(self._engine)
 
 
-def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptState) -> str | None:
-    """Compare a replay with an eager step from the same state; return the difference, if any."""
+def what_differs(
+    engine: Engine, step: CapturedStep, group: Group, kept: KeptState, *, largest: Callable[[float], float]
+) -> str | None:
+    """Compare a replay with an eager step from the same state; return the difference, if any.
+
+    Args:
+        engine: engine of the step.
+        step: the captured step.
+        group: group to run it with.
+        kept: the state to restore.
+        largest: returns the maximum of a number over ranks, which all run the same steps here.
+    """
 
     def state_after(run: Callable[[], list[StepOutput]]) -> _After:
         kept.restore()
@@ -82,7 +92,7 @@ def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptSta
     before = _host_rng()
     eager = state_after(step.eager)
     drawn = _host_rng() != before
-    difference = replayed.largest_difference(eager)
+    difference = largest(replayed.largest_difference(eager))
     itself, kernels = 0.0, list[str]()
     if difference:
         itself = eager.largest_difference(state_after(step.eager))

@@ -18,7 +18,7 @@ from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
-from treadle.optim.loss_weights import GivenWeights, KnownWeights
+from treadle.optim.loss_weights import EqualWeights, GivenWeights, KnownWeights
 from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, step_unless
 from treadle.task import StepOutput
 
@@ -61,12 +61,14 @@ class CapturedStep:
             equal = len(set(self._known)) == 1
             self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
             given.give(self._known)
+        elif engine.num_ranks > 1:
+            self._guard.weights = EqualWeights()
         self._rows = Rows(2, engine.device)
         self._has_rows = False  # until checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         self._several: Callable[[], None] | None = None  # replays SEVERAL steps
         self._found_inf: Tensor | None = None  # flag in which replays record infinite scaled gradients
-        with engine.isolated_step(self._guard):
+        with engine.isolated_step(self._guard), engine.exchange.recording():
             self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
         self._decided = self._guard.flags  # flags written by replays; an eager step creates others
         self._takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
@@ -81,6 +83,12 @@ class CapturedStep:
     def _told_later(self) -> LateFlags | None:
         """Flags in which a step records a refusal; None if the host reads the verdict of each step."""
         return None if self._guard.weight_on_device else self._flags
+
+    @property
+    def weight(self) -> float:
+        """Weight of the one micro-batch, where the host knows it."""
+        weight = self._left.constant.weight
+        return float(weight) if isinstance(weight, (int, float)) else 1.0
 
     def prepare(self) -> None:
         """Restore what a trial of the step changes besides the training state."""
@@ -126,7 +134,7 @@ class CapturedStep:
         given = self._guard.weights
         if self._known is not None:
             self._guard.weights = KnownWeights(self._known, device=self._engine.device)
-        with self._engine.isolated_step(self._guard):
+        with self._engine.isolated_step(self._guard), self._engine.exchange.recording():
             self._train()
             outputs = self._engine.attempt.outputs
         self._guard.weights = given
@@ -205,10 +213,17 @@ class CapturedStep:
         flags.note_block(block.first_location, numbers[:, 0])
         return block
 
-    def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
-        """Run one step and record its results like an eager one."""
+    def run(self, group: Group, weights: Sequence[float | None], *, messages: Sequence[list[float]] = ()) -> Outcome:
+        """Run one step and record its results like an eager one.
+
+        Args:
+            group: of the shape.
+            weights: of its micro-batches, where the host knows them.
+            messages: that each rank sent with this step.
+        """
         engine = self._engine
         begin_attempt(engine, group)
+        engine.attempt.receive(list(messages))
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.give([weight for weight in weights if weight is not None])
         norm, outputs = self.replay(group, weights)

@@ -43,9 +43,14 @@ class GradientExchange:
     """
 
     equal = False
+    recordable = False  # whether a CUDA graph can hold the exchange
 
     def __init__(self, model: nn.Module):
         self.model = model
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Exchange nothing between the hosts inside the block, in which a step is recorded or compared with one."""
+        return _NOTHING
 
     def micro_batch(self, *, syncs: bool) -> AbstractContextManager[None]:
         """Wrap forward and backward of one micro-batch.
@@ -135,6 +140,9 @@ class ReplicaExchange(GradientExchange):
         self.replicas = replicas
         self.equal = True
         self._group = replicas.process_group
+        self.recordable = dist.get_backend(self._group) == "nccl"
+        self._states = b""  # of the gradients in the latest step, over all ranks
+        self._records = False
         self._ranks = dist.get_world_size(self._group)
         ignored = set(getattr(replicas, "parameters_to_ignore", ()))
         named = {name: value for name, value in replicas.module.named_parameters() if name not in ignored}
@@ -170,6 +178,15 @@ class ReplicaExchange(GradientExchange):
         for handle in self._handles:
             handle.remove()
         self._handles, self._trained = [], []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Take the gradients of a step to be there on all ranks where they were in the step before."""
+        self._records = True
+        try:
+            yield
+        finally:
+            self._records = False
 
     def _arm(self) -> None:
         trained = [parameter.requires_grad for parameter in self._all]
@@ -229,9 +246,13 @@ class ReplicaExchange(GradientExchange):
         """Send the rest, wait, and assign the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        largest_states = distributed.start_max_over_ranks(self._own_states())
+        present = self._own_states()
+        largest_states = None if self._records else distributed.start_max_over_ranks(present)
         means = [bucket.means() for bucket in self._buckets]
-        states = bytes(largest_states().numpy())
+        states = bytes((present if largest_states is None else largest_states()).numpy())
+        if self._records and states != self._states:
+            raise RuntimeError("on this rank other parameters have a gradient than in the step before on all ranks")
+        self._states = states
         if self._looks_for_unused and any(states):
             self._looks_for_unused = False
             self._name_unused(states)

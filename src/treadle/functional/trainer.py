@@ -339,9 +339,7 @@ class Trainer(EpochFace):
             loaders=eval_dataloader, known=self._known_keys(eval_dataloader),
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
-        folder, every = self._run_defaults.files(save_dir, save_freq)
-        warn_of_idle_files(self.settings, folder, save_freq=save_freq, metric=best_model_metric)
-        self._folder.use(folder, every)
+        self._use_folder(save_dir, save_freq, best_model_metric)
         breaking = self._folder.saving_what_an_evaluation_breaks(self._epochs)
         with speaking(self._engine), self._folder.training(), breaking:
             self._engine.prepare()
@@ -351,6 +349,12 @@ class Trainer(EpochFace):
             say_if_stopped_early(self._epochs)
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
         return self.history
+
+    def _use_folder(self, save_dir: str | Path | None, save_freq: int | None, metric: str | None) -> None:
+        """Set the folder of a call of ``train``, and warn about settings of files that are not written."""
+        folder, every = self._run_defaults.files(save_dir, save_freq)
+        warn_of_idle_files(self.settings, folder, save_freq=save_freq, metric=metric)
+        self._folder.use(folder, every)
 
     def _known_keys(self, loaders: EvalLoaders | None) -> list[str] | None:
         has_metrics = bool(self._eval_task.metrics)

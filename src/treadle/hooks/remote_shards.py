@@ -37,7 +37,7 @@ class RemoteShardsHook(SavingHook):
         options: for fsspec's file system, such as ``{"endpoint_url": "https://..."}``.
         background: write during training. Takes host memory for a copy of each rank's part.
         exit_signals: one or several signals on which to save and exit.
-        lease: seconds without a heartbeat after which another process that wrote there is taken for dead, > 0.
+        lease: seconds without a heartbeat after which another writing process is considered dead, > 0.
 
     Raises:
         ConfigError: a value is outside its range, or the URL cannot be reached for want of a package.

@@ -238,6 +238,44 @@ class GivenWeights:
         return Inverse(self._factors[-1]) if self._on_cuda else self._factors[-1]
 
 
+class EqualWeights:
+    """Weights of a recorded step of one micro-batch on each of several ranks, which agreed that all are equal.
+
+    Attributes:
+        total: above 0.
+        rank_notices: nothing: they are sent before the step.
+
+    Example:
+        >>> weights = EqualWeights()
+        >>> weights.scaled(StepOutput(torch.tensor(3.0), weight=7)), weights.any_loss(), weights.divisor()
+        (tensor(3.), True, None)
+    """
+
+    total = 1.0
+
+    def __init__(self) -> None:
+        self.rank_notices: list[list[float]] = []
+        self._has_loss = False
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Return the loss to backpropagate.
+
+        Raises:
+            RuntimeError: the device knows the weight, or losses are added up.
+        """
+        if isinstance(output.weight, Tensor) or output.reduction == "sum":
+            raise RuntimeError("on several ranks the host must know the weight, and losses must be means")
+        self._has_loss = output.loss is not None
+        return output.loss
+
+    def any_loss(self) -> bool:
+        """Return whether the micro-batch had a loss."""
+        return self._has_loss
+
+    def divisor(self) -> None:
+        """Return what the gradients must be divided by."""
+
+
 class KnownWeights(GroupWeights):
     """Loss weights of a group that the host knows in advance, in place of the step's device tensors.
 

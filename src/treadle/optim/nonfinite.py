@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from treadle import distributed
 from treadle.device.handover import wait_for
-from treadle.optim.loss_weights import GivenWeights, GroupWeights
+from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
 
 _MARK = 8  # steps
 _MARKS_ON_THEIR_WAY = 2
@@ -191,7 +191,7 @@ class FiniteGuard:
     """
 
     recording = False  # whether steps are being captured, so that they have no effect yet
-    weights: GivenWeights | GroupWeights | None = None  # of a captured step's micro-batches
+    weights: EqualWeights | GivenWeights | GroupWeights | None = None  # of a captured step's micro-batches
 
     def __init__(
         self,
