@@ -76,7 +76,7 @@ def reported(target: Path | str) -> Iterator[None]:
                 f"{str(target)!r} was not written: {str(file)!r} is a file; choose a folder"
             ) from error
         raise CheckpointError(
-            f"{str(target)!r} was not written: {first_line(cause)}. What was there before is intact; "
+            f"{str(target)!r} was not written: {first_line(cause)}. Existing files are intact; "
             "free some space or choose another folder"
         ) from error
 
