@@ -13,6 +13,7 @@ from torch import Tensor
 from treadle.astro.grammar import SequenceGrammar
 from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least, check_within
 
 if TYPE_CHECKING:
     from treadle.astro.model import CausalTransformerLM
@@ -112,14 +113,9 @@ def _check(
         raise ConfigError(f"tokens has shape {tuple(tokens.shape)}; a prompt is (B, L) with at least one position")
     if tokens.shape[1] > model.max_len:
         raise ConfigError(f"a prompt of {tokens.shape[1]} positions is longer than max_len={model.max_len}")
-    if max_new_tokens < 0:
-        raise ConfigError(f"={max_new_tokens}: must be at least 0", argument="max_new_tokens")
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(
-            f"={temperature}: must be finite and at least 0; 0 takes the likeliest id", argument="temperature"
-        )
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"={top_k}: must be at least 1, or None for all ids", argument="top_k")
+    check_least(0, max_new_tokens=max_new_tokens)
+    check_within("[0, inf)", temperature=temperature)
+    check_least(1, top_k=top_k)
 
 
 def _check_vocab(model: CausalTransformerLM, vocab: VocabSpec | None, *, legal_only: bool) -> None:

@@ -7,9 +7,7 @@ import io
 import json
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +15,10 @@ from treadle.checkpoint.store import write_text
 from treadle.config import load_config
 from treadle.errors import ConfigError, nearest
 from treadle.nested import flatten_nested_dict
+from treadle.population import Summary
 
 Row = dict[str, Any]
-_LOWER = ("loss", "mae", "mse", "rmse", "time", "ms", "flops")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A number over several runs.
-
-    Attributes:
-        mean: of the runs.
-        std: their standard deviation; NaN of one run.
-        count: how many.
-    """
-
-    mean: float
-    std: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Return the spread of values.
-
-        Example:
-            >>> Spread.of([1.0, 3.0])
-            Spread(mean=2.0, std=1.4142135623730951, count=2)
-        """
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
-
-    def text(self, digits: int = 4, sign: str = "±") -> str:
-        """Return the mean and, of several runs, the deviation.
-
-        Example:
-            >>> Spread(0.12345, 0.01, 3).text(3), Spread(0.5, math.nan, 1).text(2)
-            ('0.123 ± 0.010', '0.50')
-        """
-        return f"{self.mean:.{digits}f}" + ("" if math.isnan(self.std) else f" {sign} {self.std:.{digits}f}")
+_LOWER_IS_BETTER = ("loss", "mae", "mse", "rmse", "time", "ms", "flops")
 
 
 def load_results(folder: str | os.PathLike[str], *, settings: Sequence[str] = ()) -> list[Row]:
@@ -100,15 +65,16 @@ def aggregate_by_seed(
         metrics: columns of numbers; those of a row that lacks one are left out.
 
     Returns:
-        A row for each group, in the order of its first run: the keys, and a :class:`Spread` for each metric.
+        A row for each group, in the order of its first run: the keys, and of each metric a
+        :class:`treadle.population.Summary`.
 
     Raises:
         ConfigError: a row lacks a key, or no row of a group has a metric.
 
     Example:
         >>> runs = [{"pe": "lap", "mae": 1.0}, {"pe": "lap", "mae": 3.0}, {"pe": "none", "mae": 5.0}]
-        >>> [(row["pe"], row["mae"].text(1)) for row in aggregate_by_seed(runs, ["pe"], ["mae"])]
-        [('lap', '2.0 ± 1.4'), ('none', '5.0')]
+        >>> [(row["pe"], str(row["mae"])) for row in aggregate_by_seed(runs, ["pe"], ["mae"])]
+        [('lap', '2 ± 1.4 (2)'), ('none', '5 (1)')]
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -124,25 +90,15 @@ def aggregate_by_seed(
             raise ConfigError(
                 f"no run has the column {empty[0]!r}; {nearest(empty[0], members[0])}", argument="metrics"
             )
-        found.append(dict(zip(group_keys, values, strict=True)) | {name: Spread.of(spreads[name]) for name in metrics})
+        found.append(dict(zip(group_keys, values, strict=True)) | {name: Summary.of(spreads[name]) for name in metrics})
     return found
-
-
-def lower_is_better(metric: str) -> bool:
-    """Return whether less of a metric is better, by its name.
-
-    Example:
-        >>> lower_is_better("mae"), lower_is_better("roc_auc")
-        (True, False)
-    """
-    return metric.lower().replace("/", "_").split("_")[-1] in _LOWER
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """Write rows as CSV; a spread becomes the columns ``<name>_mean``, ``_std`` and ``_count``.
 
     Example:
-        >>> print(to_csv([{"pe": "lap", "mae": Spread(2.0, 0.5, 3)}]), end="")
+        >>> print(to_csv([{"pe": "lap", "mae": Summary(2.0, 0.5, 3)}]), end="")
         pe,mae_mean,mae_std,mae_count
         lap,2.0,0.5,3
     """
@@ -158,8 +114,8 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def _flat(row: Mapping[str, Any]) -> Row:
     flat: Row = {}
     for name, value in row.items():
-        if isinstance(value, Spread):
-            std = "" if math.isnan(value.std) else value.std
+        if isinstance(value, Summary):
+            std = "" if math.isnan(value.deviation) else value.deviation
             flat |= {f"{name}_mean": value.mean, f"{name}_std": std, f"{name}_count": value.count}
         else:
             flat[name] = value
@@ -178,7 +134,7 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
         ConfigError: there are no rows.
 
     Example:
-        >>> print(to_latex([{"pe": "lap_pe", "mae": Spread(0.5, 0.25, 3)}], digits=2))
+        >>> print(to_latex([{"pe": "lap_pe", "mae": Summary(0.5, 0.25, 3)}], digits=2))
         \begin{tabular}{lr}
         \toprule
         pe & mae \\
@@ -193,12 +149,14 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
     best = {name: _best(rows, name) for name in columns} if bold_best and len(rows) > 1 else {}
 
     def cell(name: str, value: Any) -> str:
-        if not isinstance(value, (Spread, float)):
+        if not isinstance(value, (Summary, float)):
             return _escaped(str(value))
-        text = value.text(digits, r"\pm") if isinstance(value, Spread) else f"{value:.{digits}f}"
+        text = f"{_mean_of(value):.{digits}f}"
+        if isinstance(value, Summary) and value.count > 1:
+            text += f" \\pm {value.deviation:.{digits}f}"
         return f"$\\mathbf{{{text}}}$" if best.get(name) == _mean_of(value) else f"${text}$"
 
-    numeric = [isinstance(rows[0][name], (Spread, float)) for name in columns]
+    numeric = [isinstance(rows[0][name], (Summary, float)) for name in columns]
     lines = [
         f"\\begin{{tabular}}{{{''.join('r' if one else 'l' for one in numeric)}}}", r"\toprule",
         " & ".join(map(_escaped, columns)) + r" \\", r"\midrule",
@@ -209,14 +167,16 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
 
 
 def _mean_of(value: Any) -> float:
-    return float(value.mean if isinstance(value, Spread) else value)
+    return float(value.mean if isinstance(value, Summary) else value)
 
 
 def _best(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    means = [_mean_of(row[name]) for row in rows if isinstance(row[name], (Spread, float))]
+    means = [_mean_of(row[name]) for row in rows if isinstance(row[name], (Summary, float))]
     means = [mean for mean in means if not math.isnan(mean)]
-    choose: Callable[[Iterable[float]], float] = min if lower_is_better(name) else max
-    return choose(means) if means else None
+    if not means:
+        return None
+    last = name.lower().replace("/", "_").split("_")[-1]
+    return min(means) if last in _LOWER_IS_BETTER else max(means)
 
 
 def _escaped(text: str) -> str:

@@ -14,8 +14,8 @@ from typing import IO, TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.engine.hook import BaseHook
 from treadle.engine.voice import VOICE
-from treadle.errors import ConfigError, MissingExtraError
-from treadle.errors.arguments import checked
+from treadle.errors import MissingExtraError
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.tracking import epoch_records
 from treadle.hooks.values import hours
 from treadle.means import RunningMeans, read_scalars
@@ -69,12 +69,8 @@ class ProgressBarHook(BaseHook):
         status: Callable[[], str] | None = None,
         console: Console | None = None,
     ):
-        if not refresh_seconds >= 0.1:
-            raise ConfigError(
-                "must be at least 0.1, as every update waits", argument="refresh_seconds", value=refresh_seconds
-            )
-        if not line_seconds >= 0:
-            raise ConfigError("must be >= 0; 0 logs every step", argument="line_seconds", value=line_seconds)
+        check_least(0.1, refresh_seconds=refresh_seconds)
+        check_least(0, line_seconds=line_seconds)
         self.refresh_seconds = refresh_seconds
         self.line_seconds = line_seconds
         self.status = status

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from treadle.config.sections import with_nested
-from treadle.errors import ConfigError
+from treadle.errors.arguments import check_within
 
 Config = TypeVar("Config")
 
@@ -82,37 +82,6 @@ def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def at_least(least: float, **values: float | None) -> None:
-    """Raise ConfigError for a setting that is smaller than ``least``; None passes.
-
-    Args:
-        least: the smallest value that is allowed.
-        values: by dotted key, written with two underscores for a dot.
-
-    Example:
-        >>> at_least(1, epochs=3, data__max_topics=None)
-    """
-    for name, value in values.items():
-        if value is not None and not value >= least:
-            raise ConfigError(f"must be at least {least:g}", argument=name.replace("__", "."), value=value)
-
-
-def between(least: float, most: float, **values: float) -> None:
-    """Raise ConfigError for a setting outside of [least, most].
-
-    Args:
-        least: the smallest value that is allowed.
-        most: the largest one.
-        values: by dotted key, written with two underscores for a dot.
-
-    Example:
-        >>> between(0, 1, model__dropout=0.1)
-    """
-    for name, value in values.items():
-        if not least <= value <= most:
-            raise ConfigError(f"must lie between {least:g} and {most:g}", argument=name.replace("__", "."), value=value)
-
-
 def check_seeds(**seeds: int) -> None:
     """Raise ConfigError for a seed that numpy and scikit-learn would refuse, perhaps after the training.
 
@@ -122,8 +91,4 @@ def check_seeds(**seeds: int) -> None:
     Example:
         >>> check_seeds(seed=0, data__split_seed=7)
     """
-    for name, seed in seeds.items():
-        if not 0 <= seed < 2**32:
-            raise ConfigError(
-                f"must be a whole number from 0 to {2**32 - 1}", argument=name.replace("__", "."), value=seed
-            )
+    check_within(f"[0, {2**32})", **seeds)

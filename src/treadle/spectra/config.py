@@ -15,6 +15,7 @@ import torch
 from treadle.capture.compile import check_compile
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import check_least, check_within
 from treadle.faces.parallel import ParallelConfig, as_parallel, block_name
 from treadle.seed import as_seed
 
@@ -29,7 +30,8 @@ _ALLOWED = {
 _BOOLS = ("amp", "enable_tf32", "use_ema", "background_saves")
 _NUMBERS = ("grad_clip", "ema_decay", "early_stop_start_ratio", "early_stop_min_delta")
 _WHOLE = ("early_stop_patience", "accumulation_steps", "max_non_finite_grad_retries", "eval_seed")
-_MAY_BE_NONE = ("grad_clip", "early_stop_patience", "max_non_finite_grad_retries")
+_PATHS = ("out_dir", "resume_from")
+_MAY_BE_NONE = ("grad_clip", "early_stop_patience", "max_non_finite_grad_retries", "resume_from")
 
 
 def check_types(
@@ -140,28 +142,17 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
             check_allowed("TrainerConfig", field, getattr(self, field), allowed)
-        check_types(self, bools=_BOOLS, numbers=_NUMBERS, whole=_WHOLE, paths=["out_dir"], may_be_none=_MAY_BE_NONE)
+        check_types(self, bools=_BOOLS, numbers=_NUMBERS, whole=_WHOLE, paths=_PATHS, may_be_none=_MAY_BE_NONE)
         as_seed("TrainerConfig.eval_seed", self.eval_seed)
-        source = self.resume_from
-        self._check(
-            source is None or isinstance(source, (str, os.PathLike)), "resume_from", 'must be "auto", a path or None'
-        )
         as_parallel(self.parallel)
         check_capture(self.capture)
         check_compile(self.compile, name="TrainerConfig.compile")
-        self._check(self.grad_clip is None or self.grad_clip >= 0, "grad_clip", "must be None or >= 0")
-        self._check(0 <= self.ema_decay <= 1, "ema_decay", "must lie in [0, 1]")
-        patience = self.early_stop_patience
-        self._check(patience is None or patience >= 1, "early_stop_patience", "must be None or >= 1 epoch")
-        self._check(0 <= self.early_stop_start_ratio <= 1, "early_stop_start_ratio", "must lie in [0, 1]")
-        self._check(self.early_stop_min_delta >= 0, "early_stop_min_delta", "must be >= 0")
-        self._check(self.accumulation_steps >= 1, "accumulation_steps", "must be >= 1")
-        retries = self.max_non_finite_grad_retries
-        self._check(retries is None or retries >= 0, "max_non_finite_grad_retries", "must be None or >= 0")
-
-    def _check(self, ok: bool, field: str, rule: str) -> None:
-        if not ok:
-            raise ConfigError(rule, argument=f"TrainerConfig.{field}", value=getattr(self, field))
+        for field in ("grad_clip", "early_stop_min_delta", "max_non_finite_grad_retries"):
+            check_least(0, **{f"TrainerConfig.{field}": getattr(self, field)})
+        for field in ("early_stop_patience", "accumulation_steps"):
+            check_least(1, **{f"TrainerConfig.{field}": getattr(self, field)})
+        for field in ("ema_decay", "early_stop_start_ratio"):
+            check_within("[0, 1]", **{f"TrainerConfig.{field}": getattr(self, field)})
 
     def __eq__(self, other: object) -> bool:
         """Whether all settings are the same; a path equals its text, so ``from_dict(to_dict())`` gives an equal one."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least
 from treadle.spectra.encoder import check_input
 
 
@@ -48,8 +49,7 @@ def make_block_mask(
         >>> mask.shape, mask.sum(dim=1).tolist()
         (torch.Size([2, 12]), [3, 3])
     """
-    if batch_size < 0:
-        raise ConfigError(f"={batch_size} must be 0 or more; pass the number of rows", argument="batch_size")
+    check_least(0, batch_size=batch_size)
     check_blocks(seq_len, n_blocks)
     check_mask_count(n_mask, n_blocks)
     if generator is not None and generator.device.type != "cpu":
@@ -112,12 +112,7 @@ def make_patch_mask(
 
 def check_blocks(seq_len: int, n_blocks: int) -> None:
     """Raise ValueError unless ``seq_len`` channels can be cut into ``n_blocks`` equal blocks."""
-    if seq_len < 1:
-        raise ConfigError(
-            f"={seq_len} must be 1 or more; pass the number of channels of a spectrum", argument="seq_len"
-        )
-    if n_blocks < 1:
-        raise ConfigError(f"={n_blocks} must be 1 or more; pass the number of equal blocks", argument="n_blocks")
+    check_least(1, seq_len=seq_len, n_blocks=n_blocks)
     if seq_len % n_blocks != 0:
         raise ConfigError(
             f"={seq_len} must be a multiple of n_blocks={n_blocks}, as all blocks are equally long; "

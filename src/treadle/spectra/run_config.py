@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from treadle.runs.settings import at_least, between, check_seeds, without
+from treadle.errors.arguments import check_least, check_within
+from treadle.runs.settings import check_seeds, without
 from treadle.runs.split import DataConfig
 from treadle.spectra.config import TrainerConfig
 
@@ -56,7 +57,7 @@ class ModelConfig:
     its latent is less useful with few labels. ``use_learnable_pos`` has no effect then, nor ``n_mask`` in training."""
 
     def __post_init__(self) -> None:
-        between(0, 1, model__dropout=self.dropout)
+        check_within("[0, 1]", model__dropout=self.dropout)
 
 
 @dataclass
@@ -69,7 +70,7 @@ class OptimizerConfig:
     """Decoupled decay of the weight matrices."""
 
     def __post_init__(self) -> None:
-        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+        check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
 
 
 @dataclass
@@ -82,8 +83,8 @@ class ScheduleConfig:
     """Share of the learning rate that is left after the last step."""
 
     def __post_init__(self) -> None:
-        at_least(0, schedule__warmup_epochs=self.warmup_epochs)
-        between(0, 1, schedule__min_lr_scale=self.min_lr_scale)
+        check_least(0, schedule__warmup_epochs=self.warmup_epochs)
+        check_within("[0, 1]", schedule__min_lr_scale=self.min_lr_scale)
 
 
 def _trainer_config() -> TrainerConfig:
@@ -121,7 +122,7 @@ class SpectraConfig:
     """Fields of ``TrainerConfig``."""
 
     def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        check_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
         check_seeds(seed=self.seed)
 
     @classmethod

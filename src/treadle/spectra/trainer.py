@@ -28,7 +28,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_whole, checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
@@ -229,10 +229,7 @@ class SpectraTrainer(EpochFace):
             ConfigError: ``epochs`` is no whole number >= 0.
             CheckpointError: another process trains in ``out_dir``, or no checkpoint of it is intact.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigError(
-                "must be a whole number of epochs >= 0, counted from the start", argument="epochs", value=epochs
-            )
+        check_whole(0, epochs=epochs)
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
         with speaking(self._engine), self._folder.training(), self._writer, tf32(self.cfg.enable_tf32):

@@ -191,7 +191,7 @@ def test_snv_faults_are_named(X: Any, error: type[Exception], match: str) -> Non
 
 def test_snv_bad_eps_and_bad_statistics_are_named() -> None:
     for eps in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match=r"eps=.* must be 0 or more"):
+        with pytest.raises(ValueError, match=r"eps=.* must be at least 0"):
             SNVScaler(eps=eps)
     with pytest.raises(ValueError, match=r"mu has shape \(3,\).*each row of Y, whose shape is \(7, 256\)"):
         SNVScaler().inverse_transform(rows(), mu=np.zeros(3), sd=np.ones(7))

@@ -400,7 +400,7 @@ def test_nan_validation_counts_as_no_improvement(tmp_path):
 
 @pytest.mark.parametrize("epochs", ["3", 2.5, True, -1])
 def test_what_is_no_number_of_epochs_is_refused(tmp_path, epochs):
-    with pytest.raises(treadle.ConfigError, match=f"epochs={epochs!r}: must be a whole number of epochs >= 0"):
+    with pytest.raises(treadle.ConfigError, match=f"epochs={epochs!r}: must be a whole number >= 0"):
         make(tmp_path).fit(epochs)
     assert files(tmp_path) == []
 

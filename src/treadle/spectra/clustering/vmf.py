@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument
+from treadle.errors.arguments import check_argument, check_least
 from treadle.spectra.estimator import Estimator
 
 from ._em import Parameters, Scorer, expect, maximise, start
@@ -134,8 +134,7 @@ class VMFMixture(Estimator):
         self.n_components = check_count("n_components", n_components)
         self.d = None if d is None else check_count("d", d, least=2)
         check_argument("tol", tol, float)
-        if not tol >= 0:
-            raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
+        check_least(0, tol=tol)
         if init not in ("kmeans++", "random"):
             raise ConfigError(' must be "kmeans++" or "random"; pass one of them.', argument="init", value=init)
         self.tol = float(tol)
