@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from treadle.astro.grammar import SequenceGrammar
+from treadle.astro.vocab import NUM_SPECIAL, VocabSpec
 from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least, check_within
@@ -18,6 +18,114 @@ from treadle.errors.arguments import check_least, check_within
 if TYPE_CHECKING:
     from treadle.astro.model import CausalTransformerLM
     from treadle.astro.vocab import VocabSpec
+
+
+_Arcs = dict[int, int]  # kind of id -> the state that it leads to
+_DEAD = 0  # the state after an id that was not legal
+
+
+class SequenceGrammar:
+    """Follower of sequences in the order of `encode_sequence`, which returns the ids that are legal next.
+
+    That order is BOS; image ids or MISS, SEP; a bin or MISS for each scalar column, or one MISS for all, SEP; for
+    each spectrum group its ids or MISS, SEP; EOS; then PAD forever. The number of image and spectrum ids is
+    free.
+
+    Args:
+        vocab: the vocabulary.
+        device: of the tokens.
+
+    Example:
+        >>> from treadle.astro.vocab import build_vocab_spec
+        >>> grammar = SequenceGrammar(build_vocab_spec(2, 4, 2, ["a", "b"], scalar_bins=2), torch.device("cpu"))
+        >>> states_B = grammar.read(torch.tensor([[1, 5]]))
+        >>> grammar.legal(states_B).nonzero()[:, 1].tolist()  # SEP and the image ids
+        [3, 5, 6]
+    """
+
+    def __init__(self, vocab: VocabSpec, device: torch.device):
+        columns, groups = range(vocab.n_columns), vocab.spectrum_groups
+        self._kinds = ["PAD", "BOS", "EOS", "SEP", "MISS", "an image id"]
+        self._kinds += [f"an id of scalar column {column}" for column in columns]
+        self._kinds += [f"an id of the spectrum group {group!r}" for group in groups]
+        sizes = (
+            [1] * NUM_SPECIAL + [vocab.v_image] + [vocab.scalar_bins] * len(columns) + [vocab.v_spectra] * len(groups)
+        )
+        self._kind_V = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
+        states, self._start, self._ended = _states(vocab)
+        next_SK = torch.full((len(states), len(sizes)), _DEAD)
+        for state, arcs in enumerate(states):
+            for kind, following in arcs.items():
+                next_SK[state, kind] = following
+        self._next_SK = next_SK.to(device)
+
+    def read(self, tokens_BL: Tensor) -> Tensor:
+        """Return the states (B,) after the given beginnings of sequences.
+
+        Raises:
+            ConfigError: an id is not legal at its place.
+        """
+        states_B = torch.full((len(tokens_BL),), self._start, device=tokens_BL.device)
+        passed = [states_B]
+        for tokens_B in tokens_BL.unbind(1):
+            passed.append(self.advance(passed[-1], tokens_B))
+        dead = (torch.stack(passed, dim=1) == _DEAD).nonzero()  # the host waits here, once for a whole prompt
+        if len(dead):
+            row, position = dead[0].tolist()
+            self._refuse(tokens_BL, row, position - 1, passed[position - 1][row])
+        return passed[-1]
+
+    def _refuse(self, tokens_BL: Tensor, row: int, position: int, state: Tensor) -> None:
+        legal = (self._next_SK[state] != _DEAD).tolist()
+        allowed = " or ".join(kind for kind, is_legal in zip(self._kinds, legal, strict=True) if is_legal)
+        raise ConfigError(
+            f"tokens[{row}, {position}]={int(tokens_BL[row, position])} is not legal there: {allowed} must follow; "
+            "prompts begin as encode_sequence lays sequences out, or leave vocab out to generate without a rule"
+        )
+
+    def advance(self, states_B: Tensor, ids_B: Tensor) -> Tensor:
+        """Return the states (B,) after one more id each."""
+        return self._next_SK[states_B, self._kind_V[ids_B]]
+
+    def legal(self, states_B: Tensor) -> Tensor:
+        """Return (B, V) bool, True = this id may follow."""
+        return (self._next_SK[states_B] != _DEAD)[:, self._kind_V]
+
+    def ended(self, states_B: Tensor) -> Tensor:
+        """Return (B,) bool, True = the sequence has its EOS."""
+        return states_B == self._ended
+
+
+def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
+    """Build the states from the last one to the first, and return them, the first and the last."""
+    pad, bos, eos, sep, miss, image = range(NUM_SPECIAL + 1)
+    first_column = image + 1
+    first_group = first_column + vocab.n_columns
+    states: list[_Arcs] = [{}]
+
+    def add(arcs: _Arcs) -> int:
+        states.append(arcs)
+        return len(states) - 1
+
+    def add_run(kind: int, following: int) -> int:
+        """One or more ids of a kind, or MISS; then SEP."""
+        more = add({sep: following})
+        states[more][kind] = more
+        return add({kind: more, miss: add({sep: following})})
+
+    ended = add({})
+    states[ended][pad] = ended
+    following = add({eos: ended})
+    for kind in reversed(range(first_group, first_group + len(vocab.spectrum_groups))):
+        following = add_run(kind, following)
+    after_scalars = following
+    following = second = add({sep: after_scalars})
+    for kind in reversed(range(first_column, first_group)):
+        second, following = following, add({kind: following, miss: following})
+    # MISS in place of the first column may also be the whole modality absent, and SEP follow at once.
+    states[following][miss] = add({**states[second], sep: after_scalars})
+    following = add_run(image, following)
+    return states, add({bos: following}), ended
 
 
 def generate(

@@ -20,7 +20,7 @@ from treadle.astro.epochs import AstroEpochs
 from treadle.astro.files import AstroFolder, StepCheckpoints, layout_of
 from treadle.astro.loss_inputs import LossConfig
 from treadle.astro.losses import Stats
-from treadle.astro.scheduler import WarmupCosine
+from treadle.astro.schedule import WarmupCosine
 from treadle.astro.settings import (
     check_model,
     codebooks_of,

@@ -12,8 +12,8 @@ from treadle.lazy import lazy_names as _lazy_names
 
 if _typing.TYPE_CHECKING:
     from treadle.config.files import load_config
-    from treadle.config.merging import DELETE, REPLACE, merge_configs
     from treadle.config.overrides import apply_overrides
+    from treadle.config.tree import DELETE, REPLACE, merge_configs
     from treadle.config.writing import format_config, save_config
 
 __all__ = [

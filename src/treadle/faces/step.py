@@ -38,8 +38,8 @@ from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_whole, checked
-from treadle.faces.default_hooks import with_default_hooks
 from treadle.faces.epoch_face import save_state
+from treadle.faces.run_files import with_default_hooks
 from treadle.hooks.remote import local_workspace
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks

@@ -22,6 +22,7 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device, moved
 from treadle.distributed.state_names import model_state
+from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
@@ -31,19 +32,40 @@ from treadle.errors import ConfigError
 from treadle.errors.arguments import check_whole, checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
-from treadle.faces.epochs import numbers_of
+from treadle.faces.epochs import EpochTrainer, numbers_of
 from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
 from treadle.faces.parallel import ParallelConfig
-from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
+from treadle.hooks.saving import BackgroundErrorHook
 from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.ema import Ema
 from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
-from treadle.spectra.epochs import SpectraEpochs
 from treadle.spectra.files import Selection, SpectraFolder
 from treadle.spectra.task import Augmenter, SpectraTask, spectra_of
+
+
+class SpectraEpochs(EpochTrainer):
+    """Epoch driver that writes each validation loss into every record: None, as in the file, until it is measured.
+
+    Args:
+        engine: runs the steps.
+        best: selects the best epoch and stops early; None does neither.
+        losses: keys of the validation losses in a record.
+
+    Example:
+        >>> # epochs = SpectraEpochs(engine, best=BestRule("val_loss"))
+    """
+
+    def __init__(self, engine: Engine, *, best: BestRule | None = None, losses: Sequence[str] = ("val_loss",)):
+        super().__init__(engine, best=best)
+        self._losses = losses
+
+    def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``train_loss``, and the validation losses as None."""
+        return {**super().train_record(means), **dict.fromkeys(self._losses)}
+
 
 _log = logging.getLogger("treadle.spectra")
 _epoch_log = logging.getLogger("treadle.spectra.epochs")
