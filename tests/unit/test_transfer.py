@@ -20,7 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import Augmented, MeanSquare, Snapshots, differences, small_model, through_a_file
 from treadle.data import Cursor, MappedLoader, RankBatchSampler, TensorLoader, TransferLoader, open_source
-from treadle.data.host_copies import count_sizes, host_of, note_host_copies, tensors_by_name
+from treadle.data.graph_sizes import count_sizes
+from treadle.data.host_copies import host_of, note_host_copies, tensors_by_name
 from treadle.data.transfer import GpuCopies, InOrder
 from treadle.engine import Engine
 from treadle.errors import ConfigError

@@ -28,7 +28,7 @@ __all__ = [
 
 _HOMES = {
     "files": ["load_config"],
-    "merging": ["DELETE", "REPLACE", "merge_configs"],
+    "tree": ["DELETE", "REPLACE", "merge_configs"],
     "overrides": ["apply_overrides"],
     "writing": ["format_config", "save_config"],
 }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from treadle.data.host_copies import noted_sizes
+from treadle.data.graph_sizes import noted_sizes
 from treadle.errors import ConfigError
 from treadle.graphs.row_index import RowIndex
 from treadle.graphs.statistics import GraphStatistics

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.data.host_copies import noted_sizes
+from treadle.data.graph_sizes import noted_sizes
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.errors.arguments import checked
 from treadle.graphs.attention import AttentionLayout, GraphAttention, PairBias, batch_layout, padded_layout

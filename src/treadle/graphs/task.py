@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from treadle import distributed
-from treadle.data.host_copies import count_sizes, host_of, note_sizes
+from treadle.data.graph_sizes import count_sizes, note_sizes
+from treadle.data.host_copies import host_of
 from treadle.device import to_device
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked

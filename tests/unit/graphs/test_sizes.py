@@ -12,7 +12,7 @@ import treadle.graphs.task as task_module
 from graph_batches import GraphBatch, collate, with_changes
 from graph_kit import graphs, make, model_of
 from helpers import no_waits_for_meta
-from treadle.data.host_copies import count_sizes, note_sizes, noted_sizes
+from treadle.data.graph_sizes import count_sizes, note_sizes, noted_sizes
 from treadle.graphs import get_loss_fn, get_metrics
 from treadle.graphs.attention import batch_layout
 from treadle.graphs.task import GraphTask, raw_outputs

@@ -1,0 +1,82 @@
+"""Sizes of graphs that the host counted before their batch was moved, so that no model has to ask the device for them.
+
+They are kept with the moved tensor that holds the graph of each node, and at no other: a copy that somebody changes,
+another batch, or the same tensor after it was written to has none, and then the model counts for itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treadle.data.host_copies import host_of
+
+_NAME = "_treadle_graph_sizes"
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class _Noted(NamedTuple):
+    sizes: tuple[int, ...]
+    version: int
+
+
+def count_sizes(batch: Any) -> tuple[int, ...] | None:
+    """Count the nodes of each graph of a batch on the host.
+
+    Args:
+        batch: with ``batch`` (N,), the graph of each node, and ``num_graphs``, where it knows.
+
+    Returns:
+        One size for each graph; None where that is not known without waiting for a device, or where the numbers are no
+        graphs 0 … ``num_graphs`` - 1, which is for the model to complain about.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> count_sizes(SimpleNamespace(batch=torch.tensor([0, 2, 2]), num_graphs=3))
+        (1, 0, 2)
+    """
+    graph_N = getattr(batch, "batch", None)
+    if isinstance(graph_N, Tensor):
+        graph_N = host_of(graph_N)
+    if not isinstance(graph_N, Tensor) or graph_N.device.type != "cpu" or graph_N.dtype not in _INTEGERS:
+        return None
+    if graph_N.dim() != 1 or len(graph_N) == 0 or int(graph_N.min()) < 0:
+        return None
+    declared = getattr(batch, "num_graphs", None)
+    if isinstance(declared, Tensor) and declared.device.type != "cpu":
+        return None
+    sizes = torch.bincount(graph_N, minlength=0 if declared is None else int(declared)).tolist()
+    return tuple(sizes) if declared is None or len(sizes) == int(declared) else None
+
+
+def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
+    """Note what was counted of a batch at the batch as it was moved; nothing where that has other nodes.
+
+    Args:
+        moved: the batch on its device; its ``batch`` must be no tensor of the user's, as it is marked.
+        sizes: of `count_sizes`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> moved = SimpleNamespace(batch=torch.tensor([0, 2, 2]))
+        >>> note_sizes(moved, (1, 0, 2))
+        >>> noted_sizes(moved.batch), noted_sizes(moved.batch.clone())
+        ((1, 0, 2), None)
+    """
+    graph_N = getattr(moved, "batch", None)
+    # A tensor of inference mode does not count its writes.
+    if isinstance(graph_N, Tensor) and graph_N.shape == (sum(sizes),) and not graph_N.is_inference():
+        setattr(graph_N, _NAME, _Noted(sizes, graph_N._version))
+
+
+def noted_sizes(graph_N: Tensor) -> tuple[int, ...] | None:
+    """Return the sizes that were noted at a tensor; None where there are none, or it was written to since.
+
+    Example:
+        >>> noted_sizes(torch.tensor([0, 0])) is None
+        True
+    """
+    noted = getattr(graph_N, _NAME, None)
+    return noted.sizes if isinstance(noted, _Noted) and noted.version == graph_N._version else None
