@@ -41,9 +41,6 @@ class AstroTask:
         draw_seed: returns the seed of the positions of the present micro-batch.
         own_loss: a loss of the user's own on logits and targets; None takes the terms.
         compiled: whether what runs the model is compiled.
-
-    Example:
-        >>> # task = AstroTask(device, vocab, codebooks=codebooks, config=LossConfig(), use_ce=True, draw_seed=seed)
     """
 
     def __init__(

@@ -47,9 +47,6 @@ class FieldIndex:
     Raises:
         FileNotFoundError: there is no table.
         ConfigError: a file has pickled ids and ``allow_pickle`` is off.
-
-    Example:
-        >>> # FieldIndex("HYDRA-0011", templates, groups, filters).get_row(0)["scalar_tokens"]
     """
 
     def __init__(

@@ -57,13 +57,7 @@ class _Occupied(Exception):
 
 
 class RunLock:
-    """Lock of a run folder for this process; take it when a run starts and release it when the run ends.
-
-    Example:
-        >>> lock = RunLock()
-        >>> lock.take("run")
-        >>> lock.release()
-    """
+    """Lock of a run folder for this process; take it when a run starts and release it when the run ends."""
 
     def __init__(self) -> None:
         self._key: str | None = None
@@ -102,9 +96,6 @@ def remove_leftovers(folder: Path) -> None:
     """Remove what killed saves left in a folder that this process holds, and in the folders directly in it.
 
     A folder in it that another run holds is left alone, and so is what a living process may still be writing.
-
-    Example:
-        >>> remove_leftovers(Path("no_such_folder"))
     """
     try:
         inside = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]

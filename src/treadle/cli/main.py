@@ -19,9 +19,6 @@ def write_in_any_locale() -> None:
     """Have the standard streams write other words for the characters that their encoding lacks.
 
     An encoding that has them, as UTF-8 does, is left as it is; so is a stream that is no file, as in a notebook.
-
-    Example:
-        >>> write_in_any_locale()
     """
     codecs.register_error(_NAME, _in_other_words)
     for stream in (sys.stdout, sys.stderr):

@@ -402,9 +402,6 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
     Args:
         loader: what was given.
         argument: how it is called.
-
-    Example:
-        >>> refuse_dataset([1, 2])
     """
     if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
         raise ConfigError(

@@ -220,9 +220,6 @@ def refuse_no_batch(count: int, loader: str) -> None:
     Args:
         count: how many it gave on this one.
         loader: names it, as in ``"val_loader: it"``.
-
-    Example:
-        >>> refuse_no_batch(1, "val_loader: it")
     """
     if not distributed.agree(count):
         raise ConfigError(f"{loader} gave no batch; there is nothing to take a mean over")

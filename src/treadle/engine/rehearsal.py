@@ -42,9 +42,6 @@ def refuse_fsdp_1(model: nn.Module) -> None:
 
     Raises:
         ConfigError: a part of the model is wrapped in it.
-
-    Example:
-        >>> refuse_fsdp_1(nn.Linear(1, 1))
     """
     for name, module in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):

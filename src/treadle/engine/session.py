@@ -192,9 +192,6 @@ class BetweenRuns:
 
     Args:
         engine: that runs.
-
-    Example:
-        >>> # with BetweenRuns(engine) as between: ...
     """
 
     def __init__(self, engine: Engine):

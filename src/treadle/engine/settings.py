@@ -88,11 +88,7 @@ class EngineSettings:
 
 
 def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:
-    """Raise ConfigError unless it is a number of micro-batches that a step can have.
-
-    Example:
-        >>> check_accumulation(4)
-    """
+    """Raise ConfigError unless it is a number of micro-batches that a step can have."""
     if not isinstance(steps, int) or steps < 1:
         raise ConfigError("a step needs a whole number of micro-batches, >= 1", argument=argument, value=steps)
 

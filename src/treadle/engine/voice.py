@@ -171,12 +171,7 @@ VOICE = Voice()
 
 
 def speaking(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Show the log of an engine inside the block where no handler of the user's does; on rank 0 only.
-
-    Example:
-        >>> # with speaking(engine):
-        >>> #     engine.logger.info("shown on stderr")
-    """
+    """Show the log of an engine inside the block where no handler of the user's does; on rank 0 only."""
     return VOICE.scope(engine.logger, wanted=engine.settings.progress and distributed.rank() == 0)
 
 

@@ -60,9 +60,6 @@ class CheckpointFolder:
     Attributes:
         path: the folder; None writes nothing.
         loss_settings: keys of the engine's config that describe the loss.
-
-    Example:
-        >>> # folder = CheckpointFolder(engine, "checkpoint_dir")
     """
 
     loss_settings: tuple[str, ...] = ()

@@ -33,9 +33,6 @@ class RunFilesHook(BaseHook):
 
     They are what ``treadle report`` and ``treadle runs`` show. Where a StepLogHook or a SessionLogHook is given, that
     one writes its file. A trainer without a workspace writes nothing. The hook has no part in a checkpoint.
-
-    Example:
-        >>> hook = RunFilesHook()
     """
 
     state_key = "RunFilesHook"

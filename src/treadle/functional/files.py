@@ -73,9 +73,6 @@ class HistoryFile(HistoryHook):
 
     Attributes:
         folder: the run's folder; None writes nothing.
-
-    Example:
-        >>> hook = HistoryFile(lambda: [])
     """
 
     def __init__(self, history: Callable[[], Sequence[Mapping[str, Any]]]):

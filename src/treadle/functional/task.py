@@ -87,9 +87,6 @@ class TrainerTask:
 
     Args:
         trainer: has the methods.
-
-    Example:
-        >>> # Engine(model, optimizer, TrainerTask(trainer))
     """
 
     def __init__(self, trainer: Trainer):

@@ -92,21 +92,13 @@ def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
 
 
 def check_log_every(log_every: int | None) -> None:
-    """Raise ConfigError unless it is a whole number of steps, or None.
-
-    Example:
-        >>> check_log_every(0)
-    """
+    """Raise ConfigError unless it is a whole number of steps, or None."""
     if log_every is not None:
         check_whole(0, log_every=log_every)
 
 
 def check_epochs(epochs: Any) -> None:
-    """Raise ConfigError unless it is a whole number >= 0.
-
-    Example:
-        >>> check_epochs(100)
-    """
+    """Raise ConfigError unless it is a whole number >= 0."""
     check_whole(0, epochs=epochs)
 
 

@@ -14,11 +14,7 @@ MASKS: tuple[str, ...] = get_args(MaskName)
 
 
 def check_mask_name(mask: str) -> None:
-    """Raise ConfigError unless it is the name of a mask of the field.
-
-    Example:
-        >>> check_mask_name("test_mask")
-    """
+    """Raise ConfigError unless it is the name of a mask of the field."""
     if mask not in MASKS:
         raise ConfigError(nearest(str(mask), MASKS), argument="mask", value=mask)
 

@@ -185,9 +185,6 @@ class PaddingHook(BaseHook):
 
     Args:
         padding: what counts.
-
-    Example:
-        >>> # hook = PaddingHook(padding)
     """
 
     def __init__(self, padding: Padding):

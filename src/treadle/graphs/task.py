@@ -71,9 +71,6 @@ class FedMetrics:
 
     Args:
         metrics: whom to feed.
-
-    Example:
-        >>> # FedMetrics(get_metrics("regression")).update((pred, target, None))
     """
 
     def __init__(self, metrics: EpochMetrics):

@@ -28,9 +28,6 @@ class TrainOutputsHook(BaseHook):
     Args:
         task: whose outputs.
         metrics: those of the task.
-
-    Example:
-        >>> # hook = TrainOutputsHook(task, get_metrics("regression"))
     """
 
     def __init__(self, task: GraphTask, metrics: EpochMetrics):

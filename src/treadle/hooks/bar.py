@@ -260,9 +260,6 @@ class RunProgress(ProgressBarHook):
     and the device is read when something is shown. Needs no package beyond torch; with rich the bar is nicer.
 
     Where a face has a ProgressHook by itself, the lines of that one go to handlers of the user's only.
-
-    Example:
-        >>> hook = RunProgress()
     """
 
     state_key = "RunProgress"
@@ -435,11 +432,6 @@ def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, 
 
     Raises:
         ImportError: rich is not installed.
-
-    Example:
-        >>> from rich.console import Console
-        >>> with work_bar("encodings", "graphs", Console(quiet=True)) as progress:
-        ...     progress(1, 2)
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -110,10 +110,6 @@ class AttemptStart:
 
     Args:
         model: the modules it has now are watched.
-
-    Example:
-        >>> attempt = AttemptStart(nn.BatchNorm1d(2))
-        >>> attempt.note()
     """
 
     def __init__(self, model: nn.Module):

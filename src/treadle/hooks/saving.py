@@ -127,9 +127,6 @@ class BackgroundErrorHook(BaseHook):
 
     Args:
         writer: writes the checkpoints.
-
-    Example:
-        >>> hook = BackgroundErrorHook(RankWriter())
     """
 
     writes = True

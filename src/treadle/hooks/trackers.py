@@ -86,11 +86,7 @@ def _hook(tracker: TrackerChoice) -> BaseHook:
 
 
 class EpochRecordsHook(BaseHook):
-    """Log points ``epoch/...`` of each epoch's record, for trackers; none in a run that counts in steps.
-
-    Example:
-        >>> hook = EpochRecordsHook()
-    """
+    """Log points ``epoch/...`` of each epoch's record, for trackers; none in a run that counts in steps."""
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Log the numbers of the last record."""

@@ -20,11 +20,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def check_average(decay: float, update_interval: int) -> None:
-    """Raise ConfigError for a decay or an interval outside its range.
-
-    Example:
-        >>> check_average(0.999, 1)
-    """
+    """Raise ConfigError for a decay or an interval outside its range."""
     check_within("[0, 1]", decay=decay)
     check_least(1, update_interval=update_interval)
 

@@ -88,9 +88,6 @@ def check_plateau(scheduler: Any, metric: str, mode: str) -> None:
 
     Raises:
         ConfigError: its mode is the other one.
-
-    Example:
-        >>> check_plateau(None, "val_loss", "min")
     """
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
         raise ConfigError(
@@ -332,9 +329,6 @@ def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> No
 
     Raises:
         ValueError: When ``warmup_steps`` is negative, ``total_steps`` below 1 or ``min_scale`` outside 0 … 1.
-
-    Example:
-        >>> check_warmup(5, total_steps=20, min_scale=0.1)
     """
     check_least(0, warmup_steps=warmup_steps)
     check_least(1, total_steps=total_steps)

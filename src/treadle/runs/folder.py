@@ -157,9 +157,6 @@ def refuse_other_run(out: Path, face: str) -> None:
 
     Raises:
         ConfigError: the folder's run is of another pack or of a configuration file.
-
-    Example:
-        >>> refuse_other_run(Path("no_such_run"), "spectra")
     """
     record = read_record(out)
     if record is None or (record.entries is None and record.face == face):

@@ -89,9 +89,6 @@ def check_seeds(**seeds: int) -> None:
 
     Args:
         seeds: by dotted key, written with two underscores for a dot.
-
-    Example:
-        >>> check_seeds(seed=0, data__split_seed=7)
     """
     check_within(f"[0, {2**32})", **seeds)
 

@@ -30,9 +30,6 @@ class SpectraFolder(CheckpointFolder):
         path: the folder.
         best: the rule that selects the best epoch, or None; its state is worked out where a checkpoint of chemomae has
             none.
-
-    Example:
-        >>> # folder = SpectraFolder(engine, RankWriter(), Path("run"))
     """
 
     loss_settings = ("loss_type", "reduction", "loss_region")

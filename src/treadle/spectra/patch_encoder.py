@@ -22,11 +22,7 @@ Representation = Literal["latent", "raw_latent", "normalized_latent", "cls"]
 
 
 def check_representation(name: str) -> None:
-    """Raise ConfigError unless a representation is one of the four.
-
-    Example:
-        >>> check_representation("cls")
-    """
+    """Raise ConfigError unless a representation is one of the four."""
     if name not in get_args(Representation):
         raise ConfigError(
             f"must be one of {', '.join(get_args(Representation))}", argument="representation", value=name

@@ -53,9 +53,6 @@ class SpectraEpochs(EpochTrainer):
         engine: runs the steps.
         best: selects the best epoch and stops early; None does neither.
         losses: keys of the validation losses in a record.
-
-    Example:
-        >>> # epochs = SpectraEpochs(engine, best=BestRule("val_loss"))
     """
 
     def __init__(self, engine: Engine, *, best: BestRule | None = None, losses: Sequence[str] = ("val_loss",)):

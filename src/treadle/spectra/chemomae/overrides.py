@@ -81,11 +81,7 @@ class HookedTask(OwnMasksTask):
 
 
 class ExtensionHook(BaseHook):
-    """State of a subclass of :class:`Trainer` in its checkpoints.
-
-    Example:
-        >>> # ExtensionHook(trainer)
-    """
+    """State of a subclass of :class:`Trainer` in its checkpoints."""
 
     implicit = True
 
