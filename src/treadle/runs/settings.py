@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from treadle.config.grammar import Written, parse
 from treadle.config.sections import refuse_unknown_setting, with_nested
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_within
 
 Config = TypeVar("Config")
 
@@ -90,7 +89,11 @@ def check_seeds(**seeds: int) -> None:
     Args:
         seeds: by dotted key, written with two underscores for a dot.
     """
-    check_within(f"[0, {2**32})", **seeds)
+    for name, seed in seeds.items():
+        if not 0 <= seed < 2**32:
+            raise ConfigError(
+                f"must be a whole number from 0 to {2**32 - 1}", argument=name.replace("__", "."), value=seed
+            )
 
 
 def apply_overrides(

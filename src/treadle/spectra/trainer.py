@@ -333,7 +333,7 @@ class SpectraTrainer(EpochFace):
         return self.epoch + 1
 
 
-def _one_device(argument: torch.device | str | int | None, setting: str | None) -> torch.device:
+def _one_device(argument: torch.device | str | int | None, setting: torch.device | str | int | None) -> torch.device:
     if argument is not None and setting is not None and get_device(argument) != get_device(setting):
         raise ConfigError(f" and cfg.device={setting!r} differ; give one of them", argument="device", value=argument)
     return get_device(setting if argument is None else argument)
