@@ -1,7 +1,7 @@
 """PyTorch training that you can stop, resume and replay to the bit.
 
-One step loop, familiar front ends, and science packs. Names are loaded when they are first asked for, packs too:
-``treadle.spectra``, or ``from treadle.spectra import ChemoMAE``.
+One step loop, familiar front ends, and science packs. Names and packs are loaded lazily: ``treadle.spectra``, or ``from
+treadle.spectra import ChemoMAE``.
 """
 
 from __future__ import annotations
@@ -250,5 +250,5 @@ _ROOMS = (
     "seed", "spectra", "task", "text",
 )  # fmt: skip
 
-if not _typing.TYPE_CHECKING:  # a type checker is to see no name that is not there
+if not _typing.TYPE_CHECKING:  # type checkers must not accept names that do not exist
     __getattr__, __dir__ = _lazy_names(globals(), _HOMES, modules=_ROOMS)

@@ -1,4 +1,4 @@
-"""``python -m treadle`` is the command ``treadle``."""
+"""Entry point of ``python -m treadle``, the same as the command ``treadle``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first asked for, so that importing it costs next to nothing."""
+"""Lazily loaded names of a package, so that importing it costs next to nothing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def lazy_names(
     """Return ``__getattr__`` and ``__dir__`` of a package (PEP 562).
 
     Args:
-        package: its ``globals()``, where a name is kept once it was loaded.
+        package: its ``globals()``, where loaded names are cached.
         homes: names by the module that defines them, relative to the package.
-        modules: modules of the package that are loaded when they are asked for.
+        modules: modules of the package to load lazily.
 
     Example:
         >>> get, names = lazy_names({"__name__": "treadle"}, {"nested": ["key_average"]})

@@ -1,4 +1,4 @@
-"""Weighted means and totals of records, kept on the device until they are read."""
+"""Running weighted means and totals of records, kept on the device until read."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 from treadle.device.on_the_way import OnTheWay
 from treadle.nested import as_number, unflatten
 
-# Tensors are folded into the sum in blocks of this many. The block edges depend on the number of
-# additions alone, never on the reads, so reading or saving cannot change a bit of the sum.
+# Tensors are folded into the sum in blocks of this many. The block boundaries depend on the number of additions only,
+# never on reads, so reading or saving cannot change a bit of the sum.
 _BLOCK = 64
 _DTYPE, _DEVICE = operator.attrgetter("dtype"), operator.attrgetter("device")
 _NUMBER = {float}
-_NUMBERS = (float, int, Tensor)  # the usual values: whether one is a Mapping is a slow question
-_EXACT = 2**53  # below, a whole number is the same as a float
+_NUMBERS = (float, int, Tensor)  # the usual values: checking for a Mapping is slow
+_EXACT = 2**53  # integers below are exact floats
 
 
 class Weighted(NamedTuple):
-    """A mean together with how many things it was taken over.
+    """Mean with the number of elements it was taken over.
 
     Attributes:
         value: the mean; a number or a 0-d tensor.
-        weight: what it counts in the mean of a report or an epoch; a number or a 0-d tensor, >= 0.
+        weight: its weight in the mean of a report or an epoch; a number or a 0-d tensor, >= 0.
     """
 
     value: float | Tensor
@@ -36,7 +36,7 @@ class Weighted(NamedTuple):
 
 
 class Total(NamedTuple):
-    """A quantity that is summed over micro-batches, not averaged.
+    """Quantity that is summed over micro-batches instead of averaged.
 
     Attributes:
         value: a number or a 0-d tensor.
@@ -47,11 +47,11 @@ class Total(NamedTuple):
 
 @dataclass(slots=True)
 class _Sum:
-    """Σ w·value and Σ w of one record name: a number part and a part on the device.
+    """Sums Σ w·value and Σ w of one record name: a host part and a device part.
 
-    What comes at every step waits in ``log`` and is taken in a block at a time or at the next read, so that a step
-    costs the host little more than an append. Whatever else is done takes it in first, so that the additions are made
-    in the order in which they came. Tensors of ``pending`` are 0-d, or (N,) of values that came together.
+    Values of each step wait in ``log`` and are added in blocks or at the next read, so that a step costs the host
+    little more than an append. Any other operation flushes them first, so that additions keep their order. Tensors of
+    ``pending`` are 0-d, or (N,) for values added together.
     """
 
     is_total: bool
@@ -60,7 +60,7 @@ class _Sum:
     device_value: Tensor | None = None
     device_weight: Tensor | None = None
     pending: list[tuple[Tensor, float | Tensor]] = field(default_factory=list)
-    num_pending: int = 0  # values in them
+    num_pending: int = 0  # number of values in ``pending``
     log: list[tuple[float | Tensor, float]] = field(default_factory=list)
 
     def add(self, value: float | Tensor, weight: float | Tensor) -> None:
@@ -82,11 +82,11 @@ class _Sum:
             self._fold()
 
     def add_column(self, values: Tensor, weight: float) -> None:
-        """Do with values (N,) of one weight what :meth:`add` does, one by one."""
+        """Add values (N,) of one weight, with the result of :meth:`add` one by one."""
         self.flush()
         if weight == 0:
             return
-        for _ in range(len(values)):  # their product would round in another way
+        for _ in range(len(values)):  # their product would round differently
             self.weight += weight
         while len(values):
             part, values = values.tensor_split([_BLOCK - self.num_pending])
@@ -96,7 +96,7 @@ class _Sum:
                 self._fold()
 
     def flush(self) -> None:
-        """Do with all that waits in ``log`` what :meth:`add` does, one by one."""
+        """Add everything in ``log``, with the result of :meth:`add` one by one."""
         if not self.log:
             return
         log, self.log = self.log, []
@@ -105,7 +105,7 @@ class _Sum:
             if weight == 0:
                 continue
             counted += weight
-            if type(value) is Tensor:  # as everything here is that is no number
+            if type(value) is Tensor:  # like everything here that is not a number
                 pending.append((value, weight))
                 self.num_pending += 1
                 if self.num_pending == _BLOCK:
@@ -120,11 +120,11 @@ class _Sum:
         self.pending, self.num_pending = [], 0
 
     def _folded(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the device part with the pending block added, changing nothing."""
+        """Return the device part with the pending block added, without changing it."""
         if not self.pending:
             return self.device_value, self.device_weight
         tensors, weights = zip(*self.pending, strict=True)
-        usual = set(map(type, weights)) == _NUMBER  # isinstance is slow in saying that a number is no tensor
+        usual = set(map(type, weights)) == _NUMBER  # isinstance is slow to tell a number from a tensor
         on_device = [] if usual else [weight for weight in weights if isinstance(weight, Tensor)]
         values = self._stacked(tensors, on_device)
         block_weight: Tensor | None = None
@@ -136,15 +136,15 @@ class _Sum:
             block_weight = torch.stack([_like(weight, values) for weight in on_device]).sum()
         elif len(set(weights)) == 1:
             block_value = (values if weights[0] == 1 else values * weights[0]).sum()
-        else:  # the same products; a tensor of the numbers would first have to be copied to the device
+        else:  # the same products, without copying the numbers to the device as a tensor
             pieces = values.split_with_sizes([tensor.numel() for tensor in tensors])
             block_value = torch.cat(torch._foreach_mul(list(pieces), list(weights))).sum()
         return _plus(self.device_value, block_value), _plus(self.device_weight, block_weight)
 
     def _stacked(self, values: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """Return 0-d tensors as one wide one; those of one kind, the usual case, are widened together.
+        """Stack 0-d tensors in the wide dtype; tensors of one dtype, the usual case, are converted together.
 
-        It is on the accelerator if one is in use, so that adding a record made on the CPU does not wait for it.
+        The result is on the accelerator if one is in use, so that adding a CPU record does not wait for it.
         """
         devices = dict.fromkeys(map(_DEVICE, (*values, *weights)))
         of_sums = [part.device for part in (self.device_value, self.device_weight) if part is not None]
@@ -154,7 +154,7 @@ class _Sum:
         return torch.hstack([_widen(value, device) for value in values])
 
     def include(self, other: _Sum) -> None:
-        """Add the sums of another one."""
+        """Add the sums of another instance."""
         self.flush()
         other.flush()
         value, weight = other._folded()
@@ -162,7 +162,7 @@ class _Sum:
         self.device_value, self.device_weight = _plus(self.device_value, value), _plus(self.device_weight, weight)
 
     def parts(self) -> list[float | Tensor]:
-        """Return [value, device value, weight, device weight]; reading them changes nothing."""
+        """Return [value, device value, weight, device weight] without changing the sums."""
         self.flush()
         value, weight = self._folded()
         return [self.value, 0.0 if value is None else value, self.weight, 0.0 if weight is None else weight]
@@ -191,7 +191,7 @@ class RunningMeans:
         Args:
             record: nested dict of numbers, 0-d tensors, :class:`Weighted` or :class:`Total`.
             weight: the weight of the plain values.
-            below: names above those of the record.
+            below: path prefix of the record.
 
         Raises:
             TypeError: a value is not numeric, or a name is used for a mean and for a total.
@@ -209,7 +209,7 @@ class RunningMeans:
         """Add one value of a record, as :meth:`add` does.
 
         Args:
-            path: the names that lead to it.
+            path: path of the value.
             value: a number, a 0-d tensor, :class:`Weighted` or :class:`Total`.
             weight: the weight of a plain value.
 
@@ -233,7 +233,7 @@ class RunningMeans:
             self._entry(path, is_total=False).add(as_number(path, value), weight)
 
     def add_column(self, path: tuple[str, ...], values: Tensor, weight: float) -> None:
-        """Add values (N,) of a record of one weight in their order, as :meth:`add_value` does one by one.
+        """Add values (N,) of one weight in order, with the result of :meth:`add_value` one by one.
 
         Example:
             >>> means = RunningMeans()
@@ -244,7 +244,7 @@ class RunningMeans:
         self._entry(path, is_total=False).add_column(values, weight)
 
     def add_total(self, path: tuple[str, ...], value: float | Tensor) -> None:
-        """Add one value that is summed, as :meth:`add` does for a :class:`Total`.
+        """Add one value to a total, as :meth:`add` does for a :class:`Total`.
 
         Example:
             >>> means = RunningMeans()
@@ -273,16 +273,16 @@ class RunningMeans:
         """Return the nested means and totals as floats; a mean with total weight 0 is NaN.
 
         Args:
-            reduce: sums a float64 CPU tensor over ranks, on which every rank has the same names; by default nothing.
+            reduce: sums a float64 CPU tensor over ranks, which all have the same names; by default no reduction.
         """
         return means_of(self.names(), SentNumbers(self.parts()).read(), reduce) if self._sums else {}
 
     def parts(self) -> list[float | Tensor]:
-        """Return value, device value, weight and device weight of each record; reading them changes nothing."""
+        """Return value, device value, weight and device weight of each record, without changing the sums."""
         return [part for entry in self._sums.values() for part in entry.parts()]
 
     def sums(self, *path: str) -> tuple[float, float]:
-        """Return the weighted sum and the total weight of one record; read the device, change nothing.
+        """Return the weighted sum and the total weight of one record; reads the device.
 
         Example:
             >>> means = RunningMeans()
@@ -297,25 +297,25 @@ class RunningMeans:
         return value + on_device, weight + weight_on_device
 
     def include(self, other: RunningMeans) -> None:
-        """Add all that was added to another one."""
+        """Add everything that was added to another instance."""
         for path, theirs in other._sums.items():
             self._entry(path, is_total=theirs.is_total).include(theirs)
 
     def names(self) -> list[tuple[tuple[str, ...], bool]]:
-        """Return the paths of the records, and of each whether it is a total."""
+        """Return the paths of the records, each with whether it is a total."""
         return [(path, entry.is_total) for path, entry in self._sums.items()]
 
     def align_keys(self, names: Iterable[Iterable[tuple[tuple[str, ...], bool]]]) -> None:
-        """Take over the names of every rank, in the order of the ranks; what was not added here counts nothing."""
+        """Adopt the names of every rank, in rank order; names not added here have weight 0."""
         every = dict.fromkeys(name for of_rank in names for name in of_rank)
         self._sums = {path: self._entry(path, is_total=is_total) for path, is_total in every}
 
     def reset(self) -> None:
-        """Forget everything that was added."""
+        """Reset all sums."""
         self._sums = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums as plain values; restoring them continues to the bit."""
+        """Return the sums as plain values, from which they continue to the bit."""
         for entry in self._sums.values():
             entry.flush()
         return {
@@ -347,7 +347,7 @@ class RunningMeans:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can be added as it is: a number, or a 0-d tensor without a graph."""
+    """Return whether a value needs no conversion: a number, or a detached 0-d tensor."""
     kind = type(value)
     if kind is float:
         return True
@@ -357,7 +357,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _widest(device: torch.device) -> torch.dtype:
-    # MPS has no float64; everywhere else a sum over a million steps should not lose digits.
+    # MPS has no float64; elsewhere a sum over a million steps should not lose digits.
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -389,10 +389,10 @@ def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
 
 
 class SentNumbers:
-    """Numbers and 0-d tensors on their way to the host, with one transfer per device.
+    """Asynchronous copy of numbers and 0-d tensors to the host, with one transfer per device.
 
     Args:
-        items: the numbers.
+        items: numbers and 0-d tensors.
 
     Example:
         >>> SentNumbers([1.0, torch.tensor(2)]).read()
@@ -407,15 +407,15 @@ class SentNumbers:
         self._items = [0.0 if isinstance(item, Tensor) else float(item) for item in items]
         self._sent: list[tuple[list[int], OnTheWay]] = []
         for kinds in by_kind.values():
-            # Those of one type are joined and then widened: two kernels, where one for each would cost as much as a
-            # step.
+            # Tensors of one dtype are stacked and then converted: two kernels, since one for each would cost as much as
+            # a step.
             parts = [_widen(_joined([items[index] for index in indices])) for indices in kinds.values()]
             order = [index for indices in kinds.values() for index in indices]
             self._sent.append((order, OnTheWay(parts[0] if len(parts) == 1 else torch.cat(parts))))
 
     @property
     def there(self) -> bool:
-        """Whether reading them waits for nothing."""
+        """Whether the numbers have arrived on the host."""
         return all(numbers.there for _, numbers in self._sent)
 
     def read(self) -> list[float]:
@@ -432,12 +432,12 @@ def means_of(
     parts: Sequence[float],
     reduce: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Return what :meth:`RunningMeans.compute` does.
+    """Compute means as :meth:`RunningMeans.compute` does.
 
     Args:
-        names: path of each record, and whether it is a total.
-        parts: of :meth:`RunningMeans.parts`, once they are on the host.
-        reduce: as there.
+        names: path of each record, with whether it is a total.
+        parts: values of :meth:`RunningMeans.parts`, on the host.
+        reduce: as in :meth:`RunningMeans.compute`.
     """
     sums = [number + on_device for number, on_device in zip(parts[::2], parts[1::2], strict=True)]
     if reduce is not None:
@@ -449,6 +449,6 @@ def means_of(
 
 
 def _joined(scalars: Sequence[Any]) -> Tensor:
-    """Return tensors of one number each, of one type and device, as one."""
+    """Concatenate one-element tensors of one dtype and device."""
     shaped = [scalar for scalar in scalars if scalar.dim()]
     return torch.stack([scalar.reshape(()) for scalar in scalars] if shaped else list(scalars)).detach()

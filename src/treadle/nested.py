@@ -1,4 +1,4 @@
-"""Nested containers of tensors and numbers: map over them, flatten them, average them."""
+"""Nested containers of tensors and numbers: map, flatten, average."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-_LEAVES = (float, int, tuple, Tensor)  # the usual ones: whether a value is a Mapping is a slow question
+_LEAVES = (float, int, tuple, Tensor)  # the usual ones: checking for a Mapping is slow
 
 
 def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T, *, special: Callable[[Any], Any] | None = None) -> T:
     """Apply ``fn`` to every tensor in dicts, lists, tuples, named tuples and dataclasses.
 
-    Types are kept, other values are passed through, and the input is not changed.
+    Container types are kept, other values pass through, and the input is not changed.
 
     Args:
         fn: called with each tensor.
         obj: any nesting of containers.
-        special: called with everything else, containers included, before it is looked into; what it returns is
-            taken, and NotImplemented leaves the value to the rules above.
+        special: called with everything else, including containers, before recursion; its result is used unless it
+            returns NotImplemented, which applies the rules above.
 
     Returns:
         A new nesting of the same types.
@@ -43,7 +43,7 @@ def _map(fn: Callable[[Tensor], Any], obj: Any, special: Callable[[Any], Any] | 
     if special is not None and (made := special(obj)) is not NotImplemented:
         return made
     if obj is None or isinstance(obj, (int, float, str)):
-        return obj  # the usual leaves, before the slower questions
+        return obj  # the usual leaves, before slower checks
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return type(obj)(*(_map(fn, value, special) for value in obj))
     if isinstance(obj, (list, tuple)):
@@ -52,7 +52,7 @@ def _map(fn: Callable[[Tensor], Any], obj: Any, special: Callable[[Any], Any] | 
         items = {key: _map(fn, value, special) for key, value in obj.items()}
         return _like_mapping(obj, items)
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        # Neither the constructor nor the checks of the class run again, and frozen ones and slots work too.
+        # Neither the constructor nor the checks of the class run again; frozen classes and slots work too.
         clone = copy.copy(obj)
         for field in dataclasses.fields(obj):
             if hasattr(obj, field.name):
@@ -66,7 +66,7 @@ def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
         return items
     try:
         return type(original)(items)
-    except TypeError:  # a mapping with another constructor, such as defaultdict
+    except TypeError:  # a mapping with a different constructor, such as defaultdict
         clone = original.copy()
         clone.update(items)
         return clone
@@ -94,7 +94,7 @@ def _flatten(d: Mapping[str, Any], above: tuple[str, ...], flat: dict[tuple[str,
 
 
 def unflatten(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """The inverse of :func:`flatten_nested_dict`.
+    """Invert :func:`flatten_nested_dict`.
 
     Example:
         >>> unflatten({("a", "b"): 1, ("c",): 2})
@@ -124,8 +124,8 @@ def key_average(
 
     Args:
         records: nested dicts of numbers or 0-d tensors.
-        skip_nan: leave NaN values out of the mean; by default NaN shows. A key that is always NaN stays NaN.
-        exclude_nan: the same, as mini and trainloop call it.
+        skip_nan: leave NaN values out of the mean; by default NaN propagates. A key that is always NaN stays NaN.
+        exclude_nan: alias of ``skip_nan``, the name in mini and trainloop.
 
     Returns:
         A nested dict of floats; ``{}`` for no records.
@@ -150,7 +150,7 @@ def key_average(
 def _mean(values: Sequence[float]) -> float:
     try:
         return math.fsum(values) / len(values) if values else math.nan
-    except (OverflowError, ValueError):  # fsum refuses inf - inf, and sums beyond the largest float
+    except (OverflowError, ValueError):  # fsum raises for inf - inf and for overflow
         return sum(values) / len(values)
 
 
@@ -173,7 +173,7 @@ def as_number(path: Sequence[str], value: Any) -> float | Tensor:
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is, and of a sparse one what it stores, every place once.
+    """Return a tensor unchanged, or the coalesced values of a sparse one.
 
     Example:
         >>> elements(torch.eye(3).to_sparse())

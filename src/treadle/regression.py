@@ -1,8 +1,8 @@
-"""Kernel regression of several views of the inputs, and shares of a mixture of answers, chosen on rows left out.
+"""Kernel regression on several views of the inputs, and mixture weights of predictions chosen on held-out rows.
 
-What a network is measured against where objects are few, and what its answers are mixed with.
+A baseline for networks on small data sets, whose predictions can be mixed with the network's.
 
-Shapes: N = training rows, M = other rows, F = inputs of a view, K = outputs, A = answers.
+Shapes: N = training rows, M = other rows, F = features of a view, K = outputs, A = predictors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _FURTHEST, _MOST_ANSWERS = 5.0, 12
 
 
 def mixing_shares(errors: npt.ArrayLike) -> _Float:
-    """Return the shares (A,), none below 0 and 1 in all, that give a mixture of answers the least squared error.
+    """Return the non-negative weights (A,), summing to 1, that minimize the squared error of a mixture of predictions.
 
     Args:
-        errors: (A, ...) each answer minus the truth, on rows that none was fitted to; at most 12 answers.
+        errors: (A, ...) errors of each predictor on rows that none was fitted to; at most 12 predictors.
 
     Raises:
-        ConfigError: there are more answers, or none, or an error is not finite.
+        ConfigError: there are more than 12 predictors, or none, or an error is not finite.
 
     Example:
         >>> mixing_shares([[1.0, -1.0, 1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [3.0, -3.0, 3.0, -3.0]]).round(2).tolist()
@@ -73,14 +73,14 @@ def mixing_shares(errors: npt.ArrayLike) -> _Float:
 
 
 class Predicted(NamedTuple):
-    """Means and standard deviations, in the units and with the shape of what was fitted."""
+    """Predicted means and standard deviations, in the units and shape of the fitted targets."""
 
     mean: _Float
     deviation: _Float
 
 
 class Setting(NamedTuple):
-    """The kernel of a regression by its name in `KERNELS`, its width and its noise."""
+    """Kernel of a regression by its name in `KERNELS`, with its width and noise."""
 
     kernel: str
     width: float
@@ -88,15 +88,15 @@ class Setting(NamedTuple):
 
 
 class KernelRegression:
-    """Gaussian process of mean 0, in closed form.
+    """Zero-mean Gaussian process in closed form.
 
     Args:
         x: (N, F) float64 inputs.
-        y: (N, K).
-        setting: kernel, width and noise.
+        y: (N, K) targets.
+        setting: kernel, width and noise to use.
 
     Raises:
-        torch.linalg.LinAlgError: the matrix of the kernel with its noise is singular in float64.
+        torch.linalg.LinAlgError: the kernel matrix with noise is singular in float64.
     """
 
     def __init__(self, x: Tensor, y: Tensor, setting: Setting) -> None:
@@ -118,7 +118,7 @@ class KernelRegression:
         return deviation
 
     def left_out(self) -> tuple[Tensor, Tensor]:
-        """Return errors (N, K) of each training row by a fit to the others, and the deviations expected of them."""
+        """Return leave-one-out errors (N, K) of the training rows, and their predicted standard deviations."""
         precision = torch.cholesky_inverse(self._lower).diagonal()[:, None]
         return -self._weights / precision, (self._variance / precision).sqrt()
 
@@ -141,7 +141,7 @@ def _half_squared(x: Tensor, other: Tensor) -> Tensor:
 
 
 class _View:
-    """Inputs in deviations of the training rows, cut off at 5; missing ones are the mean."""
+    """Inputs standardized by the training rows and clipped at 5; missing values become the mean."""
 
     def __init__(self, name: str, train: npt.ArrayLike, device: torch.device | str) -> None:
         rows = np.asarray(train, dtype=np.float64)
@@ -149,7 +149,7 @@ class _View:
         self.scale = np.nanstd(rows, axis=0) + 1e-12
 
     def of(self, views: Views, *, count: int | None = None, argument: str = "views") -> Tensor:
-        """Return the rows of these views, of which there must be ``count``."""
+        """Return the rows of the views, checking that there are ``count``."""
         if self.name not in views:
             raise ConfigError(f"has no {self.name!r}; give the views that were fitted", argument=argument)
         x = np.asarray(views[self.name], dtype=np.float64)
@@ -162,7 +162,7 @@ class _View:
 
 
 def _check_rows(name: str, x: _Float, count: int | None, width: int | None, argument: str) -> None:
-    """Raise ConfigError unless ``x`` has two dimensions, and so many rows and columns; None allows any."""
+    """Raise ConfigError unless ``x`` has two dimensions and the given numbers of rows and columns; None allows any."""
     if x.ndim != 2 or (count is not None and len(x) != count) or (width is not None and x.shape[1] != width):
         wanted = f"({'N' if count is None else count}, {'F' if width is None else width})"
         why = "a row for each y" if width is None else "the columns that were fitted" if count is None else "as y"
@@ -172,26 +172,27 @@ def _check_rows(name: str, x: _Float, count: int | None, width: int | None, argu
 class KernelStack:
     """Mixture of kernel regressions, one for each view of the inputs.
 
-    The setting of each is the best on held-out rows, or on each training row by a fit to the others. So are the shares
-    of the mixture, and one factor of all deviations.
+    The setting of each minimizes the error on held-out rows, or the leave-one-out error on the training rows. The
+    mixture weights, and one scale factor of all standard deviations, are chosen the same way.
 
     Args:
-        views: (N, F) inputs by name, such as spectra and their derivatives; NaN is missing.
-        y: (N,) or (N, K) finite numbers. All outputs share settings and shares.
-        held_out: views and ``y`` of other rows to choose on. Needed where training rows are of the same objects.
-        kernels: names in `KERNELS` to choose from.
-        widths: to choose from.
-        noises: to choose from.
-        most: training rows that settings are tried with; the regressions are fitted to all.
-        device: where the matrices are.
+        views: (N, F) inputs by name, such as spectra and their derivatives; NaN marks missing values.
+        y: (N,) or (N, K) finite targets. All outputs share settings and weights.
+        held_out: views and ``y`` of other rows to choose settings on. Needed if several training rows belong to the
+            same object.
+        kernels: kernels to choose from, by their names in `KERNELS`.
+        widths: widths to choose from.
+        noises: noise levels to choose from.
+        most: maximal number of training rows for choosing settings; the final regressions are fitted to all rows.
+        device: device of the matrices.
 
     Raises:
-        ConfigError: views and ``y`` do not fit together, ``y`` has one row or is not finite, or no noise is large
-            enough for a matrix that is not singular.
+        ConfigError: views and ``y`` do not match, ``y`` has one row or is not finite, or no noise level is large enough
+            for a non-singular matrix.
 
     Attributes:
-        settings: what was chosen, by view.
-        shares: of the mixture, by view.
+        settings: chosen settings, by view.
+        shares: mixture weights, by view.
 
     Example:
         >>> x = np.random.default_rng(0).normal(size=(60, 3))
@@ -250,15 +251,15 @@ class KernelStack:
         self.settings = {name: fitted.setting for name, fitted in self._fitted.items()}
         self.shares = dict(zip(views, mixing_shares(np.stack(errors)).tolist(), strict=True))
         off_mixed, deviation_mixed = self._mixed(errors, expected)
-        unsure = deviation_mixed > 0  # not those of a column that does not vary
+        unsure = deviation_mixed > 0  # excludes constant columns
         ratios = off_mixed[unsure] / deviation_mixed[unsure]
         self._factor = float(np.sqrt(np.mean(ratios**2))) if len(ratios) else 1.0
 
     def __call__(self, views: Views) -> Predicted:
-        """Return means and deviations of other rows, (M,) or (M, K) as ``y``.
+        """Return predicted means and standard deviations of other rows, (M,) or (M, K) like ``y``.
 
         Raises:
-            ConfigError: a view that was fitted is not there, or has not its columns.
+            ConfigError: a fitted view is missing or has a different number of columns.
         """
         means, deviations = [], []
         for name, fitted in self._fitted.items():
@@ -274,7 +275,7 @@ class KernelStack:
         return torch.from_numpy((y - self._center) / self._scale).reshape(len(y), -1).to(device)
 
     def _mixed(self, means: Sequence[_Float], deviations: Sequence[_Float]) -> tuple[_Float, _Float]:
-        """Return mean and deviation of the mixture."""
+        """Return mean and standard deviation of the mixture."""
         shares = np.array(list(self.shares.values()))[:, None, None]
         mean = (shares * np.stack(means)).sum(axis=0)
         variance = (shares * (np.stack(deviations) ** 2 + (np.stack(means) - mean) ** 2)).sum(axis=0)
@@ -282,7 +283,7 @@ class KernelStack:
 
 
 def _chosen(x: Tensor, y: Tensor, grid: Sequence[Setting], held: tuple[Tensor, Tensor] | None) -> Setting:
-    """Return the setting with the least squared error on the held-out rows, or on each row by a fit to the others."""
+    """Return the setting with the least squared error on held-out rows, or leave-one-out."""
     among = _half_squared(x, x)
     across = None if held is None else _half_squared(held[0], x)
     least, best = np.inf, None
@@ -307,12 +308,12 @@ def _chosen(x: Tensor, y: Tensor, grid: Sequence[Setting], held: tuple[Tensor, T
 
 
 class NumberViews:
-    """Views of a table of numbers for `KernelStack`: the values, their ranks as normal scores, and both.
+    """Views of a numeric table for `KernelStack`: the values, their ranks as normal scores, and both.
 
-    Columns that training rows miss come with a flag.
+    Columns with missing values in the training rows get an indicator column.
 
     Args:
-        train: (N, F) training rows; NaN is missing.
+        train: (N, F) training rows; NaN marks missing values.
 
     Example:
         >>> views = NumberViews([[1.0, 5.0], [2.0, np.nan], [30.0, 7.0]])([[2.0, np.nan]])

@@ -1,4 +1,4 @@
-"""What treadle needs of PyTorch, looked at before anything is imported that an older one lacks."""
+"""Check of the PyTorch version, before importing anything that an older one lacks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TORCH = (2, 7)
 
 
 def installed_torch() -> str:
-    """Return the version of the PyTorch that an import would load, without loading it; "unknown" if no file has it.
+    """Return the version of the installed PyTorch without importing it; "unknown" if no file states it.
 
     Raises:
-        ImportError: there is none.
+        ImportError: PyTorch is not installed.
 
     Example:
         >>> installed_torch() == "unknown"
@@ -48,8 +48,8 @@ def refuse_old_torch(version: str) -> None:
         version: ``torch.__version__``.
 
     Raises:
-        ImportError: it is.
-        SystemExit: it is, and this process is the command ``treadle``, which has printed one line.
+        ImportError: it is too old.
+        SystemExit: it is too old, and this process is the command ``treadle``, which has printed one line.
     """
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) >= TORCH:
@@ -76,14 +76,14 @@ def _is_command(program: str, words: list[str]) -> bool:
 
 
 def __getattr__(name: str) -> str:
-    """Return the version of treadle as ``__version__``; reading it costs a search through the installed packages."""
+    """Return the version of treadle as ``__version__``, which takes a search through the installed packages."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return own_version()
 
 
 def own_version() -> str:
-    """Return the version of treadle; "unknown" where it is used from a source tree that is not installed."""
+    """Return the version of treadle; "unknown" in a source tree that is not installed."""
     from importlib import metadata
 
     try:

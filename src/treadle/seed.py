@@ -1,4 +1,4 @@
-"""Random number generators: seed them, capture and restore all of them, fork them for a while."""
+"""Random number generators: seed, capture, restore and fork."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def as_seed(name: str, seed: Any) -> int:
-    """Return a seed as an int, whatever kind of whole number it is.
+    """Convert a seed of any integer type to an int.
 
     Args:
-        name: names it in errors.
+        name: name of the argument, for errors.
         seed: from -2**63 to 2**64 - 1.
 
     Raises:
-        ConfigError: it is no whole number, or torch has no such seed.
+        ConfigError: the seed is not a whole number or is outside torch's range.
 
     Example:
         >>> as_seed("seed", np.int64(7))
@@ -48,15 +48,15 @@ def as_seed(name: str, seed: Any) -> int:
 
 @checked
 def set_seed(seed: int = 42, deterministic: bool = False) -> None:
-    """Seed python, numpy and torch (all devices).
+    """Seed Python, NumPy and torch (all devices).
 
     Args:
-        seed: an integer from -2**63 to 2**64 - 1; numpy gets it modulo 2**32.
-        deterministic: also ask torch for deterministic algorithms, set the cuDNN flags, and set
+        seed: an integer from -2**63 to 2**64 - 1; NumPy gets it modulo 2**32.
+        deterministic: also make torch use deterministic algorithms, set the cuDNN flags, and set
             ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` if it is unset.
 
     Raises:
-        ConfigError: it is no whole number, or torch has no such seed.
+        ConfigError: the seed is not a whole number or is outside torch's range.
 
     Example:
         >>> set_seed(7); a = torch.rand(1); set_seed(7); torch.equal(a, torch.rand(1))
@@ -75,11 +75,11 @@ def set_seed(seed: int = 42, deterministic: bool = False) -> None:
 
 @dataclass(frozen=True)
 class RngState:
-    """The state of every global generator: python, numpy, torch on the CPU and on each accelerator in use.
+    """State of every global generator: Python, NumPy, torch on the CPU and on each accelerator in use.
 
     Attributes:
-        python: what ``random.getstate`` returns.
-        numpy: what ``numpy.random.get_state`` returns.
+        python: result of ``random.getstate``.
+        numpy: result of ``numpy.random.get_state``.
         torch: uint8 tensor of the CPU generator.
         accelerators: device type -> one uint8 tensor per device.
     """
@@ -91,7 +91,7 @@ class RngState:
 
     @classmethod
     def capture(cls) -> RngState:
-        """Read the present state; an accelerator that was never used is left alone."""
+        """Read the current state; an accelerator that was never used is not initialized."""
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),
@@ -101,7 +101,7 @@ class RngState:
 
     @classmethod
     def seeded(cls, seed: int) -> RngState:
-        """Return the state that :func:`set_seed` makes; the present one stays."""
+        """Return the state that :func:`set_seed` sets, without changing the current one."""
         with forked_rng(seed):
             return cls.capture()
 
@@ -134,7 +134,7 @@ class RngState:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RngState:
-        """The inverse of :meth:`to_plain`."""
+        """Invert :meth:`to_plain`."""
         version, words, gauss = plain["python"]
         name, keys, position, has_gauss, cached = plain["numpy"]
         return cls(
@@ -172,7 +172,7 @@ def _write_accelerator(name: str, states: list[Tensor]) -> None:
 
 
 def mix_seed(*numbers: int) -> int:
-    """Mix integers into one 63-bit seed (SplitMix64), so that neighbours give unrelated streams.
+    """Mix integers into one 63-bit seed (SplitMix64), so that neighbouring values give unrelated streams.
 
     Example:
         >>> mix_seed(1, 2) != mix_seed(2, 1)
@@ -189,7 +189,7 @@ def mix_seed(*numbers: int) -> int:
 
 @contextlib.contextmanager
 def forked_rng(seed: int | None = None) -> Iterator[None]:
-    """Run a block under its own random streams and put the outer ones back afterwards.
+    """Run a block with its own random streams, then restore the outer ones.
 
     Args:
         seed: seeds the inner streams; None starts them as copies of the outer ones.
@@ -240,7 +240,7 @@ class ReproducibilityContext:
             torch.backends.cudnn.benchmark,
             os.environ.get(_CUBLAS),
         )
-        self._outer.append((RngState.capture(), flags))  # a stack: the same context may be entered inside itself
+        self._outer.append((RngState.capture(), flags))  # a stack: the context is reentrant
         set_seed(self.seed, self.deterministic)
         return self
 

@@ -1,4 +1,4 @@
-"""What a pack or a user gives the engine: a Task that turns a batch into a loss."""
+"""Interface between the engine and user code: a Task that turns a batch into a loss."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from treadle.means import RunningMeans
 from treadle.nested import as_number
 
 Totals = Mapping[str, float] | None
-"""Counts of each term of a loss over all micro-batches and ranks of a step; None where a task counts none."""
+"""Counts of each loss term over all micro-batches and ranks of a step; None if a task counts none."""
 Rng = torch.Generator | None
-"""Generator of an evaluation, so that it draws the same numbers each time; None in training."""
+"""Generator of an evaluation, which draws the same numbers each time; None in training."""
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one micro-batch gave.
+    """Result of one micro-batch.
 
     Attributes:
         loss: 0-d tensor; None when the micro-batch contributes nothing.
         records: nested dict of numbers, 0-d tensors, ``Weighted`` or ``Total``.
-        weight: how many things the loss is a mean over; None counts 1 per micro-batch.
+        weight: number of elements the loss is a mean over; None counts 1 per micro-batch.
         reduction: ``"mean"`` divides the gradients by the total weight; ``"sum"`` adds them up.
         outputs: ``(prediction, target)`` for epoch metrics, or None.
         num_samples: samples in the micro-batch, for rates in progress displays only.
@@ -43,7 +43,7 @@ class StepOutput:
 
 
 class Task(Protocol):
-    """A loss for a kind of data; ``weights`` and ``new_metrics`` are optional."""
+    """Loss for one kind of data; ``weights`` and ``new_metrics`` are optional."""
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Turn a batch into a loss, in training and evaluation alike."""
@@ -51,7 +51,7 @@ class Task(Protocol):
 
 
 class WeighsTerms(Protocol):
-    """A task whose loss is a sum of means over different counts.
+    """Task whose loss is a sum of means over different counts.
 
     Its ``step`` divides the sum of each term by ``totals``, so the losses of the micro-batches are shares that add up
     to the loss of the step; that sum is reported.
@@ -63,33 +63,33 @@ class WeighsTerms(Protocol):
 
 
 class PreparesBatches(Protocol):
-    """A task whose step does something on the host, such as drawing a mask; a captured step leaves that outside.
+    """Task whose step does work on the host, such as drawing a mask, which a captured step excludes.
 
-    Its ``step`` takes what ``prepare_batch`` returned as well as a batch of the loader, and gives the same for both.
+    Its ``step`` accepts both the result of ``prepare_batch`` and a batch of the loader, with the same result.
     """
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Do the host's part of a training step.
+        """Run the host's part of a training step.
 
         Returns:
-            Tensors, tuples, dicts or a dataclass of them, their shapes the same in every step, and the weight that the
-            step gives if the host knows it now, else None.
+            Tensors, or tuples, dicts or a dataclass of them, of the same shapes in every step, and the weight of the
+            step if the host already knows it, else None.
         """
         ...
 
 
 class TakesReplays(Protocol):
-    """A task that keeps more of a training step than what its ``step`` returns, such as outputs for metrics."""
+    """Task that keeps more of a training step than its ``step`` returns, such as outputs for metrics."""
 
     def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
-        """Take what a replay gave, in place of the call of ``step`` that is not made.
+        """Process the result of a replay, which does not call ``step``.
 
         Args:
-            batch: as ``prepare_batch`` returned it.
-            output: copies of what the step left, ``outputs`` included.
+            batch: the batch from ``prepare_batch``.
+            output: copies of the step's results, including ``outputs``.
 
         Returns:
-            The output, with what the host knows better.
+            The output, updated with what the host knows.
         """
         ...
 
@@ -97,11 +97,11 @@ class TakesReplays(Protocol):
 class Metrics(Protocol):
     """Epoch metrics over all outputs, such as a torchmetrics collection.
 
-    ``update`` takes the outputs of a micro-batch as they are, or prediction and target apart.
+    ``update`` takes the outputs of a micro-batch as one argument, or prediction and target separately.
     """
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the state."""
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Add the outputs of one micro-batch."""
@@ -112,7 +112,7 @@ class Metrics(Protocol):
 
 @runtime_checkable
 class HasMetrics(Protocol):
-    """A task with epoch metrics."""
+    """Task with epoch metrics."""
 
     def new_metrics(self) -> Metrics:
         """Return a fresh metrics object."""
@@ -121,23 +121,23 @@ class HasMetrics(Protocol):
 
 @runtime_checkable
 class TakesMetrics(Protocol):
-    """A task that can feed metrics with outputs and targets, though its own step gives none."""
+    """Task that can feed outputs and targets to metrics although its own step returns none."""
 
     @property
     def loss_fn(self) -> Any:
-        """The function that turns outputs and targets into a loss, or None."""
+        """Loss function of outputs and targets, or None."""
         ...
 
     def with_metrics(self, metrics: Any) -> Task:
-        """Return the task of an evaluation with these metrics."""
+        """Return a task that evaluates these metrics."""
         ...
 
 
 def update_of(metrics: Metrics) -> Callable[[Any], Any]:
-    """Return a function that gives the outputs of a micro-batch to metrics as their ``update`` takes them.
+    """Return a function that passes the outputs of a micro-batch to ``metrics.update``.
 
-    Prediction and target apart, as those of torchmetrics take them, where it has more than one argument: a tuple or a
-    list in its order, a mapping by its names.
+    If ``update`` takes several arguments, as in torchmetrics, a tuple or list is passed by position and a mapping by
+    name.
 
     Example:
         >>> class Count:
@@ -161,7 +161,7 @@ def update_of(metrics: Metrics) -> Callable[[Any], Any]:
 def _takes_several(metrics: Metrics) -> bool:
     try:
         signature = inspect.signature(metrics.update)
-    except (TypeError, ValueError):  # it is not written in Python
+    except (TypeError, ValueError):  # not written in Python
         return False
     if next((each.kind for each in signature.parameters.values()), None) is inspect.Parameter.VAR_POSITIONAL:
         return True
@@ -173,14 +173,14 @@ def _takes_several(metrics: Metrics) -> bool:
 
 
 def as_step_output(result: Any, *, training: bool) -> StepOutput:
-    """Turn what a forward pass returned into a StepOutput and check its loss.
+    """Convert the result of a forward pass to a StepOutput and check its loss.
 
     Args:
         result: a StepOutput, ``(loss, records)`` or ``(loss, records, weight)``.
         training: whether the loss must require grad.
 
     Raises:
-        ConfigError: the loss is not a 0-d tensor, or does not require grad in training; or the reduction is unknown.
+        ConfigError: the loss is not a 0-d tensor or, in training, does not require grad; or the reduction is unknown.
 
     Example:
         >>> as_step_output((None, {"n": 1}), training=True).records
@@ -233,7 +233,7 @@ def _check_weight(weight: Any) -> None:
 
 
 def add_output(means: RunningMeans, output: StepOutput) -> None:
-    """Add a micro-batch's ``loss`` and ``records`` to running means, by the output's weight and reduction."""
+    """Add the loss and records of a micro-batch to running means, using its weight and reduction."""
     weight = 1.0 if output.weight is None else output.weight
     if type(weight) is not float:
         weight = as_number(("weight",), weight)

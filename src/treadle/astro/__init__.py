@@ -1,4 +1,4 @@
-"""Sequences of image, scalar and spectrum tokens of one object, trained on the values behind the tokens.
+"""Multimodal transformers for astronomy: image, scalar and spectrum tokens, with losses on the values behind them.
 
 Importing this needs torch and numpy only.
 """

@@ -1,8 +1,8 @@
-"""Convolutional autoencoder of pictures, and the tokenizer that takes its latents for tokens.
+"""Convolutional image autoencoder, and a tokenizer that quantizes its latents.
 
-Layers and names of weights are those of astromodal, so its weights load.
+Layers and parameter names match astromodal's, so its weights load.
 
-Shapes: B = pictures, C = bands, H, W = height and width, h, w = H / 4, W / 4, D = latent channels,
+Shapes: B = images, C = bands, H, W = height and width, h, w = H / 4, W / 4, D = latent channels,
 K = codebook entries.
 """
 
@@ -29,7 +29,7 @@ _KIND = "treadle.astro.CutoutTokenizer"
 
 
 class ResBlock(nn.Module):
-    """Two 3 x 3 convolutions with ReLU, added to their input.
+    """Residual block of two 3 x 3 convolutions with ReLU.
 
     Example:
         >>> ResBlock(4)(torch.zeros(2, 4, 8, 8)).shape
@@ -51,7 +51,7 @@ class ResBlock(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Convolutions that make a latent of a quarter of the height and width.
+    """Convolutional encoder; the latent has a quarter of the height and width.
 
     Args:
         in_channels: bands C.
@@ -77,13 +77,13 @@ class Encoder(nn.Module):
         self.to_latent = nn.Conv2d(128, latent_dim, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encode pictures (B, C, H, W) into (B, D, h, w)."""
+        """Encode images (B, C, H, W) into (B, D, h, w)."""
         latent: Tensor = self.to_latent(self.enc_block2(self.enc_block1(self.proj(x))))
         return latent
 
 
 class Decoder(nn.Module):
-    """Transposed convolutions that make pictures of latents.
+    """Decoder from latents to images, with transposed convolutions.
 
     Args:
         latent_dim: D.
@@ -118,19 +118,19 @@ class Decoder(nn.Module):
 
 
 class AutoEncoder(nn.Module):
-    """Encoder and decoder of pictures.
+    """Convolutional image autoencoder.
 
     Args:
         in_channels: bands C.
         latent_dim: D.
         proj_channels: width of the first and last layers.
-        cutout_size: pixels of a side, a multiple of 4; for ``latent_H`` and ``latent_W`` alone.
+        cutout_size: side length in pixels, a multiple of 4; used only for ``latent_H`` and ``latent_W``.
 
     Attributes:
-        latent_H, latent_W: height and width of the latent of pictures of ``cutout_size``.
+        latent_H, latent_W: latent height and width for images of ``cutout_size``.
 
     Raises:
-        ConfigError: a size is below 1, or ``cutout_size`` no multiple of 4.
+        ConfigError: a size is below 1, or ``cutout_size`` is not a multiple of 4.
 
     Example:
         >>> pictures, latents = AutoEncoder(3, proj_channels=8)(torch.zeros(1, 3, 16, 16))
@@ -150,7 +150,7 @@ class AutoEncoder(nn.Module):
         self.decoder = Decoder(latent_dim, in_channels, proj_channels)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Encode pictures (B, C, H, W) into (B, D, h, w)."""
+        """Encode images (B, C, H, W) into (B, D, h, w)."""
         latents: Tensor = self.encoder(x)
         return latents
 
@@ -166,7 +166,7 @@ class AutoEncoder(nn.Module):
 
 
 class BaseTokenizer(ABC):
-    """Base class of tokenizers that are trained, and go through a file."""
+    """Base class of trainable tokenizers that can be saved and loaded."""
 
     @abstractmethod
     def train(self, *args: Any, **kwargs: Any) -> None:
@@ -178,21 +178,21 @@ class BaseTokenizer(ABC):
 
     @abstractmethod
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokenizer to a file."""
+        """Save the tokenizer to a file."""
 
     @classmethod
     @abstractmethod
     def load(cls, path: str | os.PathLike[str]) -> BaseTokenizer:
-        """Read a tokenizer from a file."""
+        """Load a tokenizer from a file."""
 
 
 class CutoutTokenizer(BaseTokenizer):
-    """Latent vectors of a trained :class:`AutoEncoder` as tokens of pictures.
+    """Image tokenizer that quantizes the latent vectors of a trained :class:`AutoEncoder`.
 
     Args:
         autoencoder: trained; used in eval mode.
         codebook_size: K.
-        device: None takes CUDA, then MPS, then the CPU.
+        device: None selects CUDA, then MPS, then the CPU.
 
     Attributes:
         codebook: (K, D) float32 centroids, for the losses; set by :meth:`train`.
@@ -225,17 +225,17 @@ class CutoutTokenizer(BaseTokenizer):
         return self._trained().restore(self._trained().codebook)
 
     def train(self, images: Tensor, *, batch_size: int = 32, seed: int = 0, max_iter: int = 50) -> None:
-        """Fit the codebook to the latents of pictures (N, C, H, W) by k-means.
+        """Fit the codebook to the latents of images (N, C, H, W) by k-means.
 
         Raises:
-            ConfigError: there are fewer latent vectors than entries.
+            ConfigError: there are fewer latent vectors than codebook entries.
             ImportError: scikit-learn is not installed.
         """
         vectors = self._vectors(images, batch_size)[0]
         self._book = Standardised.fit(vectors, self.codebook_size, seed=seed, max_iter=max_iter)
 
     def encode(self, images: Tensor, *, batch_size: int = 32) -> Tokens:
-        """Return the tokens (N, h, w) of pictures (N, C, H, W).
+        """Return the tokens (N, h, w) of images (N, C, H, W).
 
         Raises:
             ConfigError: the tokenizer is not trained.
@@ -246,13 +246,13 @@ class CutoutTokenizer(BaseTokenizer):
 
     @torch.no_grad()
     def decode(self, tokens: ArrayLike) -> Tensor:
-        """Return the pictures (N, C, H, W) of tokens (N, h, w), on the CPU."""
+        """Return the images (N, C, H, W) of tokens (N, h, w), on the CPU."""
         vectors = self._trained().decode(as_indices("tokens", tokens, self.codebook_size))
         latents = torch.from_numpy(vectors).permute(0, 3, 1, 2).to(self.device)
         return self.autoencoder.decode(latents).cpu()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write autoencoder and codebook to one file, whole or not at all."""
+        """Write the autoencoder and the codebook to one file, atomically."""
         book, model = self._trained(), self.autoencoder
         sizes = {"in_channels": model.in_channels, "latent_dim": model.latent_dim, "proj_channels": model.proj_channels}
         payload = {
@@ -263,10 +263,10 @@ class CutoutTokenizer(BaseTokenizer):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | int | None = None) -> CutoutTokenizer:
-        """Read what :meth:`save` wrote.
+        """Load a tokenizer written by :meth:`save`.
 
         Raises:
-            CheckpointError: it is missing, damaged or another kind of file.
+            CheckpointError: the file is missing, damaged or of another type.
         """
         payload = load_checkpoint(path)
         if payload.get("kind") != _KIND:

@@ -1,4 +1,4 @@
-"""Codebooks and bin centres in files, read without running anything in them.
+"""Codebook and bin-centre files, read without executing code from them.
 
 Shapes: K = entries of a codebook, D = dimensions of one, V = bins.
 """
@@ -32,25 +32,25 @@ _PICKLED = (".joblib", ".pkl", ".pickle")
 def load_codebook(
     path: str | os.PathLike[str], key_candidates: Sequence[str] = CODEBOOK_KEYS, *, allow_pickle: bool = False
 ) -> NDArray[np.float32]:
-    """Read a codebook.
+    """Load a codebook.
 
     Args:
-        path: an ``.npz`` or ``.safetensors`` file, whose first key out of ``key_candidates`` is read; an ``.npy`` file,
-            which is the codebook; or, with ``allow_pickle``, a ``.joblib``, ``.pkl`` or ``.pickle`` file of an array,
-            of a mapping, or of a fitted k-means.
-        key_candidates: keys, or attributes of a pickled object; the first that is there is read.
-        allow_pickle: unpickle. That **runs code** from the file: only for files that you trust.
+        path: an ``.npz`` or ``.safetensors`` file, from which the first key in ``key_candidates`` is read; an ``.npy``
+            file holding the codebook; or, with ``allow_pickle``, a ``.joblib``, ``.pkl`` or ``.pickle`` file holding an
+            array, a mapping, or a fitted k-means.
+        key_candidates: keys, or attributes of a pickled object; the first one present is read.
+        allow_pickle: allow unpickling. This **runs code** from the file: only for files that you trust.
 
     Returns:
         (K, D) float32.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it needs unpickling, or is of another kind.
-        KeyError: none of the keys is there; those that are get listed.
+        ConfigError: the file needs unpickling, or its type is unsupported.
+        KeyError: none of the keys is present; those present are listed.
         ValueError: the array is not (K, D) or not finite.
         CheckpointError: the file is damaged.
-        ImportError: the package that the file needs is not installed.
+        ImportError: the package that reads this file type is not installed.
 
     Example:
         >>> import pathlib, tempfile
@@ -67,7 +67,7 @@ def load_codebook(
 
 
 def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) -> NDArray[Any]:
-    """Read the first of several keys from an ``.npz`` or ``.safetensors`` file, unchanged.
+    """Load the first of several keys from an ``.npz`` or ``.safetensors`` file, unchanged.
 
     Raises:
         FileNotFoundError, ConfigError, KeyError, CheckpointError, ImportError: as :func:`load_codebook`.
@@ -86,11 +86,11 @@ def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) ->
 def load_scalar_centers(
     path: str | os.PathLike[str], key_candidates: Sequence[str] = CENTER_KEYS
 ) -> NDArray[np.float32]:
-    """Read the centres of all scalar bins, column after column as `VocabSpec.scalar_id` counts them.
+    """Load the centres of all scalar bins, column by column in the order of `VocabSpec.scalar_id`.
 
     Args:
         path: an ``.npz``, ``.safetensors`` or ``.npy`` file with (V,) or (columns, bins) numbers.
-        key_candidates: keys; the first that is there is read.
+        key_candidates: keys; the first one present is read.
 
     Returns:
         (V,) float32.
@@ -114,20 +114,20 @@ def load_scalar_centers(
 
 @checked
 def save_codebook(path: str | os.PathLike[str], array: ArrayLike | Tensor, *, key: str = CODEBOOK_KEYS[0]) -> Path:
-    """Write a codebook, or bin centres, in float32; the file is replaced as a whole or not at all.
+    """Write a codebook or bin centres as float32, atomically.
 
     Args:
         path: an ``.npz`` or ``.safetensors`` file; its folder is created.
-        array: finite numbers.
-        key: the name in the file.
+        array: finite values.
+        key: name of the array in the file.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: the numbers are not finite in float32, or it is another kind of file.
-        CheckpointError: the file cannot be written; what was there before is intact.
-        ImportError: a safetensors file, and safetensors is not installed.
+        ConfigError: the values are not finite in float32, or the file type is unsupported.
+        CheckpointError: the file cannot be written; the previous file is intact.
+        ImportError: the file is a safetensors file and safetensors is not installed.
 
     Example:
         >>> import pathlib, tempfile
@@ -154,7 +154,7 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 
 
 def _read(file: Path) -> Any:
-    """Return the array of an .npy file, else a mapping of keys to arrays."""
+    """Return the array of an .npy file, or the mapping from keys to arrays of any other."""
     suffix = file.suffix.lower()
     if suffix == ".safetensors":
         return read_tree(file)[0]
@@ -167,7 +167,7 @@ def _read(file: Path) -> Any:
             return loaded if isinstance(loaded, np.ndarray) else {key: loaded[key] for key in loaded.files}
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:  # a damaged header, or objects, which only unpickling could make
+    except ValueError as error:  # a damaged header, or objects that only unpickling could create
         raise ConfigError(f"{file} holds no plain numbers ({error}); save it with save_codebook") from error
 
 
@@ -204,7 +204,7 @@ def _attributes(fitted: Any) -> Mapping[str, Any]:
 
 
 def _finite(values: ArrayLike | Tensor, file: Path) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # too large for float32 becomes infinite, and is refused below
+    with np.errstate(over="ignore"):  # values too large for float32 become infinite and are rejected below
         numbers = as_array(values, str(file)).astype(np.float32)
     if not np.isfinite(numbers).all():
         raise ConfigError(f"{file}: {np.count_nonzero(~np.isfinite(numbers))} numbers are not finite in float32")

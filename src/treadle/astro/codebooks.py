@@ -1,4 +1,4 @@
-"""Making codebooks: quantile bins of a scalar, and k-means of vectors.
+"""Codebook fitting: quantile bins for scalars and k-means for vectors.
 
 Shapes: N = values or vectors, D = their dimensions, K = bins or centroids.
 """
@@ -18,18 +18,18 @@ from treadle.errors.arguments import check_least, checked
 
 @checked
 def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Cut values into bins that hold equally many of them.
+    """Compute quantile bins, each holding the same number of values.
 
-    The bin of a value v is ``numpy.searchsorted(edges[1:-1], v, side="right")``. Where more values are equal than a
-    bin holds, edges coincide and the bins between them are empty.
+    The bin of a value v is ``numpy.searchsorted(edges[1:-1], v, side="right")``. If more values are tied than a bin
+    holds, edges coincide and the bins between them are empty.
 
     Args:
-        values: numbers of any shape; NaN and infinities are left out.
+        values: numbers of any shape; NaN and infinities are ignored.
         n_bins: K, at least 1.
 
     Returns:
-        ``edges`` (K + 1,), from the least value to the greatest, and ``centers`` (K,), ascending: the mean of the
-        values in the bin, which is the number with the least square error, or the middle of an empty bin.
+        ``edges`` (K + 1,), from the smallest value to the largest, and ``centers`` (K,), ascending: the mean of the
+        values in the bin, which minimizes the squared error, or the midpoint of an empty bin.
 
     Raises:
         ConfigError: ``n_bins`` is below 1, or no value is finite.
@@ -49,23 +49,23 @@ def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.f
     counts = np.bincount(bins, minlength=n_bins)
     low, high = edges[:-1], edges[1:]
     means = np.bincount(bins, weights=finite, minlength=n_bins) / np.maximum(counts, 1)
-    # A mean may leave its bin by rounding; the order of the centres is worth more than its last bit.
+    # Rounding may push a mean out of its bin; keeping the centres ordered matters more than the last bit.
     centers = np.where(counts > 0, means.clip(low, high), low + (high - low) / 2)
     return edges, centers
 
 
 @checked
 def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: int = 50) -> NDArray[np.float32]:
-    """Return the centroids of k-means on vectors, started by k-means++ (Arthur & Vassilvitskii 2007).
+    """Return k-means centroids of vectors, initialised with k-means++ (Arthur & Vassilvitskii 2007).
 
-    The same data and seed give the same centroids to the bit; scikit-learn runs on one thread for that, since the
-    order in which its threads add up is free. It warns where fewer than k vectors differ.
+    The same data and seed give the same centroids to the bit; scikit-learn therefore runs on one thread, since the
+    order in which its threads sum is undefined. It warns if there are fewer than k distinct vectors.
 
     Args:
         x: (N, D) finite vectors.
         k: K, at least 1 and at most N.
-        seed: of the start.
-        max_iter: the most iterations of Lloyd's algorithm.
+        seed: seed of the initialisation.
+        max_iter: maximum number of Lloyd iterations.
 
     Returns:
         (K, D) float32.
@@ -96,7 +96,7 @@ def kmeans_codebook(x: ArrayLike | Tensor, k: int, *, seed: int = 0, max_iter: i
 
 
 def unmasked(values: Any) -> Any:
-    """Return a masked array with NaN where it is masked, and anything else as it is.
+    """Fill the masked entries of a masked array with NaN; return anything else unchanged.
 
     Example:
         >>> unmasked(np.ma.masked_array([1, 2], mask=[False, True])).tolist()
@@ -109,7 +109,7 @@ def as_array(values: ArrayLike | Tensor, name: str) -> NDArray[Any]:
     """Return real numbers as a NumPy array; masked numbers become NaN.
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: the values are not real numbers.
     """
     if isinstance(values, Tensor):
         values = values.detach().cpu()

@@ -1,14 +1,14 @@
-"""Distributions of one modality given others, by a trained model.
+"""Conditional distributions of one modality given others, from a trained model.
 
-A causal model gives each token from those before it. The distribution of a scalar given all the rest of its sequence is
-taken by Bayes' rule, from what the model gives as it is: p(bin | before, after) ∝ p(bin | before) · p(after | before,
-bin). Where nothing is known after the scalar the second factor is absent.
+A causal model predicts each token from those before it. The distribution of a scalar given the rest of its sequence
+follows by Bayes' rule from the model's own predictions: p(bin | before, after) ∝ p(bin | before) · p(after | before,
+bin). If nothing after the scalar is known, the second factor drops out.
 
-`encode_sequence` puts spectra after scalars, and the errors of all spectrum tokens add up in that second factor. A
-model that was also trained with the scalars last (`move_scalars_last`) gives them from a spectrum without it.
+`encode_sequence` places spectra after scalars, so the errors of all spectrum tokens accumulate in that second factor. A
+model also trained with the scalars last (`move_scalars_last`) predicts them from a spectrum without it.
 
-Shapes: N = sequences, L = positions, V = vocabulary, K = bins of a column, T = tokens of a modality, D = numbers behind
-one of them.
+Shapes: N = sequences, L = positions, V = vocabulary, K = bins of a column, T = tokens of a modality, D = values behind
+one token.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def column_probabilities(
 ) -> Tensor:
     """Return the model's distribution of a scalar given everything else in its sequence.
 
-    The token at the column itself is ignored. Known tokens after it count as evidence (one forward pass for
-    each bin), MISS after it does not: that something was not measured is no evidence here.
+    The token at the column itself is ignored. Known tokens after it count as evidence (one forward pass per bin); MISS
+    does not: a missing measurement is not treated as evidence.
 
     Args:
-        model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
-        sequences: of `encode_sequence`, with one place for each column.
+        model: with the call ``model(tokens, types, attn_mask)``; switched to eval mode during the call.
+        sequences: from `encode_sequence`, with one position for each column.
         vocab: the vocabulary.
-        column: number of the column.
-        scalars_last: show the sequences with the scalars behind the spectra, for a model that was trained so.
+        column: index of the column.
+        scalars_last: move the scalars behind the spectra, for a model trained that way.
         batch_size: rows of one forward pass.
 
     Returns:
         (N, K) float32 on the CPU; rows sum to 1.
 
     Raises:
-        ConfigError: the column is out of range, or a sequence has no place for it.
+        ConfigError: the column is out of range, or a sequence has no position for it.
 
     Example:
         >>> from treadle.astro.model import CausalTransformerLM
@@ -86,7 +86,7 @@ def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: T
     after_NL = torch.arange(tokens_NL.shape[1]) > at_N[:, None]
     evidence_NL = after_NL & (tokens_NL >= NUM_SPECIAL)
     bins = torch.arange(first_id, first_id + vocab.scalar_bins)
-    shown = bins if bool(evidence_NL.any()) else bins[:1]  # without evidence one row holds for all bins
+    shown = bins if bool(evidence_NL.any()) else bins[:1]  # without evidence one row serves all bins
     tokens_NKL = tokens_NL[:, None].repeat(1, len(shown), 1)
     tokens_NKL[torch.arange(count), :, at_N] = shown
     tokens = tokens_NKL.flatten(0, 1)
@@ -106,11 +106,11 @@ def _posterior(model: nn.Module, sequences: Sequences, vocab: VocabSpec, at_N: T
 def expected_vectors(
     model: nn.Module, sequences: Sequences, base: int, codebook: Any, *, batch_size: int = 64
 ) -> Tensor:
-    """Return the expected patches or segments, each given all tokens before it in its sequence.
+    """Return expected patches or segments, each given all preceding tokens of its sequence.
 
     Args:
-        model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
-        sequences: that all have T tokens of the modality.
+        model: with the call ``model(tokens, types, attn_mask)``; switched to eval mode during the call.
+        sequences: each with T tokens of the modality.
         base: the modality's first id, such as ``vocab.base_image`` or ``vocab.base_spectrum[group]``.
         codebook: (K, D), in any unit.
 
@@ -118,7 +118,7 @@ def expected_vectors(
         (N, T, D) float32 on the CPU, in the codebook's unit.
 
     Raises:
-        ConfigError: sequences have different numbers of the modality's tokens, or none.
+        ConfigError: the sequences have different numbers of tokens of the modality, or none.
 
     Example:
         >>> from treadle.astro.model import CausalTransformerLM
@@ -154,7 +154,7 @@ def expected_vectors(
 
 @checked
 def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int]) -> list[dict[str, Tensor]]:
-    """Return sequences with MISS in the place of some scalar columns.
+    """Return sequences with some scalar columns replaced by MISS.
 
     Raises:
         ConfigError: a column is out of range, or a sequence has no place for it.
@@ -175,7 +175,7 @@ def hide_columns(sequences: Sequences, vocab: VocabSpec, columns: Sequence[int])
 
 
 def _place(vocab: VocabSpec, sequence: Mapping[str, Any], number: int, column: int, section: int = 1) -> int:
-    """Return the position of a column; the scalars are the second part of a sequence (1), or the last (-1)."""
+    """Return the position of a column; the scalars are the second section of a sequence (1) or the last (-1)."""
     vocab.scalar_id(column, 0)
     ends = (torch.as_tensor(sequence["tokens"]) == vocab.sep_id).nonzero().flatten().tolist()
     if len(ends) < 2 or ends[section] - ends[section - 1] != vocab.n_columns + 1:

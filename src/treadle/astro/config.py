@@ -1,4 +1,4 @@
-"""The settings of an astronomy run, as nested dataclasses and as YAML."""
+"""Settings of an astronomy run as nested dataclasses and YAML."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from treadle.errors.arguments import check_above, check_least, check_within, che
 from treadle.faces.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
-"""The packaged file with every setting and its meaning; a test holds it equal to the defaults below."""
+"""Packaged file with every setting and its meaning; a test keeps it equal to the defaults below."""
 
 
 @checked
 @dataclass
 class VocabConfig:
-    """Sizes of the vocabulary, as `build_vocab_spec` takes them."""
+    """Vocabulary sizes, the arguments of `build_vocab_spec`."""
 
     image: int = 2048
     """Ids of the image codebook."""
@@ -52,12 +52,12 @@ class VocabConfig:
 @checked
 @dataclass
 class SequencesConfig:
-    """How sequences are made."""
+    """Sequence lengths."""
 
     max_seq_len: int = 2048
-    """The longest sequence, and the positions of the model."""
+    """Maximum sequence length, and the number of positions of the model."""
     max_image_tokens: int = 576
-    """Of an object of `MultiFieldTokenDataset`; longer ones are cut off."""
+    """Maximum per object of `MultiFieldTokenDataset`; the rest is truncated."""
     max_scalar_tokens: int = 512
     """The same for scalars."""
     max_spec_tokens_per_group: int = 512
@@ -70,7 +70,7 @@ class SequencesConfig:
 @checked
 @dataclass
 class ModelConfig:
-    """Sizes of `CausalTransformerLM`, which checks them."""
+    """Sizes of `CausalTransformerLM`, which validates them."""
 
     n_types: int = 20
     """Rows of the type table; at least 7 + spectrum groups."""
@@ -79,9 +79,9 @@ class ModelConfig:
     n_layers: int = 12
     """Layers."""
     n_heads: int = 12
-    """Attention heads; must divide the width."""
+    """Attention heads; must divide ``d_model``."""
     d_ff: int = 3072
-    """Width of the feed-forward."""
+    """Width of the feed-forward layers."""
     dropout: float = 0.1
     """In [0, 1)."""
 
@@ -94,68 +94,68 @@ class ModelConfig:
 @checked
 @dataclass
 class MeaningfulLossConfig:
-    """The expected-value terms of the loss."""
+    """Settings of the expected-value terms of the loss."""
 
     enabled: bool = True
     """False: cross-entropy alone."""
     sample_k_per_modality: int = 4096
-    """Positions of each modality that the terms are computed at, at most."""
+    """Maximum number of positions per modality at which the terms are computed."""
     weight_image: float = 0.1
-    """Weight of the image term; 0 leaves it out."""
+    """Weight of the image term; 0 omits it."""
     weight_scalar: float = 0.1
     """Weight of the scalar term."""
     weight_spectrum: float = 0.1
     """Weight of the spectrum term."""
 
     def __post_init__(self) -> None:
-        LossConfig.read(self)  # the losses know which values make sense
+        LossConfig.read(self)  # the losses know the valid values
 
 
 @checked
 @dataclass
 class TrainingConfig:
-    """Settings of `AstroTrainer` and of the loader. Steps are optimizer steps throughout."""
+    """Settings of `AstroTrainer` and the data loader; steps are optimizer steps throughout."""
 
     seed: int = 0
-    """Seeds the choice of positions; the global generators are the caller's to seed."""
+    """Seed of the sampled positions; seeding the global generators is up to the caller."""
     batch_size: int = 16
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     epochs: int = 5
-    """Epochs in all, those before a resume included."""
+    """Total epochs, including those before a resume."""
     learning_rate: float = 0.0002
-    """At the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = 0.05
     """On matrices only."""
     warmup_steps: int = 2000
-    """Steps of the linear warm-up."""
+    """Linear warm-up steps."""
     total_steps: int | None = None
-    """The last step of the schedule, warm-up included; None counts the steps of all epochs."""
+    """Last step of the schedule, warm-up included; None uses the steps of all epochs."""
     min_lr_ratio: float = 0.1
-    """The rate at the last step, as a fraction of ``learning_rate``."""
+    """Learning rate at the last step, as a fraction of ``learning_rate``."""
     grad_clip: float | None = 1.0
-    """Total gradient norm; None or 0 off."""
+    """Maximum gradient norm; None or 0 disables clipping."""
     grad_accum_steps: int = 1
-    """Micro-batches of a step."""
+    """Micro-batches per step."""
     max_non_finite_grad_retries: int | None = None
-    """Fresh groups to try before NonFiniteError; None: none."""
+    """Retries with fresh micro-batches before NonFiniteError; None: no retries."""
     num_workers: int = 4
     """Processes that load."""
     pin_memory: bool = True
-    """Copies to a CUDA device from pinned memory; of no effect without one."""
+    """Copy to a CUDA device from pinned memory; no effect without CUDA."""
     persistent_workers: bool = True
-    """Workers live on from epoch to epoch; of no effect without workers."""
+    """Keep workers alive between epochs; no effect without workers."""
     prefetch_factor: int = 2
-    """Batches that each worker loads ahead; of no effect without workers."""
+    """Batches that each worker prefetches; no effect without workers."""
     log_every: int | None = 50
-    """Steps between lines of the log; None or 0 off."""
+    """Steps between log lines; None or 0 disables them."""
     save_every_steps: int | None = 5000
-    """Steps between step checkpoints; None or 0 off."""
+    """Steps between step checkpoints; None or 0 disables them."""
     meaningful_loss: MeaningfulLossConfig = field(default_factory=MeaningfulLossConfig)
     """The expected-value terms."""
     parallel: str | None = None
-    """``ddp`` or ``fsdp`` spreads the model over the ranks that torchrun started; null leaves it as it is."""
+    """``ddp`` or ``fsdp`` distributes the model over the ranks started by torchrun; null does not distribute it."""
     compile: bool | str = False
-    """True compiles what runs the model, ``blocks`` each of its layers."""
+    """True compiles the model with its loss, ``blocks`` each layer separately."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "grad_accum_steps", "prefetch_factor", "total_steps"):
@@ -172,18 +172,18 @@ class TrainingConfig:
 @checked
 @dataclass
 class PathsConfig:
-    """Files of a project; ``{field}`` is replaced by the name of a field."""
+    """File paths of a project; ``{field}`` is replaced by the name of a field."""
 
     datacube_template: str = "datacube_{field}.parquet"
     """Tables of objects."""
     image_tokens_template: str = "outputs/image_tokens/datacube_{field}_tokens.npz"
-    """Tokens of pictures."""
+    """Tokens of images."""
     scalar_tokens_template: str = "outputs/scalar_tokens/datacube_{field}_scalar_tokens.npz"
     """Bins of scalars."""
     spectrum_tokens_template: str = "outputs/spectrum_tokens/datacube_{field}_spectrum_tokens.npz"
     """Tokens of spectra."""
     image_latents_template: str = "outputs/image_latents/datacube_{field}_latents.npz"
-    """Latents of pictures."""
+    """Latents of images."""
     scalar_tokenizer_config: str = "scalar_tokenizers/scalar_tokenizer_config.npz"
     """The tokenizer of scalars."""
     spectrum_tokenizer_config: str = "spectrum_tokenizers/spectrum_tokenizer_config.npz"
@@ -191,7 +191,7 @@ class PathsConfig:
     image_autoencoder: str = "image_tokenizers/autoencoder_splus_cuts.pt"
     """Weights of the `AutoEncoder`."""
     image_codebook: str = "image_tokenizers/codebook_kmeans_2048.joblib"
-    """The codebook of pictures."""
+    """The codebook of images."""
     output_dir: str = "runs_tokens_transformer"
     """Checkpoints and history."""
 
@@ -199,12 +199,12 @@ class PathsConfig:
 @checked
 @dataclass
 class DataConfig:
-    """Which objects are taken."""
+    """Selection of objects."""
 
     mag_filter: dict[str, Any] = field(default_factory=lambda: {"column": "mag_pstotal_r", "min": 14.0, "max": 22.0})
-    """``column``, ``min`` and ``max`` of the magnitude, the ends excluded."""
+    """``column``, ``min`` and ``max`` of the magnitude, both ends exclusive."""
     magerr_max: float = 2.0
-    """Errors of the magnitude are below it."""
+    """Upper limit of the magnitude error, exclusive."""
     splus_bands: list[str] = field(
         default_factory=lambda: ["u", "i", "r", "g", "z", "j0378", "j0395", "j0410", "j0430", "j0515", "j0660", "j0861"]
     )
@@ -218,14 +218,14 @@ class DataConfig:
 @checked
 @dataclass
 class ScalarTokenizerConfig:
-    """Sizes of the tokenizer of scalars."""
+    """Sizes of the scalar tokenizer."""
 
     n_bins: int = 1024
-    """Bins of a column."""
+    """Bins per column."""
     max_values_per_col: int = 2_000_000
-    """Values that a column is fitted to, at most."""
+    """Maximum number of values to fit per column."""
     max_values_per_file_per_col: int = 100_000
-    """The same from one file."""
+    """Maximum per column from one file."""
 
     def __post_init__(self) -> None:
         check_least(1, **vars(self))
@@ -234,7 +234,7 @@ class ScalarTokenizerConfig:
 @checked
 @dataclass
 class SpectrumTokenizerConfig:
-    """Sizes of the tokenizer of spectra."""
+    """Sizes of the spectrum tokenizer."""
 
     codebook_size: int = 2048
     """Entries of each codebook."""
@@ -248,16 +248,16 @@ class SpectrumTokenizerConfig:
 @checked
 @dataclass
 class ImageTokenizerConfig:
-    """Sizes of the tokenizer of pictures."""
+    """Sizes of the image tokenizer."""
 
     cutout_size: int = 96
-    """Pixels of a side."""
+    """Side length in pixels."""
     latent_dim: int = 2
-    """Channels of the latent."""
+    """Latent channels."""
     codebook_size: int = 2048
-    """Entries of the codebook."""
+    """Codebook entries."""
     bands: list[str] = field(default_factory=lambda: list(CUTOUT_BANDS))
-    """Bands of a picture, in the order of its channels."""
+    """Bands of an image, in the order of its channels."""
 
     def __post_init__(self) -> None:
         check_least(1, cutout_size=self.cutout_size, latent_dim=self.latent_dim, codebook_size=self.codebook_size)
@@ -273,13 +273,13 @@ class TokenizersConfig:
     spectrum: SpectrumTokenizerConfig = field(default_factory=SpectrumTokenizerConfig)
     """Of spectra."""
     image: ImageTokenizerConfig = field(default_factory=ImageTokenizerConfig)
-    """Of pictures."""
+    """Of images."""
 
 
 @checked
 @dataclass
 class AstroConfig:
-    """All settings.
+    """All settings of an astronomy run.
 
     Example:
         >>> AstroConfig().training.meaningful_loss.weight_image
@@ -301,7 +301,7 @@ class AstroConfig:
 
 
 AstromodalConfig = AstroConfig
-"""The name of :class:`AstroConfig` in astromodal."""
+"""astromodal's name for :class:`AstroConfig`."""
 
 Section = TypeVar(
     "Section",
@@ -324,14 +324,15 @@ def _require(ok: bool, name: str, value: Any, rule: str) -> None:
 
 @checked
 def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:
-    """Read settings from a YAML file, merged key by key over the packaged defaults.
+    """Load settings from a YAML file, merged key by key over the packaged defaults.
 
     Args:
-        path: a ``.yaml`` file with what differs from the defaults (or whatever else `treadle.config.load_config`
-            reads); its ``${...}`` may refer to any setting. None: the defaults.
+        path: a ``.yaml`` file with the settings that differ from the defaults (or another format that
+            `treadle.config.load_config` reads); ``${...}`` may refer to any setting. None: the defaults.
 
     Raises:
-        ConfigError: the file is missing or no configuration, a key is unknown, or a value is wrong; the place is named.
+        ConfigError: the file is missing or not a configuration, a key is unknown, or a value is invalid; the message
+            names it.
         ImportError: a file, and OmegaConf is not installed.
 
     Example:
@@ -350,15 +351,15 @@ def load_config(path: str | os.PathLike[str] | None = None) -> AstroConfig:
 
 @checked
 def save_config(config: AstroConfig, path: str | os.PathLike[str]) -> None:
-    """Write all settings to a file that :func:`load_config` reads back equal, whole or not at all.
+    """Write all settings atomically to a file that :func:`load_config` reads back equal.
 
     Args:
         config: the settings.
         path: a ``.yaml``, ``.yml`` or ``.py`` file; its folder is created.
 
     Raises:
-        ConfigError: another kind of file.
-        CheckpointError: the file cannot be written; what was there before is intact.
+        ConfigError: unsupported file type.
+        CheckpointError: the file cannot be written; the previous file is intact.
         ImportError: a YAML file, and OmegaConf is not installed.
 
     Example:
@@ -373,7 +374,7 @@ def save_config(config: AstroConfig, path: str | os.PathLike[str]) -> None:
 
 @checked
 def to_dict(config: Section) -> dict[str, Any]:
-    """Return all settings, or those of a section, as nested plain values.
+    """Return all settings, or those of a section, as nested plain Python values.
 
     Example:
         >>> to_dict(AstroConfig())["sequences"]
@@ -384,14 +385,14 @@ def to_dict(config: Section) -> dict[str, Any]:
 
 @checked
 def from_dict(values: Mapping[str, Any], kind: type[Section] = AstroConfig) -> Section:  # type: ignore[assignment]
-    """Make settings from nested plain values; missing ones keep their defaults.
+    """Build settings from nested plain values; missing ones keep their defaults.
 
     Args:
         values: not changed.
-        kind: the class of the section that the values are of.
+        kind: class of the section to build.
 
     Raises:
-        ConfigError: a key is unknown (the nearest known one is named), or a value is of the wrong type or out of range.
+        ConfigError: a key is unknown (the closest match is named), or a value has the wrong type or is out of range.
 
     Example:
         >>> from_dict({"batch_size": 4}, TrainingConfig).batch_size

@@ -1,8 +1,8 @@
-"""Predicting one modality of an object from another, beside what simple means give.
+"""Cross-modal prediction with baselines.
 
-Every method sees the same tokens of the same objects, and is scored on the true numbers, not on their bins.
+Every method sees the same tokens of the same objects and is scored on the true values, not on their bins.
 
-Shapes: N = objects, F = numbers that a regression sees, K = bins.
+Shapes: N = objects, F = features of a regression, K = bins.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from treadle.errors.arguments import checked
 Floats = NDArray[np.float64]
 
 TREES_FROM = 200
-"""Training objects from which on trees answer too; with fewer they say little."""
+"""Minimum number of training objects for the tree baselines; with fewer they tell little."""
 _COMPONENTS, _TREES = 48, 100
 RIDGE_ALPHAS = tuple(float(alpha) for alpha in np.logspace(-2, 6, 17))
 
 
 @dataclass(frozen=True)
 class CrossPrediction:
-    """One question: a scalar from a picture, a spectrum, or other scalars.
+    """Prediction task: a scalar from an image, a spectrum, or other scalars.
 
     Attributes:
         survey: name of the survey.
-        target: the column that is asked for.
-        given: ``"image"``, ``"spectrum"``, or names of columns; nothing else of the object is shown.
-        classes: where classes begin on the scale of the target, such as ``{"M": 0.0, "L": 10.0}``, ascending.
+        target: column to predict.
+        given: ``"image"``, ``"spectrum"``, or column names; everything else of the object is hidden.
+        classes: lower bounds of classes on the scale of the target, such as ``{"M": 0.0, "L": 10.0}``, ascending.
     """
 
     survey: str
@@ -53,20 +53,20 @@ CROSS_PREDICTIONS = (
     CrossPrediction("xdf", "xdf.blue-red", "image"),
     CrossPrediction("sdss", "sdss.redshift", ("sdss.r", "sdss.u-g", "sdss.g-r", "sdss.r-i", "sdss.i-z", "sdss.J-K")),
 )
-"""What the shipped surveys can answer."""
+"""Questions that the bundled surveys can answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class CrossResult:
-    """True numbers of test objects with the predictions of each method.
+    """True values of the test objects with the predictions of each method.
 
     Attributes:
-        question: the one that was asked.
+        question: the prediction task.
         true: (N,) in the unit of the column.
-        predicted: ``model`` (expected value), ``mean`` and ``ridge``, ``boosted trees`` and ``extra trees`` where there
-            are enough training objects, and ``bins``, the centre of the true bin, which no prediction from bins can
-            beat on average.
-        classes: class of each object by each method and ``true``, where the question has classes.
+        predicted: ``model`` (expected value), ``mean`` and ``ridge``, ``boosted trees`` and ``extra trees`` if there
+            are enough training objects, and ``bins``, the centre of the true bin, the best that predictions from bins
+            can achieve on average.
+        classes: predicted class of each object for each method, and ``true``, if the question has classes.
     """
 
     question: CrossPrediction
@@ -75,9 +75,9 @@ class CrossResult:
     classes: dict[str, NDArray[np.str_]]
 
     def scores(self) -> dict[str, Any]:
-        """Return ``n`` and, for each method, ``rmse``, ``mae``, ``explained`` and the scores of classes.
+        """Return ``n`` and, for each method, ``rmse``, ``mae``, ``explained`` and the class scores.
 
-        ``explained`` is 1 - SSE(method) / SSE(mean of the training objects): 0 for that mean, below 0 for worse.
+        ``explained`` is 1 - SSE(method) / SSE(mean of the training objects): 0 for that mean, negative if worse.
         """
         reference = float(np.square(self.true - self.predicted["mean"]).sum())
         scores: dict[str, Any] = {"n": len(self.true)}
@@ -104,19 +104,19 @@ def cross_predict(
     scalars_last: bool = False,
     batch_size: int = 256,
 ) -> list[CrossResult]:
-    """Ask a model questions about test objects, and simple methods that learn from the training objects.
+    """Evaluate a model on prediction tasks, with baselines fitted to the training objects.
 
-    They see the values behind the same tokens. The ridge regression (missing ones as their mean, with a flag) chooses
-    its penalty on the training objects by leave-one-out; the trees, from 200 training objects on, see pictures by
-    their first 48 principal components. Objects whose target is unknown are left out.
+    The baselines see the values behind the same tokens. Ridge regression (missing values imputed by their mean, with an
+    indicator) selects its penalty by leave-one-out on the training objects; the trees, used from 200 training objects
+    on, see the first 48 principal components of images. Objects without a known target are left out.
 
     Args:
-        model: trained on sequences of ``train``.
+        model: trained on the sequences of ``train``.
         tokenizers: fitted to ``train``.
         train: surveys by name.
         test: other objects of the same surveys.
-        questions: what to ask.
-        scalars_last: ask with the scalars behind the spectra, for a model that was trained so (`column_probabilities`).
+        questions: the prediction tasks.
+        scalars_last: move the scalars behind the spectra, for a model trained that way (`column_probabilities`).
         batch_size: rows of one forward pass.
 
     Raises:
@@ -147,15 +147,15 @@ def cross_predict(
 
 
 def token_values(tokenizers: SurveyTokenizers, survey: Survey, given: str | Sequence[str]) -> Floats:
-    """Return the numbers behind the tokens of a modality, (N, F); NaN where a scalar is missing.
+    """Return the values behind the tokens of a modality, (N, F); NaN where a scalar is missing.
 
     Args:
-        tokenizers: that make the tokens.
+        tokenizers: the fitted tokenizers.
         survey: the objects.
         given: ``"image"`` (pixels), ``"spectrum"`` (fluxes as arcsinh), or names of columns.
 
     Raises:
-        ConfigError: the survey does not have it.
+        ConfigError: the survey does not have the modality or column.
     """
     if given == "image" and survey.images is not None:
         pixels = tokenizers.image.decode(tokenizers.image.encode(survey.images))
@@ -174,11 +174,11 @@ def token_values(tokenizers: SurveyTokenizers, survey: Survey, given: str | Sequ
 
 
 def ridge_prediction(x_train: ArrayLike, y_train: ArrayLike, x_test: ArrayLike) -> Floats:
-    """Return the predictions (N,) of a ridge regression on standardised numbers.
+    """Return the predictions (N,) of ridge regression on standardised features.
 
     Args:
         x_train: (training objects, F); NaN is missing.
-        y_train: finite numbers.
+        y_train: finite values.
         x_test: (N, F).
 
     Raises:
@@ -208,7 +208,7 @@ def ridge_prediction(x_train: ArrayLike, y_train: ArrayLike, x_test: ArrayLike) 
 
 
 def features_of_trees(question: CrossPrediction, x_train: Floats, x_test: Floats) -> tuple[Floats, Floats]:
-    """Return numbers as trees take them: of pictures the principal components, others as they are."""
+    """Return the features for trees: principal components of images, other values unchanged."""
     if question.given != "image":
         return x_train, x_test
     from sklearn.decomposition import PCA
@@ -246,7 +246,7 @@ def tree_predictions(x_train: ArrayLike, x_test: ArrayLike, y_train: ArrayLike) 
 
 
 def class_scores(true: ArrayLike, predicted: ArrayLike) -> dict[str, float]:
-    """Return ``accuracy``, and ``balanced_accuracy``: the mean over the true classes of the share that is right.
+    """Return ``accuracy`` and ``balanced_accuracy``, the mean recall over the true classes.
 
     Example:
         >>> class_scores(["M", "M", "M", "T"], ["M", "M", "M", "M"])
@@ -276,7 +276,7 @@ def _asked(
     scalars_last: bool,
     batch_size: int,
 ) -> Floats:
-    """Return (N, K): the model is given the inputs of the question, and MISS for everything else."""
+    """Return bin probabilities (N, K), with every token but the question's inputs replaced by MISS."""
     shown = Survey(
         name=survey.name,
         columns=survey.columns,
@@ -304,7 +304,7 @@ def _classes(
     probabilities: Floats,
     centers: Floats,
 ) -> dict[str, NDArray[np.str_]]:
-    """The model's class is the most probable one, that of the mean the commonest, others follow from their number."""
+    """Return classes: the model's most probable, the mean's most frequent, the others' from their predictions."""
     names, starts = np.array(list(question.classes)), np.array(list(question.classes.values()))
 
     def of(values: Floats) -> NDArray[np.intp]:

@@ -1,4 +1,4 @@
-"""Cut-outs of S-PLUS: pictures of objects in many bands, normalised band by band, with their masks.
+"""S-PLUS cut-outs: multi-band images of objects, normalised per band, with masks.
 
 Shapes: C = bands, H, W = height and width.
 """
@@ -19,14 +19,14 @@ from treadle.errors.arguments import checked
 
 CUTOUT_BANDS = ("F378", "F395", "F410", "F430", "F515", "F660", "F861", "U", "G", "R", "I", "Z")
 
-_FEW = 10  # valid pixels below which all pixels of a band are taken
+_FEW = 10  # with fewer valid pixels, all pixels of the band are used
 
 
 def to_image_torch(flat: Any) -> Tensor:
-    """Return a picture (H, W) float32 of a square number of pixels in one row, or of one that is (H, W) already.
+    """Reshape a flat row of pixels to a square (H, W) float32 image; accept an (H, W) image as well.
 
     Raises:
-        ValueError: the pixels are not those of a square.
+        ValueError: the number of pixels is not a square.
 
     Example:
         >>> to_image_torch([0, 1, 2, 3]).tolist()
@@ -44,17 +44,17 @@ def to_image_torch(flat: Any) -> Tensor:
 def elliptical_mask(
     H: int, W: int, x0: float, y0: float, a: float, b: float, theta: float, *, expand_factor: float = 4.0
 ) -> Tensor:
-    """Return (H, W) float32, 1 inside an ellipse.
+    """Return a mask (H, W) float32, 1 inside an ellipse.
 
     Args:
-        H: pixels.
-        W: pixels.
+        H: height in pixels.
+        W: width in pixels.
         x0: centre, in pixels.
         y0: centre, in pixels.
         a: semi-major axis, in pixels.
         b: semi-minor axis, in pixels.
         theta: angle of the major axis, in radians.
-        expand_factor: both axes are this many times longer.
+        expand_factor: scale of both axes.
 
     Example:
         >>> elliptical_mask(3, 3, 1, 1, 0.25, 0.25, 0.0).tolist()
@@ -67,17 +67,17 @@ def elliptical_mask(
 
 
 class SplusDataset(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Pictures of objects in a table of cut-outs.
+    """Data set of images from a table of cut-outs.
 
     An item is ``(picture, object_mask, valid_mask)``, each (C, H, W) float32. A band is arcsinh((x - median) / scale)
-    with scale = 3 MAD + 1e-6, over its valid pixels, those that are finite and not 0. The object is the ellipse of the
-    detection with axes four times as long.
+    with scale = 3 MAD + 1e-6, over its valid pixels, those that are finite and non-zero. The object mask is the
+    detection ellipse with its axes scaled by four.
 
     Args:
         df: a table, such as a polars frame or a dict of columns, whose columns are read as ``df[name][row]``:
             ``splus_cut_{band}`` (pixels), ``a_pixel_det``, ``b_pixel_det`` (pixels) and ``theta_det`` (degrees).
-        bands: names; None takes the twelve of S-PLUS.
-        img_size: pixels of a side.
+        bands: band names; None uses the twelve of S-PLUS.
+        img_size: side length in pixels.
 
     Raises:
         ConfigError: a column is missing.
@@ -106,10 +106,10 @@ class SplusDataset(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return len(self.df["theta_det"])
 
     def __getitem__(self, idx: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return picture, object mask and valid mask of an object.
+        """Return the image, object mask and valid mask of an object.
 
         Raises:
-            ValueError: a picture is not ``img_size`` x ``img_size``.
+            ValueError: an image is not ``img_size`` x ``img_size``.
         """
         size = self.img_size
         pictures = [to_image_torch(self.df[f"splus_cut_{band}"][idx]) for band in self.bands]
@@ -126,11 +126,11 @@ class SplusDataset(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     @staticmethod
     def arcsinh_norm_per_band(x: Tensor, mask_valid: Tensor, eps: float = 1e-6) -> Tensor:
-        """Return pictures (C, H, W) on the scale of their background, band by band.
+        """Normalise an image (C, H, W) by its background, band by band.
 
         Args:
             x: (C, H, W).
-            mask_valid: (C, H, W), above 0.5 where a pixel counts; with fewer than ten in a band all count.
+            mask_valid: (C, H, W), above 0.5 where a pixel is valid; a band with fewer than ten valid pixels uses all.
             eps: added to the scale.
         """
         bands = []

@@ -1,4 +1,4 @@
-"""Spectra drawn from the tokens before them in their sequences.
+"""Sampling of spectrum tokens given the preceding tokens of a sequence.
 
 Shapes: N = sequences, L = positions, R = draws of each, V = vocabulary.
 """
@@ -27,22 +27,22 @@ def draw_spectra(
     draws: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw new spectrum tokens for sequences, one after the other, given all tokens before the first.
+    """Draw new spectrum tokens autoregressively, given all tokens before the first of them.
 
-    How many tokens each group has stays as it is, and only ids of the group can be drawn.
+    The number of tokens per group is unchanged, and only ids of the group can be drawn.
 
     Args:
-        model: with the call ``model(tokens, types, attn_mask)``; put into evaluation mode for the time.
-        sequences: of one length, with spectrum ids at the same positions.
+        model: with the call ``model(tokens, types, attn_mask)``; switched to eval mode during the call.
+        sequences: all of one length, with spectrum ids at the same positions.
         vocab: the vocabulary.
-        draws: R, of each sequence.
-        generator: on the CPU; None takes the global one.
+        draws: R, samples per sequence.
+        generator: on the CPU; None uses the global one.
 
     Returns:
         Tokens (N, R, L), int64, on the CPU.
 
     Raises:
-        ConfigError: the sequences have no spectrum, or not at the same positions.
+        ConfigError: a sequence has no spectrum, or its positions differ.
 
     Example:
         >>> from treadle.astro.model import CausalTransformerLM
@@ -74,5 +74,5 @@ def draw_spectra(
 
 
 def _first_id(vocab: VocabSpec, id: int) -> int:
-    """Return the first id of the spectrum group that an id is of."""
+    """Return the first id of the spectrum group that contains an id."""
     return max(first for first in vocab.base_spectrum.values() if first <= id)

@@ -1,4 +1,4 @@
-"""The epoch driver of the astronomy face: its records hold the terms of the loss."""
+"""Epoch driver of the astronomy trainer, with the loss terms in its records."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from treadle.task import add_output
 
 
 class AstroEpochs(SelectingEpochs):
-    """Training and evaluation by epochs; every mean of a record is over its own count.
+    """Epoch driver whose recorded means are each taken over their own count.
 
     Args:
         engine: runs the steps.
-        weights: of the terms ``img``, ``sca`` and ``spec``; None for a loss of the user's own.
+        weights: weights of the terms ``img``, ``sca`` and ``spec``; None for a user-supplied loss.
     """
 
     loss_name = "loss_total"
@@ -27,7 +27,7 @@ class AstroEpochs(SelectingEpochs):
         self._weights = weights
 
     def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Train one more epoch without evaluation and selection; return its means."""
+        """Train one epoch without evaluation or selection; return its means."""
         self.prepare_alone()
         return numbers_of(super().train_epoch(loader), self._weights)
 
@@ -36,7 +36,7 @@ class AstroEpochs(SelectingEpochs):
         return {f"train_{name}": value for name, value in numbers_of(means, self._weights).items()}
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Return ``loss_total``, the terms and their counts over a loader.
+        """Evaluate on a loader; return ``loss_total``, the terms and their counts.
 
         Raises:
             ConfigError: the loader is empty.
@@ -46,7 +46,7 @@ class AstroEpochs(SelectingEpochs):
         return numbers_of({"loss": loss, "records": values}, self._weights)
 
     def step_numbers(self) -> dict[str, Any]:
-        """Return the numbers of the present step, 0 for a term without positions; read the device."""
+        """Return the values of the current step, 0 for a term without positions; synchronises with the device."""
         means = RunningMeans()
         for output in self.engine.attempt.outputs:
             add_output(means, output)

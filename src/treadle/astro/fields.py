@@ -1,4 +1,4 @@
-"""Fields of a survey: their names in file names, and the ids of their objects."""
+"""Survey fields: field names in file paths, and object ids."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _PLACE = "{field}"
 def discover_fields_from_template(
     tmpl: str | os.PathLike[str], prefix: str | None = None, suffix: str | None = None
 ) -> list[str]:
-    """Return the names of the fields that there are files of, sorted.
+    """Return the sorted names of the fields that have files.
 
     Args:
-        tmpl: path with ``{field}`` in its last part.
-        prefix: the part before the field in a file's name; None takes it from the template.
-        suffix: the part after it; None takes it from the template.
+        tmpl: path with ``{field}`` in its last component.
+        prefix: the file name before the field; None infers it from the template.
+        suffix: the file name after the field; None infers it from the template.
 
     Raises:
-        ConfigError: there is no ``{field}`` in the last part of the path.
+        ConfigError: the last component of the path has no ``{field}``.
 
     Example:
         >>> import pathlib, tempfile
@@ -50,12 +50,12 @@ def discover_fields_from_template(
 
 @checked
 def discover_fields_from_datacubes(tmpl: str | os.PathLike[str]) -> list[str]:
-    """Return the names of the fields that there are tables of; the same as :func:`discover_fields_from_template`."""
+    """Return the sorted names of the fields that have tables; an alias of :func:`discover_fields_from_template`."""
     return discover_fields_from_template(tmpl)
 
 
 def norm_splus_id(x: Any) -> str:
-    """Return an S-PLUS id as text, "" for None and NaN.
+    """Return an S-PLUS id as a string; "" for None and NaN.
 
     Example:
         >>> norm_splus_id(b"iDR4_1"), norm_splus_id(None), norm_splus_id(7)
@@ -67,7 +67,7 @@ def norm_splus_id(x: Any) -> str:
 
 
 def norm_gaia_id(x: Any) -> int | None:
-    """Return a Gaia source id as an int, or None if it is no number.
+    """Return a Gaia source id as an int, or None if it is not a number.
 
     Example:
         >>> norm_gaia_id("5853498713190525696"), norm_gaia_id(float("nan")), norm_gaia_id("?")
@@ -75,5 +75,5 @@ def norm_gaia_id(x: Any) -> int | None:
     """
     try:
         return None if x is None else int(x)
-    except (TypeError, ValueError, OverflowError):  # int(nan) and int(inf) among them
+    except (TypeError, ValueError, OverflowError):  # includes int(nan) and int(inf)
         return None

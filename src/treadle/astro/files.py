@@ -1,4 +1,4 @@
-"""The files of a run: checkpoints by step and by epoch, and the best."""
+"""Checkpoint files of a run: by step, by epoch, and the best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANY = re.compile(r"(ckpt_step_\d+|ckpt_epoch_\d+|best)(\.nonfinite)?\.pt")
 
 
 def layout_of(vocab: VocabSpec) -> dict[str, Any]:
-    """Return the description of the vocabulary in a checkpoint.
+    """Return the vocabulary layout that is stored in a checkpoint.
 
     Example:
         >>> layout_of(VocabSpec(2, 4, 2, ("a",), 2))["base_spectrum"]
@@ -34,13 +34,13 @@ def layout_of(vocab: VocabSpec) -> dict[str, Any]:
 
 
 class AstroFolder(CheckpointFolder):
-    """The folder of ``ckpt_step_{step:08d}.pt``, ``ckpt_epoch_{epoch:03d}.pt`` and ``best.pt``.
+    """Folder of ``ckpt_step_{step:08d}.pt``, ``ckpt_epoch_{epoch:03d}.pt`` and ``best.pt``.
 
     Args:
-        engine: whose state they hold.
-        vocab: the vocabulary that a checkpoint must have.
+        engine: engine whose state is saved.
+        vocab: the vocabulary that a checkpoint must match.
         path: the folder; None writes nothing.
-        save_total_limit: checkpoints of epochs, and of steps, that stay, the newest ones; None keeps all.
+        save_total_limit: how many of the newest checkpoints to keep, of epochs and of steps each; None keeps all.
     """
 
     loss_settings = ("loss_config", "use_ce")
@@ -63,12 +63,12 @@ class AstroFolder(CheckpointFolder):
         self.use(path)
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Return every checkpoint, those that are not finite included; the best comes last."""
+        """Return every checkpoint, including non-finite ones, with the best last."""
         found = [path for path in sorted(folder.glob("*.pt")) if _ANY.fullmatch(path.name)]
         return sorted(found, key=lambda path: path.name.startswith("best"))
 
     def resume(self, source: str | Path | None) -> Path | None:
-        """Load what ``resume_from`` names, and give an epoch its file if a kill left only ``best.pt`` of it."""
+        """Load ``resume_from``; rewrite an epoch's file if a kill left only its ``best.pt``."""
         found = super().resume(source)
         if found is not None and found.name == "best.pt":
             own = found.with_name(self._epoch_name())
@@ -79,7 +79,7 @@ class AstroFolder(CheckpointFolder):
         """Restore a checkpoint tree in place.
 
         Raises:
-            CheckpointError: it is of another vocabulary, or the model or the optimizer does not fit.
+            CheckpointError: the vocabulary, the model or the optimizer does not match.
         """
         if is_original(tree):
             self.engine.logger.warning(
@@ -104,7 +104,7 @@ class AstroFolder(CheckpointFolder):
         return f"ckpt_epoch_{self.engine.epoch:03d}.pt"
 
     def write_epoch(self, *, improved: bool) -> None:
-        """Write the checkpoint of the epoch, and ``best.pt`` if it is the best; all ranks take part."""
+        """Write the checkpoint of the epoch, and ``best.pt`` if it improved; a collective call."""
         folder, name = self.path, self._epoch_name()
         if folder is None:
             return
@@ -118,11 +118,11 @@ class AstroFolder(CheckpointFolder):
         self.record_written()
 
     def write_last(self) -> None:
-        """Write the present state under the number of its step; all ranks take part."""
+        """Write the current state under its step number; a collective call."""
         self.write_step()
 
     def write_step(self) -> None:
-        """Write the checkpoint of the present step; all ranks take part."""
+        """Write the checkpoint of the current step; a collective call."""
         if self.path is not None:
             folder = self.path
             step = self.engine.step
@@ -130,7 +130,7 @@ class AstroFolder(CheckpointFolder):
             on_rank_0(lambda: self._retention.prune(folder, r"ckpt_step_(\d+)\.pt", protected, newest=step))
 
     def write(self, path: Path) -> Path:
-        """Write the present state to a file; all ranks take part."""
+        """Write the current state to a file; a collective call."""
         self.before_write()
         tree = self.engine.state_dict()
         written = on_rank_0(lambda: save_checkpoint(tree, path))
@@ -140,11 +140,11 @@ class AstroFolder(CheckpointFolder):
 
 
 class StepCheckpoints(BaseHook):
-    """Hook that requests a checkpoint every so many steps; all of them stay.
+    """Hook that requests a checkpoint at a fixed step interval and keeps them all.
 
     Args:
-        write: writes it.
-        interval: steps between two, >= 1.
+        write: writes the checkpoint.
+        interval: steps between checkpoints, >= 1.
     """
 
     def __init__(self, write: Callable[[], object], interval: int):
@@ -152,6 +152,6 @@ class StepCheckpoints(BaseHook):
         self._interval = interval
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Ask for it; it is written once every hook has seen the step."""
+        """Request the checkpoint; it is written once every hook has seen the step."""
         if trainer.step % self._interval == 0:
             trainer.request_write(self._write)

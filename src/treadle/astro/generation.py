@@ -1,4 +1,4 @@
-"""Continuing sequences one token at a time.
+"""Autoregressive generation of token sequences.
 
 Shapes: B = sequences, L = positions of the prompt, N = new positions, V = vocabulary.
 """
@@ -20,20 +20,19 @@ if TYPE_CHECKING:
     from treadle.astro.vocab import VocabSpec
 
 
-_Arcs = dict[int, int]  # kind of id -> the state that it leads to
-_DEAD = 0  # the state after an id that was not legal
+_Arcs = dict[int, int]  # kind of id -> next state
+_DEAD = 0  # state after an illegal id
 
 
 class SequenceGrammar:
-    """Follower of sequences in the order of `encode_sequence`, which returns the ids that are legal next.
+    """State machine that follows sequences in the order of `encode_sequence` and returns the legal next ids.
 
-    That order is BOS; image ids or MISS, SEP; a bin or MISS for each scalar column, or one MISS for all, SEP; for
-    each spectrum group its ids or MISS, SEP; EOS; then PAD forever. The number of image and spectrum ids is
-    free.
+    That order is BOS; image ids or MISS, SEP; a bin or MISS for each scalar column, or one MISS for all, SEP; for each
+    spectrum group its ids or MISS, SEP; EOS; then only PAD. The numbers of image and spectrum ids are free.
 
     Args:
         vocab: the vocabulary.
-        device: of the tokens.
+        device: device of the tokens.
 
     Example:
         >>> from treadle.astro.vocab import build_vocab_spec
@@ -60,16 +59,16 @@ class SequenceGrammar:
         self._next_SK = next_SK.to(device)
 
     def read(self, tokens_BL: Tensor) -> Tensor:
-        """Return the states (B,) after the given beginnings of sequences.
+        """Return the states (B,) after the given prefixes.
 
         Raises:
-            ConfigError: an id is not legal at its place.
+            ConfigError: an id is not legal at its position.
         """
         states_B = torch.full((len(tokens_BL),), self._start, device=tokens_BL.device)
         passed = [states_B]
         for tokens_B in tokens_BL.unbind(1):
             passed.append(self.advance(passed[-1], tokens_B))
-        dead = (torch.stack(passed, dim=1) == _DEAD).nonzero()  # the host waits here, once for a whole prompt
+        dead = (torch.stack(passed, dim=1) == _DEAD).nonzero()  # one device synchronisation for the whole prompt
         if len(dead):
             row, position = dead[0].tolist()
             self._refuse(tokens_BL, row, position - 1, passed[position - 1][row])
@@ -84,20 +83,20 @@ class SequenceGrammar:
         )
 
     def advance(self, states_B: Tensor, ids_B: Tensor) -> Tensor:
-        """Return the states (B,) after one more id each."""
+        """Return the states (B,) after one more id per row."""
         return self._next_SK[states_B, self._kind_V[ids_B]]
 
     def legal(self, states_B: Tensor) -> Tensor:
-        """Return (B, V) bool, True = this id may follow."""
+        """Return (B, V) bool, True = the id is legal next."""
         return (self._next_SK[states_B] != _DEAD)[:, self._kind_V]
 
     def ended(self, states_B: Tensor) -> Tensor:
-        """Return (B,) bool, True = the sequence has its EOS."""
+        """Return (B,) bool, True = the sequence has reached EOS."""
         return states_B == self._ended
 
 
 def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
-    """Build the states from the last one to the first, and return them, the first and the last."""
+    """Build the states from last to first; return them with the first and the last."""
     pad, bos, eos, sep, miss, image = range(NUM_SPECIAL + 1)
     first_column = image + 1
     first_group = first_column + vocab.n_columns
@@ -108,7 +107,7 @@ def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
         return len(states) - 1
 
     def add_run(kind: int, following: int) -> int:
-        """One or more ids of a kind, or MISS; then SEP."""
+        """Add one or more ids of a kind, or MISS, followed by SEP."""
         more = add({sep: following})
         states[more][kind] = more
         return add({kind: more, miss: add({sep: following})})
@@ -122,7 +121,7 @@ def _states(vocab: VocabSpec) -> tuple[list[_Arcs], int, int]:
     following = second = add({sep: after_scalars})
     for kind in reversed(range(first_column, first_group)):
         second, following = following, add({kind: following, miss: following})
-    # MISS in place of the first column may also be the whole modality absent, and SEP follow at once.
+    # MISS at the first column may also mean that the whole modality is absent, followed directly by SEP.
     states[following][miss] = add({**states[second], sep: after_scalars})
     following = add_run(image, following)
     return states, add({bos: following}), ended
@@ -140,7 +139,7 @@ def generate(
     generator: torch.Generator | None,
     legal_only: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Continue sequences; `CausalTransformerLM.generate` is the public way to call this and documents it."""
+    """Continue sequences; see `CausalTransformerLM.generate`, the public interface."""
     _check(model, tokens, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k)
     _check_vocab(model, vocab, legal_only=legal_only)
     end = min(tokens.shape[1] + max_new_tokens, model.max_len)
@@ -160,7 +159,7 @@ def generate(
 
 
 class _AnyId:
-    """Any id may follow; its type is that of the id, or without a vocabulary the last of the prompt."""
+    """Unconstrained generation; types come from the vocabulary, or without one from the last prompt position."""
 
     def __init__(self, vocab: VocabSpec | None, types_BL: Tensor):
         self._vocab = vocab
@@ -173,12 +172,12 @@ class _AnyId:
         return logits_BV
 
     def follow(self, ids_B: Tensor) -> Tensor:
-        """Take note of the ids that were drawn and return their types."""
+        """Record the drawn ids and return their types."""
         return self._types_B if self._vocab is None else self._vocab.types_of(ids_B)
 
 
 class _LegalId:
-    """Only ids that are legal at their position may follow, and each has the type of its id."""
+    """Generation restricted to legal ids; types come from the vocabulary."""
 
     def __init__(self, vocab: VocabSpec, tokens_BL: Tensor):
         self._vocab = vocab
@@ -197,7 +196,7 @@ class _LegalId:
 
 
 def _choose(logits_BV: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Draw one id a row, (B,)."""
+    """Draw one id per row, (B,)."""
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
     ids_BK = None

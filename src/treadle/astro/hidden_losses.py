@@ -1,10 +1,10 @@
-"""The same losses from hidden states and the head's weight: the (N, V) logits never exist.
+"""Losses computed from hidden states and the head's weight, without materialising the (N, V) logits.
 
-Logits are made in pieces, and each piece is turned into its gradient in place and multiplied into the gradients of the
-hidden states and of the head before the next piece is made. So the forward pass does all the work, since what the loss
-is multiplied with later is one number. The products run in the type of autocast; sums over pieces are float32.
+Logits are computed in chunks. Each chunk is overwritten by its gradient and multiplied into the gradients of the hidden
+states and the head before the next chunk is computed. The forward pass thus does all the work, since the upstream
+gradient of the loss is a scalar. Products use the autocast dtype; sums over chunks are float32.
 
-Shapes: N = positions (B·L), E = width of the hidden states, V = vocabulary, R = rows of a piece, G = groups of a block,
+Shapes: N = positions (B·L), E = width of the hidden states, V = vocabulary, R = rows of a chunk, G = groups of a block,
 M = slots of each, K = ids of one group.
 """
 
@@ -24,15 +24,15 @@ from treadle.astro.sampling import Block, LossPositions, choose_positions
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError
 
-# Logits of a piece: 96 MiB in bfloat16. More rows make larger products and fewer additions to the head's gradient,
-# fewer take less memory.
+# Logits of a chunk: 96 MiB in bfloat16. More rows mean larger products and fewer additions to the head's gradient;
+# fewer rows take less memory.
 _PIECE_LOGITS = 3 << 24
-# Numbers of the head's gradient that exist beside their sum at one time: 32 MiB in bfloat16.
+# Entries of the head's gradient held at one time in addition to their sum: 32 MiB in bfloat16.
 _PRODUCT = 1 << 24
-# The fast matrix products of GPUs want every length to be a multiple of 8 or more; with 68,613 ids as they are they
-# took seven times as long. So rows of logits begin at multiples of this, and the last ids are multiplied apart.
+# Fast GPU matrix products need every dimension to be a multiple of at least 8; with 68,613 unpadded ids they took seven
+# times as long. Rows of logits therefore start at multiples of this, and the last ids are multiplied separately.
 _ALIGNED = 64
-# In float16 a sum over the rows of a piece could leave the range; hidden states this much smaller keep it inside.
+# In float16 a sum over the rows of a chunk could overflow; scaling the hidden states down by this factor prevents it.
 _FLOAT16_SHRINK = 2.0**-5
 
 
@@ -51,17 +51,17 @@ def combined_loss_from_hidden(
     positions: LossPositions | None = None,
     totals: Mapping[str, float] | None = None,
 ) -> tuple[Tensor, Stats]:
-    """`combined_loss` of ``hidden @ head.T`` without ever making those logits.
+    """Compute `combined_loss` of ``hidden @ head.T`` without materialising those logits.
 
-    Equal to it up to rounding, in value and in the gradients of ``hidden`` and the head.
+    The value and the gradients of ``hidden`` and the head are equal up to rounding.
 
     Args:
         hidden: (B, L, E) or (N, E), the input of the head.
         head: a linear layer without bias, or its weight (V, E).
-        targets: and everything after them as in `combined_loss`.
+        targets: this and the remaining arguments as in `combined_loss`.
 
     Raises:
-        ConfigError: the head has a bias or another width or type than the hidden states, or as `combined_loss`.
+        ConfigError: the head has a bias, or its width or dtype differs from the hidden states'; or as `combined_loss`.
 
     Example:
         >>> from treadle.astro.vocab import build_vocab_spec
@@ -96,18 +96,18 @@ def loss_of_hidden(
     *,
     totals: Mapping[str, float] | None = None,
 ) -> LossValues:
-    """The loss at chosen positions, with its terms and counts, as a training step calls it.
+    """Return the loss at the chosen positions with its terms and counts; called by the training step.
 
     Args:
         hidden: (B, L, E) or (N, E).
         head: a linear layer without bias, or its weight (V, E).
-        positions: of the targets of these hidden states.
+        positions: chosen from the targets of these hidden states.
         codebooks: prepared for the vocabulary.
-        weights: of ``img``, ``sca`` and ``spec``.
+        weights: weights of ``img``, ``sca`` and ``spec``.
         totals: positions of each term in the whole step; None: this batch is the step.
 
     Raises:
-        ConfigError: the head does not fit, the positions are of another batch, a codebook is absent, or a total is
+        ConfigError: the head does not match, the positions are from another batch, a codebook is missing, or a total is
             too small.
     """
     weight = _weight_of(head)
@@ -144,7 +144,7 @@ def _product_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _HeadLogits:
-    """Logits made from hidden states on demand; their gradients flow on to hidden states and head."""
+    """Logits computed on demand from hidden states; gradients go to the hidden states and the head."""
 
     def __init__(self, hidden: Tensor, weight_VE: Tensor, dtype: torch.dtype, *, wanted: tuple[bool, bool]) -> None:
         hidden_NE = hidden.reshape(-1, hidden.shape[-1])
@@ -181,7 +181,7 @@ class _HeadLogits:
 
     @staticmethod
     def _add_products(sums_KE: Tensor, gradient_RK: Tensor, hidden_RE: Tensor, factor: float) -> None:
-        """Add ``factor`` times gradientᵀ @ hidden, some ids at a time; columns beyond the sums' are left out."""
+        """Add ``factor`` times gradientᵀ @ hidden, a block of ids at a time; extra columns are ignored."""
         ids = gradient_RK.shape[1]
         step = _aligned(-(-ids // max(1, -(-ids * hidden_RE.shape[1] // _PRODUCT))))
         for start in range(0, len(sums_KE), step):
@@ -191,7 +191,7 @@ class _HeadLogits:
 
     def add_of(self, block: Block, gradient_GMK: Tensor, *, scale: float) -> None:
         size = None
-        if self.shrink != 1.0:  # large codebook values must not leave the range of float16
+        if self.shrink != 1.0:  # large codebook values must not overflow float16
             size = gradient_GMK.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
             gradient_GMK = gradient_GMK / size
         gradient_GMK = gradient_GMK.to(self.hidden_NE.dtype)
@@ -200,7 +200,7 @@ class _HeadLogits:
             product_SE = product_SE.to(self.hidden_grad_NE.dtype).mul_(scale)
             if size is not None:
                 product_SE *= size
-            # A position is in one slot at most, so nothing is added twice and the order cannot matter.
+            # Each position is in at most one slot, so nothing is added twice and the order does not matter.
             self.hidden_grad_NE[block.rows_GM.flatten()[block.filled]] += product_SE
         if self.weight_grad_VE is not None:
             hidden_GME = self._shrunk(self.hidden_NE[block.rows_GM])
@@ -229,7 +229,7 @@ def _aligned(length: int) -> int:
 
 
 def _aligned_parts(weight_VE: Tensor) -> list[tuple[int, Tensor]]:
-    """Return (first id, rows) of parts of aligned lengths: nearly all rows as they are, the rest filled up with 0."""
+    """Return (first id, rows) of parts with aligned lengths: nearly all rows unchanged, the rest zero-padded."""
     whole = len(weight_VE) - len(weight_VE) % _ALIGNED
     rest_KE = weight_VE[whole:]
     parts = [(0, weight_VE[:whole])] if whole else []
@@ -241,7 +241,7 @@ def _aligned_parts(weight_VE: Tensor) -> list[tuple[int, Tensor]]:
 
 
 class _LossOfHidden(torch.autograd.Function):
-    """Loss whose gradients are taken in the forward pass, while the pieces of logits exist."""
+    """Loss whose gradients are computed in the forward pass, while each chunk of logits exists."""
 
     @staticmethod
     def forward(
@@ -261,7 +261,7 @@ class _LossOfHidden(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Any, ...]:
         hidden, weight = ctx.saved_tensors
         sums, ctx.sums = ctx.sums, None
-        if sums is None:  # a second backward pass: the first one has given the sums away
+        if sums is None:  # a second backward pass: the first has already returned the sums
             dtype, wanted, rest = ctx.settings
             source = _HeadLogits(hidden, weight, dtype, wanted=wanted)
             sum_terms(source, *rest, with_gradient=True)
@@ -272,7 +272,7 @@ class _LossOfHidden(torch.autograd.Function):
 
 
 def _times(sums: Tensor | None, upstream: Tensor, *, like: Tensor) -> Tensor | None:
-    """Return the sums times a number in the type and shape of a tensor, in their own memory where they fit."""
+    """Return the sums times a scalar in the dtype and shape of ``like``, in place where possible."""
     if sums is None:
         return None
     result = sums if sums.dtype == like.dtype else torch.empty_like(sums, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""Initial embeddings of ids: close to those of similar values.
+"""Embedding initialisation that places similar values close together.
 
 Shapes: G = groups of one modality, K = ids of one group, F = features of an id, D = model width.
 """
@@ -29,21 +29,21 @@ def initialise_from_codebooks(
     spectrum_codebook: Any = None,
     std: float = 0.05,
 ) -> None:
-    """Start the rows of embedding and head from the values behind their ids, in place.
+    """Initialise embedding and head rows from the values behind their ids, in place.
 
-    Otherwise a model must learn from examples alone that two patches look alike or that two bins are neighbours. The
-    values of each codebook are projected at random, as are cosines along the bins of a column; embedding, head, groups
-    and columns have their own projections. Special ids, and ids of a codebook that is not given, stay as they are.
+    Otherwise the model must learn from examples alone that two patches look alike or that two bins are adjacent. The
+    values of each codebook and cosines along the bins of each column are projected at random, with separate projections
+    for embedding, head, groups and columns. Special ids and ids without a given codebook are unchanged.
 
     Args:
-        model: not trained yet.
-        vocab: its vocabulary.
-        image_codebook: (v_image, numbers).
-        spectrum_codebook: mapping from each group to (v_spectra, numbers), or (groups, v_spectra, numbers).
+        model: an untrained model.
+        vocab: the vocabulary of the model.
+        image_codebook: (v_image, values).
+        spectrum_codebook: mapping from each group to (v_spectra, values), or (groups, v_spectra, values).
         std: root mean square of the new rows.
 
     Raises:
-        ConfigError: the model is of another vocabulary, a codebook does not fit it, or ``std`` is not above 0.
+        ConfigError: the model or a codebook does not match the vocabulary, or ``std`` is not above 0.
 
     Example:
         >>> vocab = VocabSpec(3, 4, 2, ("a",), 2)
@@ -73,7 +73,7 @@ def initialise_from_codebooks(
 
 
 def _cosines(n_bins: int) -> Tensor:
-    """Return (K, F): low frequencies weigh most, so the nearer two bins are, the more similar are their rows."""
+    """Return features (K, F), weighted towards low frequencies so that nearby bins have similar rows."""
     waves_F = torch.arange(1, _WAVES + 1)
     places_K = (torch.arange(n_bins) + 0.5) / n_bins
     return torch.cos(math.pi * places_K[:, None] * waves_F) / waves_F.sqrt()

@@ -1,10 +1,10 @@
-"""JointRegressor: distributions of numbers of objects from their pictures, spectra and other numbers, read as they are.
+"""Joint regression of scalars from raw images, spectra and other scalars.
 
-`CausalTransformerLM` reads tokens and loses what a codebook rounds away. This model reads pixels, fluxes and
-numbers, and answers with a distribution of each number that is hidden, and with the picture or spectrum where that is.
+`CausalTransformerLM` reads tokens and loses what quantization discards. This model reads pixels, fluxes and scalars,
+and predicts a distribution of each hidden scalar, and the image or spectrum where it is hidden.
 
-Shapes: B = objects, C = columns of a survey, K = parts of a mixture, H, W = height and width of a picture,
-L = points of a spectrum, D = model width.
+Shapes: B = objects, C = columns of a survey, K = mixture components, H, W = height and width of an image, L = points of
+a spectrum, D = model width.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PATCH, _SEGMENT, _QUANTILES = 8, 16, 129
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixtures of Gaussians, one for each number.
+    """Gaussian mixtures, one for each scalar.
 
     Attributes:
-        log_weights: (..., K), weights that sum to 1.
+        log_weights: (..., K), logarithms of weights that sum to 1.
         means: (..., K).
         scales: (..., K) standard deviations.
 
@@ -50,13 +50,13 @@ class Mixture:
         return (self.log_weights.exp() * self.means).sum(-1)
 
     def log_prob(self, values: Tensor) -> Tensor:
-        """Return the logarithms of the densities at ``values`` (...)."""
+        """Return the log densities at ``values`` (...)."""
         off = (values[..., None] - self.means) / self.scales
         parts = self.log_weights - 0.5 * off.square() - self.scales.log() - 0.5 * math.log(2 * math.pi)
         return parts.logsumexp(-1)
 
     def cdf(self, values: Tensor) -> Tensor:
-        """Return the probabilities (...) of being at most ``values``: the PIT values of true numbers."""
+        """Return the probabilities (...) of being at most ``values``; for true values these are the PIT values."""
         off = (values[..., None] - self.means) / self.scales
         below: Tensor = (self.log_weights.exp() * torch.special.ndtr(off)).sum(-1)
         return below
@@ -64,13 +64,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Answer:
-    """Predictions of the model for the objects of a survey.
+    """Model predictions for the objects of a survey.
 
     Attributes:
-        numbers: a mixture for each column, in deviations of the training objects from their mean.
-        latent: (B, C, D) input of the mixtures.
-        picture: (B, channels, H, W) expected pixels from 0 to 1, where the survey has pictures.
-        spectrum: (B, L) expected arcsinh fluxes in deviations, where it has spectra.
+        numbers: a mixture for each column, standardised by the training objects.
+        latent: (B, C, D) input of the mixture head.
+        picture: (B, channels, H, W) expected pixels in [0, 1], if the survey has images.
+        spectrum: (B, L) expected arcsinh fluxes, standardised, if the survey has spectra.
     """
 
     numbers: Mixture
@@ -80,7 +80,7 @@ class Answer:
 
 
 class SurveyInputs(nn.Module):
-    """The objects of one survey as tokens, a column, a patch of a picture or a segment of a spectrum each."""
+    """Input embedding of one survey: a token per column, image patch or spectrum segment."""
 
     mean: Tensor
     deviation: Tensor
@@ -133,7 +133,7 @@ class SurveyInputs(nn.Module):
         self.register_buffer("usual", torch.zeros(self.shape))
 
     def fit(self, survey: Survey) -> None:
-        """Take scales from training objects; what is not finite is missing."""
+        """Fit the scales to training objects; non-finite values are missing."""
         table = _known(survey.scalars)
         with torch.no_grad():
             self.mean.copy_(torch.from_numpy(np.nanmean(table, axis=0)))
@@ -149,16 +149,16 @@ class SurveyInputs(nn.Module):
                 self.usual.copy_(torch.from_numpy(mean).logit(1e-3))
 
     def standardised(self, scalars: Tensor) -> Tensor:
-        """Return numbers (B, C) in deviations from the mean of the training objects; NaN stays."""
+        """Return scalars (B, C) standardised by the training objects; NaN is kept."""
         return (scalars - self.mean) / self.deviation
 
     def fluxes(self, spectra: Tensor) -> Tensor:
-        """Return arcsinh fluxes (B, L) in deviations of each point, cut off at 5; 0 where a flux is not finite."""
+        """Return arcsinh fluxes (B, L), standardised per point and clipped at 5; 0 where a flux is not finite."""
         found = (torch.asinh(spectra / 0.5) - self.flux_mean) / self.flux_deviation
         return torch.where(spectra.isfinite(), found, 0.0).clamp(-5, 5)
 
     def tokens(self, scalars: Tensor, seen: Tensor, data: Tensor | None, hide_data: Tensor | None) -> Tensor:
-        """Return the tokens (B, C and others, D), columns first; columns that are not ``seen`` (B, C) are not read."""
+        """Return the tokens (B, C + others, D), columns first; columns that are not ``seen`` (B, C) are not read."""
         plain = self.standardised(scalars).clamp(-6, 6)
         rank = (scalars.nan_to_num()[..., None] >= self.quantiles).float().mean(-1)
         both = torch.stack([plain, torch.special.ndtri(rank.clamp(0.004, 0.996))], dim=-1)
@@ -188,9 +188,9 @@ class SurveyInputs(nn.Module):
         return tokens
 
     def given_back(self, hidden: Tensor) -> Tensor:
-        """Return the expected picture or spectrum from the last states (B, C and others, D).
+        """Return the expected image or spectrum from the final hidden states (B, C + others, D).
 
-        They start at the mean of the training objects: the last layer starts at zero.
+        The last layer is initialised to zero, so predictions start at the mean of the training objects.
         """
         out: Tensor = self.back(hidden[:, len(self.columns) :])
         if self.kind == "spectrum":
@@ -202,7 +202,7 @@ class SurveyInputs(nn.Module):
 
 
 def _known(table: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """Return numbers (N, C) with NaN where they are not finite, and 0 in columns that have no other."""
+    """Replace non-finite values (N, C) by NaN, or by 0 in columns without a finite value."""
     rows = np.asarray(table, dtype=np.float64)
     rows = np.where(np.isfinite(rows), rows, np.nan)
     rows[:, np.isnan(rows).all(axis=0)] = 0.0
@@ -210,16 +210,16 @@ def _known(table: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
 
 
 class JointRegressor(nn.Module):
-    """One transformer for all surveys: from the known values of an object to a distribution of the others.
+    """Transformer over all surveys that predicts distributions of unknown values from known ones.
 
     Args:
-        surveys: by name, for the sizes of columns, pictures and spectra.
+        surveys: by name; they determine the sizes of columns, images and spectra.
         d_model: width; a multiple of ``n_heads``.
         n_layers: layers, shared by the surveys.
         n_heads: attention heads.
-        d_ff: width of the feed-forward.
+        d_ff: width of the feed-forward layers.
         dropout: in [0, 1).
-        parts: Gaussians in a mixture.
+        parts: Gaussians per mixture.
 
     Example:
         >>> table = Survey("a", ("a.x", "a.y"), np.random.default_rng(0).normal(size=(30, 2)), np.arange(30))
@@ -260,12 +260,12 @@ class JointRegressor(nn.Module):
             self.biases[name] = nn.Parameter(bias.flatten(1))
 
     def fit(self, surveys: Mapping[str, Survey]) -> None:
-        """Take the scales of all inputs from training objects."""
+        """Fit the scales of all inputs to training objects."""
         for name, survey in surveys.items():
             self.survey(name).fit(survey)
 
     def survey(self, name: str) -> SurveyInputs:
-        """Return the inputs of a survey."""
+        """Return the input embedding of a survey."""
         found = self.inputs[name]
         assert isinstance(found, SurveyInputs)
         return found
@@ -280,16 +280,16 @@ class JointRegressor(nn.Module):
         hide_data: Tensor | None = None,
         give_back: bool = False,
     ) -> Answer:
-        """Answer about objects of one survey.
+        """Predict the hidden values of objects of one survey.
 
         Args:
-            name: of the survey.
-            scalars: (B, C) numbers in their units; NaN is missing.
-            hide: (B, C) or (1, C) bool, True = not shown.
-            data: pictures (B, channels, H, W) from 0 to 1, or spectra (B, L), where the survey has them. A flux that is
-                not finite is taken for the mean of the training objects.
-            hide_data: (B,) bool, True = the picture or spectrum is not shown; None shows all.
-            give_back: answer with a picture or spectrum too.
+            name: name of the survey.
+            scalars: (B, C) values in their units; NaN is missing.
+            hide: (B, C) or (1, C) bool, True = hidden.
+            data: images (B, channels, H, W) in [0, 1], or spectra (B, L), if the survey has them. A non-finite flux is
+                replaced by the mean of the training objects.
+            hide_data: (B,) bool, True = the image or spectrum is hidden; None hides none.
+            give_back: predict the image or spectrum as well.
         """
         inputs = self.survey(name)
         seen = scalars.isfinite() & ~hide
@@ -309,12 +309,12 @@ class JointRegressor(nn.Module):
 def joint_loss(
     answer: Answer, target: Tensor, counted: Tensor, *, likelihood: float = 1.0, squared: float = 1.0
 ) -> Tensor:
-    """Return minus the log likelihood and the squared error of the expected value, a mean over the counted numbers.
+    """Return weighted negative log likelihood plus squared error of the expected value, averaged over counted values.
 
     Args:
-        answer: with mixtures (B, C).
-        target: (B, C) in deviations; not read where it is not counted.
-        counted: (B, C) bool.
+        answer: predictions with mixtures (B, C).
+        target: (B, C), standardised; not read where it is not counted.
+        counted: (B, C) bool, True = contributes to the loss.
         likelihood: weight of the likelihood.
         squared: weight of the squared error.
     """

@@ -1,4 +1,4 @@
-"""One causal transformer layer, and the keys and values that it keeps while a sequence grows.
+"""Causal transformer layer with a key-value cache.
 
 Shapes: B = sequences, L = positions, T = positions seen so far, D = model width, H = heads, E = D / H.
 """
@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 
 class LayerCache:
-    """The keys and values of one layer, in memory that is taken once, at the first positions.
+    """Key-value cache of one layer, allocated once at the first call.
 
     Args:
-        capacity: positions that there is room for.
+        capacity: maximum number of positions.
 
     Example:
         >>> cache = LayerCache(4)
@@ -29,7 +29,7 @@ class LayerCache:
         self._memory_2BHTE: Tensor | None = None
 
     def extend(self, keys_BHLE: Tensor, values_BHLE: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of further positions and return those of all, (B, H, T, E)."""
+        """Append the keys and values of new positions and return those of all positions, (B, H, T, E)."""
         batch, heads, new, width = keys_BHLE.shape
         if self._memory_2BHTE is None:
             self._memory_2BHTE = keys_BHLE.new_empty(2, batch, heads, self.capacity, width)
@@ -41,11 +41,11 @@ class LayerCache:
 
 
 class CausalLayer(nn.Module):
-    """Transformer layer: causal attention, then a GELU feed-forward, each added to its input.
+    """Transformer layer of causal attention and a GELU feed-forward, each with a residual connection.
 
-    Dropout acts on the attention weights, inside the feed-forward, and on what each half adds. With ``norm_first`` each
-    half normalises its input (pre-norm); without, the sum of both (post-norm, Vaswani et al. 2017). With
-    ``causal=False`` every position sees all others.
+    Dropout is applied to the attention weights, inside the feed-forward, and to the output of each block. With
+    ``norm_first`` each block normalises its input (pre-norm), otherwise the sum (post-norm, Vaswani et al. 2017). With
+    ``causal=False`` every position attends to all others.
 
     Example:
         >>> layer = CausalLayer(8, n_heads=2, d_ff=16, dropout=0.0)
@@ -76,11 +76,11 @@ class CausalLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, hidden_BLD: Tensor, cache: LayerCache | None = None) -> Tensor:
-        """Transform positions, each of which sees itself and those before it.
+        """Transform positions, each attending to itself and to earlier ones.
 
         Args:
             hidden_BLD: (B, L, D).
-            cache: holds the positions before these and gets these too. L must be 1 unless it is empty.
+            cache: holds the earlier positions; these are appended. L must be 1 unless it is empty.
 
         Returns:
             (B, L, D).
@@ -108,7 +108,7 @@ class CausalLayer(nn.Module):
             values,
             dropout_p=self.dropout.p if self.training else 0.0,
             is_causal=self.causal
-            and queries.shape[2] > 1,  # a single query is the last position and sees the whole cache
+            and queries.shape[2] > 1,  # a single query is the last position and attends to the whole cache
         )
         out_BLD: Tensor = self.out_proj(mixed_BHLE.transpose(1, 2).flatten(2))
         return out_BLD
@@ -119,9 +119,9 @@ class CausalLayer(nn.Module):
 
 
 def padding_last(valid_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the order that puts the valid positions of each row first, and where each position went.
+    """Return the permutation that puts the valid positions of each row first, and its inverse.
 
-    Both halves keep the order that they had. The host reads nothing.
+    Valid and padded positions each keep their relative order. Does not synchronise with the device.
 
     Args:
         valid_BL: (B, L) bool, True = valid.

@@ -1,4 +1,4 @@
-"""The data loader of the settings."""
+"""Data loader built from the settings."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def build_loader(
     shuffle: bool = True,
     batch_sampler: Iterable[list[int]] | None = None,
 ) -> DataLoader[Any]:
-    """Make a loader of padded batches.
+    """Build a loader of padded batches.
 
-    Memory is pinned where CUDA is there to copy from it; without workers nothing persists or is prefetched.
+    Memory is pinned only if CUDA is available; ``persistent_workers`` and ``prefetch_factor`` need workers.
 
     Args:
-        dataset: gives sequences, as `encode_sequence` makes them.
-        training: batch size, workers and their options; a mapping is read as `AstroTrainer` reads it.
-        shuffle: a new order each epoch, drawn from the global generator.
-        batch_sampler: gives the indices of each batch, instead of the batch size and ``shuffle``.
+        dataset: yields sequences in the format of `encode_sequence`.
+        training: batch size, workers and their options; a mapping is read as by `AstroTrainer`.
+        shuffle: reshuffle each epoch with the global generator.
+        batch_sampler: yields the indices of each batch; replaces the batch size and ``shuffle``.
 
     Returns:
-        A loader of what `collate_sequences` makes.
+        A loader whose batches come from `collate_sequences`.
 
     Example:
         >>> sequences = [{"tokens": [1, 2], "types": [1, 2]}, {"tokens": [1, 5, 2], "types": [1, 5, 2]}]

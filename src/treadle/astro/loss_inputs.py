@@ -1,4 +1,4 @@
-"""What the losses are given besides logits and targets: their settings and the checked codebooks.
+"""Inputs of the losses besides logits and targets: settings and validated codebooks.
 
 Shapes: G = groups of one modality, K = ids of one group, D = dimensions of a codebook's values.
 """
@@ -25,12 +25,12 @@ logger = logging.getLogger("treadle.astro")
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """How the reconstruction terms are weighted and sampled.
+    """Weights and sampling of the reconstruction terms.
 
     Attributes:
         enabled: whether there are reconstruction terms.
-        sample_k: positions of a modality that a term is taken over at most; a spectrum group has its share.
-        weight_image: weight of the image term; a term of weight 0 is not computed.
+        sample_k: maximum number of positions per modality and term; spectrum groups share it.
+        weight_image: weight of the image term; a term with weight 0 is not computed.
         weight_scalar: weight of the scalar term.
         weight_spectrum: weight of the spectrum term.
 
@@ -51,7 +51,7 @@ class LossConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
             raise ConfigError("must be True or False", argument="enabled", value=self.enabled)
-        object.__setattr__(self, "sample_k", check_sample_k(self.sample_k))  # plain numbers, also out of NumPy's
+        object.__setattr__(self, "sample_k", check_sample_k(self.sample_k))  # NumPy scalars become plain numbers
         for name in ("weight_image", "weight_scalar", "weight_spectrum"):
             value = getattr(self, name)
             number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
@@ -63,10 +63,11 @@ class LossConfig:
 
     @classmethod
     def read(cls, config: Any) -> LossConfig:
-        """Read a mapping or a dataclass with these fields; ``sample_k_per_modality`` is ``sample_k``.
+        """Build settings from a mapping or dataclass with these fields; ``sample_k_per_modality`` aliases ``sample_k``.
 
         Raises:
-            ConfigError: an unknown key, ``sample_k`` given twice and differently, or a value outside its range.
+            ConfigError: a key is unknown, ``sample_k`` is given twice with different values, or a value is out of
+                range.
         """
         if config is None or isinstance(config, LossConfig):
             return config or cls()
@@ -90,14 +91,14 @@ class LossConfig:
         return cls(**settings)
 
     def term_weights(self, vocab: VocabSpec) -> dict[str, float]:
-        """Return the weights of ``img``, ``sca`` and ``spec``; 0 for a term that is off or has no ids."""
+        """Return the weights of ``img``, ``sca`` and ``spec``; 0 for a term that is disabled or has no ids."""
         spectrum = self.weight_spectrum if vocab.spectrum_groups else 0.0
         weights = {"img": self.weight_image, "sca": self.weight_scalar, "spec": spectrum}
         return {term: float(weight) if self.enabled else 0.0 for term, weight in weights.items()}
 
 
 def check_sample_k(k: int) -> int:
-    """Return k as an int if it is a whole number >= 1.
+    """Return k as an int if it is an integer >= 1.
 
     Raises:
         ConfigError: it is not.
@@ -108,12 +109,12 @@ def check_sample_k(k: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Codebook:
-    """The values of one modality's ids, checked and ready for the losses; `prepare_codebooks` makes them.
+    """Validated codebook of one modality, as returned by `prepare_codebooks`.
 
     Attributes:
-        values_GKD: float32, each group less its mean: a difference of expected and true value is the same, and keeps
-            more digits. Groups with fewer dimensions than the widest are filled up with zeros.
-        num_dims: the dimensions of each group before that.
+        values_GKD: float32, each group centred: differences of expected and true values are unchanged, and more
+            precise. Groups with fewer dimensions than the widest are zero-padded.
+        num_dims: dimensions of each group before padding.
     """
 
     values_GKD: Tensor
@@ -125,7 +126,7 @@ class Codebook:
 
 
 class Codebooks(NamedTuple):
-    """The codebooks of the three modalities; None where there is none."""
+    """Codebooks of the three modalities, each possibly None."""
 
     image: Codebook | None = None
     spectrum: Codebook | None = None
@@ -141,21 +142,21 @@ def prepare_codebooks(
     scalar: Any = None,
     device: torch.device | str | None = None,
 ) -> Codebooks:
-    """Check codebooks against the vocabulary once, so that no step has to look at their values again.
+    """Validate codebooks against the vocabulary once, so that no step has to read their values again.
 
-    The losses accept the results wherever they accept arrays.
+    The losses accept the result wherever they accept arrays.
 
     Args:
         vocab: the vocabulary.
         image: (v_image, D), a NumPy array or tensor.
         spectrum: a mapping from every group to (v_spectra, D of that group), or (groups, v_spectra, D) in the order of
-            the vocabulary, or (v_spectra, D) for one group; with several groups that one is shared, with a warning.
+            the vocabulary, or (v_spectra, D) for one group; several groups share it, with a warning.
         scalar: bin centres (v_scalar,) or (n_columns, n_bins).
-        device: where they go; None leaves them on the CPU or where they are.
+        device: target device; None leaves them on the CPU or on their current device.
 
     Raises:
-        ConfigError: a codebook has another size than its modality, another number of dimensions, or a value that is
-            not finite.
+        ConfigError: the size of a codebook does not match its modality, its number of dimensions is wrong, or a value
+            is not finite.
 
     Example:
         >>> from treadle.astro.vocab import build_vocab_spec
@@ -179,9 +180,9 @@ def needed_codebooks(
     *,
     each_batch: bool = False,
 ) -> Codebooks:
-    """Prepare those of the image, spectrum and scalar codebooks whose terms have a weight.
+    """Prepare the image, spectrum and scalar codebooks whose terms have a non-zero weight.
 
-    With ``each_batch`` a warning comes once for one vocabulary, which a loop passes with every batch.
+    With ``each_batch``, warn only once per vocabulary, since a loop passes the same one with every batch.
     """
     image, spectrum, scalar = (
         codebook if weights[term] else None for codebook, term in zip(given, ("img", "spec", "sca"), strict=True)
@@ -203,7 +204,7 @@ def _prepared(vocab: VocabSpec, given: tuple[Any, Any, Any], device: torch.devic
 
 
 def _is_shared(vocab: VocabSpec, spectrum: Any) -> bool:
-    """Whether one table is to serve several groups."""
+    """Return whether one table is shared by several groups."""
     if spectrum is None or isinstance(spectrum, (Mapping, Codebook)) or len(vocab.spectrum_groups) < 2:
         return False
     return np.ndim(spectrum) == 2
@@ -254,7 +255,7 @@ _told: weakref.WeakValueDictionary[int, VocabSpec] = weakref.WeakValueDictionary
 
 
 def _was_told(vocab: VocabSpec) -> bool:
-    """Whether the same object was checked before; an equal one may belong to another caller."""
+    """Return whether this very object was checked before; an equal one may belong to another caller."""
     before = _told.get(id(vocab))
     _told[id(vocab)] = vocab
     return before is vocab
@@ -293,7 +294,7 @@ def _codebook(tables_KD: list[Tensor]) -> Codebook:
     num_dims = tuple(table.shape[1] for table in tables_KD)
     values_GKD = torch.zeros(len(tables_KD), len(tables_KD[0]), max(num_dims), device=tables_KD[0].device)
     for values_KD, table_KD, width in zip(values_GKD, tables_KD, num_dims, strict=True):
-        # In float64 where there is: the mean of large values must not cost the small differences.
+        # In float64 where available: subtracting the mean of large values must not lose small differences.
         exact = table_KD if table_KD.device.type == "mps" else table_KD.double()
         values_KD[:, :width] = exact - exact.mean(0)
     return Codebook(values_GKD, num_dims)

@@ -1,10 +1,10 @@
-"""The terms of the loss as sums over positions, with their gradients written by hand.
+"""Loss terms as sums over positions, with hand-written gradients.
 
-One pass over the terms serves logits that exist and logits that are made piece by piece from hidden states: a
-`LogitSource` hands the pieces out and takes their gradients back. Nothing here is recorded by autograd.
+The same code serves logits in memory and logits computed in chunks from hidden states: a `LogitSource` provides the
+chunks and accumulates their gradients. Autograd records nothing here.
 
-Shapes: R = rows of one piece, V = vocabulary, G = groups of a block, M = slots of each, K = ids of one group,
-D = dimensions of a codebook's values.
+Shapes: R = rows of one chunk, V = vocabulary, G = groups of a block, M = slots of each, K = ids of one group, D =
+dimensions of a codebook's values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treadle.astro.loss_inputs import Codebook, Codebooks
 from treadle.astro.sampling import Block, LossPositions
 from treadle.errors import ConfigError
 
-# Logits whose float32 copies exist at one time: 16 MiB each, so that they stay in the cache of a large GPU.
+# Logits converted to float32 at one time: 16 MiB per copy, so that they stay in the cache of a large GPU.
 FLOAT_LOGITS = 1 << 22
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -32,12 +32,12 @@ Rows = Tensor | slice
 
 @dataclass(frozen=True)
 class LossValues:
-    """The loss of one batch and the terms that it is made of.
+    """Loss of one batch and its terms.
 
     Attributes:
-        loss: 0-d, attached to the graph: each term over its own total, weighted.
-        means: for each term that has positions, the mean over them, 0-d and detached.
-        counts: the positions of every term; 0 where it is off.
+        loss: 0-d, attached to the graph: the weighted sum of the terms, each divided by its own total.
+        means: mean of each term that has positions, 0-d and detached.
+        counts: number of positions of every term; 0 if it is disabled.
     """
 
     loss: Tensor
@@ -45,7 +45,7 @@ class LossValues:
     counts: Mapping[str, int]
 
     def stats(self) -> dict[str, Tensor | int]:
-        """Return ``loss_ce``, ``loss_img``, ``loss_sca``, ``loss_spec`` and ``n_ce``, …; the spectrum over its groups.
+        """Return ``loss_ce``, ``loss_img``, ``loss_sca``, ``loss_spec`` and ``n_ce``, …; spectrum groups are combined.
 
         The value of a term without positions is 0.
         """
@@ -61,13 +61,13 @@ class LossValues:
 def term_scales(
     counts: Mapping[str, int], weights: Mapping[str, float], totals: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Return the factor of each term's sum in the loss: its weight over its total.
+    """Return the factor of each term's sum in the loss: its weight divided by its total.
 
     The spectrum term is the mean over the groups that occur, each a mean over its own positions.
 
     Args:
-        counts: positions of each term in this batch.
-        weights: of ``img``, ``sca`` and ``spec``.
+        counts: number of positions of each term in this batch.
+        weights: weights of ``img``, ``sca`` and ``spec``.
         totals: positions of each term in the whole step, over micro-batches and ranks; None: this batch is the step.
 
     Raises:
@@ -95,7 +95,7 @@ def term_scales(
 
 
 def require_codebooks(positions: LossPositions, codebooks: Codebooks) -> None:
-    """Raise ConfigError when positions were chosen for a modality that has no codebook."""
+    """Raise ConfigError if positions were chosen for a modality without a codebook."""
     arguments = {"img": "image_codebook", "sca": "scalar_centers", "spec": "spectrum_codebook"}
     given = {"img": codebooks.image, "sca": codebooks.scalar, "spec": codebooks.spectrum}
     for term in positions.terms:
@@ -108,12 +108,12 @@ def require_codebooks(positions: LossPositions, codebooks: Codebooks) -> None:
 
 
 class LogitSource(Protocol):
-    """Where logits come from, and where the gradient of the loss with respect to them goes.
+    """Provider of logits and accumulator of their gradients.
 
     Attributes:
         vocab_size: V.
-        device: of the logits.
-        piece_logits: how many logits `at` should be asked for at a time.
+        device: device of the logits.
+        piece_logits: number of logits to request from `at` at a time.
     """
 
     vocab_size: int
@@ -121,7 +121,7 @@ class LogitSource(Protocol):
     piece_logits: int
 
     def at(self, rows: Rows) -> Tensor:
-        """Return the logits (R, V) of rows, or wider and -inf beyond V; they may be written over for a gradient."""
+        """Return the logits (R, V) of rows, possibly wider with -inf beyond V; the caller may overwrite them."""
         ...
 
     def of(self, block: Block) -> Tensor:
@@ -129,11 +129,11 @@ class LogitSource(Protocol):
         ...
 
     def add_at(self, rows: Rows, gradient_RV: Tensor, *, scale: float) -> None:
-        """Add ``scale`` times a gradient with respect to what `at` returned."""
+        """Accumulate ``scale`` times a gradient with respect to the result of `at`."""
         ...
 
     def add_of(self, block: Block, gradient_GMK: Tensor, *, scale: float) -> None:
-        """Add ``scale`` times a gradient with respect to what `of` returned; it is 0 in empty slots."""
+        """Accumulate ``scale`` times a gradient with respect to the result of `of`; it is 0 in empty slots."""
         ...
 
 
@@ -152,8 +152,8 @@ def sum_terms(
         source: the logits.
         positions: on the device of the source.
         codebooks: on the device of the source.
-        scales: for each term that has positions, what its sum counts in the loss.
-        with_gradient: whether the source takes gradients.
+        scales: factor of each term's sum in the loss, for terms that have positions.
+        with_gradient: whether to accumulate gradients in the source.
 
     Returns:
         0-d float32 (float64 for float64 logits) sums of the terms that have positions: negative log likelihoods for
@@ -184,12 +184,12 @@ def _cross_entropy(source: LogitSource, positions: LossPositions, scale: float, 
         sums += _negative_log_likelihoods(logits_RV, positions.ce_targets[piece], with_gradient)
         if with_gradient:
             source.add_at(rows, logits_RV, scale=scale)
-        del logits_RV  # so that the next piece can take its memory
+        del logits_RV  # so that the next chunk can reuse its memory
     return torch.stack(sums).sum()
 
 
 def _negative_log_likelihoods(logits_RV: Tensor, targets_R: Tensor, with_gradient: bool) -> list[Tensor]:
-    """Return the sums of parts of the rows; write their gradient, softmax - 1[target], over the logits."""
+    """Return sums over parts of the rows; overwrite the logits with their gradient, softmax - 1[target]."""
     if logits_RV.is_cuda and logits_RV.dtype in _HALF and _has_triton():
         from treadle.astro.nll_kernel import negative_log_likelihoods
 
@@ -213,7 +213,7 @@ def _squared_errors(
     groups = slice(block.first_group, block.first_group + len(block.rows_GM))
     num_dims = book.num_dims[groups]
     terms = block.terms * len(num_dims) if len(block.terms) == 1 else block.terms
-    # The gradient is formed with the ratio to the largest scale, which keeps it in the range of half precision.
+    # The gradient is computed relative to the largest scale, which keeps it in the range of half precision.
     largest = max(scales.get(term, 0.0) for term in terms) or 1.0
     ratios = [scales.get(term, 0.0) / largest for term in terms]
     factors = [2 * ratio / dims for ratio, dims in zip(ratios, num_dims, strict=True)]
@@ -236,7 +236,7 @@ def _expected_value_errors(
     """
     values_GKD = values_GKD.to(logits_GMK.dtype)
     empty_GM1 = (block.codes_GM < 0)[:, :, None] if len(block.filled) < block.codes_GM.numel() else None
-    if empty_GM1 is not None:  # the logits of another group, which may be -inf throughout
+    if empty_GM1 is not None:  # logits of another group, possibly all -inf
         logits_GMK = logits_GMK.masked_fill_(empty_GM1, 0.0)
     p_GMK = torch.softmax(logits_GMK, dim=-1)
     del logits_GMK
@@ -264,5 +264,5 @@ def _full(logits: Tensor) -> Tensor:
 
 
 def _even(rows: int) -> int:
-    """Round down to whole tiles of a matrix product where there are any."""
+    """Round down to whole tiles of a matrix product if there is at least one."""
     return rows - rows % 128 if rows > 128 else max(1, rows)

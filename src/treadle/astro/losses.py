@@ -1,12 +1,12 @@
-"""Losses of token logits: cross-entropy, and the squared error of the expected values behind the tokens.
+"""Losses on token logits: cross-entropy, and squared error of the expected values behind the tokens.
 
-With p the softmax over a modality's ids (a scalar: over the bins of its column) and C their codebook, a
-reconstruction term is the mean over positions and dimensions of (p·C - C[target])²; the spectrum term is the mean of
-that over the groups that occur. The cross-entropy is the mean over all targets but padding.
+With p the softmax over a modality's ids (a scalar: over the bins of its column) and C their codebook, a reconstruction
+term is the mean over positions and dimensions of (p·C - C[target])²; the spectrum term is the mean of that over the
+groups that occur. The cross-entropy is the mean over all non-padding targets.
 
-All arithmetic is float32 whatever autocast does; float64 logits stay float64. Logits are read at the chosen positions
-and ids only, and the one tensor of their size that is ever made is their gradient. The losses never wait for the
-device when they are given ``positions`` (`choose_positions`) and prepared codebooks (`prepare_codebooks`).
+All arithmetic is float32 regardless of autocast; float64 logits stay float64. Logits are read only at the chosen
+positions and ids, and the only tensor allocated at their size is their gradient. Given ``positions``
+(`choose_positions`) and prepared codebooks (`prepare_codebooks`), the losses never synchronise with the device.
 
 Shapes: B = sequences, L = positions of each, N = B·L, V = vocabulary, G = groups of a block, M = slots of each,
 K = ids of one group.
@@ -44,20 +44,20 @@ def combined_loss(
     positions: LossPositions | None = None,
     totals: Mapping[str, float] | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Cross-entropy plus the weighted reconstruction terms that the top of this file defines.
+    """Return the cross-entropy plus the weighted reconstruction terms defined at the top of this module.
 
     Args:
         logits: (B, L, V) or (N, V), contiguous.
-        targets: ids (B, L) or (N,); on an accelerator they are read unless ``positions`` are given.
+        targets: ids (B, L) or (N,); on an accelerator they are copied to the host unless ``positions`` are given.
         vocab: the vocabulary.
-        image_codebook: this and the next two as `prepare_codebooks` takes or gives them; None where the weight is 0.
-        spectrum_codebook: one table for each group.
-        scalar_centers: one number for each bin.
+        image_codebook: this and the next two as `prepare_codebooks` accepts or returns them; None if the weight is 0.
+        spectrum_codebook: one table per group.
+        scalar_centers: one value per bin.
         config: mapping with ``enabled``, ``sample_k``, ``weight_image``, ``weight_scalar``, ``weight_spectrum``.
-        use_ce: whether the cross-entropy is part of it.
+        use_ce: whether to include the cross-entropy.
         generator: CPU generator of the positions; None uses torch's global one.
-        positions: chosen before from the same targets, instead of choosing them here.
-        totals: positions of each term in the whole step, when this batch is one of several; None: it is the step.
+        positions: positions already chosen from the same targets; None chooses them here.
+        totals: positions of each term in the whole step, if this batch is one of several; None: this batch is the step.
 
     Returns:
         The loss, 0-d and attached, and ``stats``: the means ``loss_ce``, ``loss_img``, ``loss_sca``, ``loss_spec``
@@ -65,7 +65,7 @@ def combined_loss(
         positions is 0 with count 0 and no gradient.
 
     Raises:
-        ConfigError: shapes, targets, codebooks or settings do not fit the vocabulary or each other.
+        ConfigError: shapes, targets, codebooks or settings do not match the vocabulary or each other.
 
     Example:
         >>> from treadle.astro.vocab import build_vocab_spec
@@ -97,7 +97,7 @@ def meaningful_loss(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Stats]:
-    """The weighted reconstruction terms without the cross-entropy; see `combined_loss`."""
+    """Return the weighted reconstruction terms without the cross-entropy; see `combined_loss`."""
     return combined_loss(
         logits, targets, vocab, image_codebook, spectrum_codebook, scalar_centers, config, False, generator=generator
     )
@@ -112,14 +112,14 @@ def image_reconstruction_loss(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, int]:
-    """The image term alone, unweighted, and how many positions it is a mean over; see `combined_loss`.
+    """Return the unweighted image term and the number of positions it averages over; see `combined_loss`.
 
     Args:
         logits: (B, L, V) or (N, V).
         targets: ids (B, L) or (N,).
         vocab: the vocabulary.
         codebook: (v_image, D).
-        sample_k: positions at most.
+        sample_k: maximum number of positions.
         generator: CPU generator of the positions.
     """
     config = LossConfig(sample_k=sample_k, weight_image=1.0, weight_scalar=0.0, weight_spectrum=0.0)
@@ -136,14 +136,14 @@ def scalar_reconstruction_loss(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, int]:
-    """The scalar term alone, unweighted, and how many positions it is a mean over; see `combined_loss`.
+    """Return the unweighted scalar term and the number of positions it averages over; see `combined_loss`.
 
     Args:
         logits: (B, L, V) or (N, V).
         targets: ids (B, L) or (N,).
         vocab: the vocabulary.
         bin_centers: (v_scalar,) or (n_columns, n_bins).
-        sample_k: positions at most.
+        sample_k: maximum number of positions.
         generator: CPU generator of the positions.
     """
     config = LossConfig(sample_k=sample_k, weight_image=0.0, weight_scalar=1.0, weight_spectrum=0.0)
@@ -160,14 +160,14 @@ def spectrum_reconstruction_loss(
     *,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, int]:
-    """The spectrum term alone, unweighted, and the positions of all its groups; see `combined_loss`.
+    """Return the unweighted spectrum term and the number of positions of all its groups; see `combined_loss`.
 
     Args:
         logits: (B, L, V) or (N, V).
         targets: ids (B, L) or (N,).
         vocab: the vocabulary.
-        codebook: one table for each group, as `prepare_codebooks` takes it.
-        sample_k: positions of all groups at most; each has an equal share, and at least one.
+        codebook: one table per group, as `prepare_codebooks` accepts it.
+        sample_k: maximum number of positions over all groups; each gets an equal share, at least one.
         generator: CPU generator of the positions.
     """
     config = LossConfig(sample_k=sample_k, weight_image=0.0, weight_scalar=0.0, weight_spectrum=1.0)
@@ -176,12 +176,12 @@ def spectrum_reconstruction_loss(
 
 
 def cross_entropy_loss(logits: Tensor, targets: Tensor, pad_id: int) -> Tensor:
-    """Mean cross-entropy over the targets that are not ``pad_id``; 0, attached to the graph, if there are none.
+    """Return the mean cross-entropy over targets other than ``pad_id``; 0, attached to the graph, if there are none.
 
     Args:
         logits: (B, L, V) or (N, V).
-        targets: ids (B, L) or (N,); on an accelerator they are read.
-        pad_id: the id that does not count.
+        targets: ids (B, L) or (N,); on an accelerator they are copied to the host.
+        pad_id: the id to ignore.
 
     Example:
         >>> cross_entropy_loss(torch.zeros(1, 2, 4), torch.tensor([[1, 0]]), 0)
@@ -205,17 +205,17 @@ def loss_of_logits(
     *,
     totals: Mapping[str, float] | None = None,
 ) -> LossValues:
-    """The loss at chosen positions, with its terms and counts, as a training step calls it.
+    """Return the loss at the chosen positions with its terms and counts; called by the training step.
 
     Args:
         logits: (B, L, V) or (N, V), contiguous.
-        positions: of the targets of these logits.
+        positions: chosen from the targets of these logits.
         codebooks: prepared for the vocabulary.
-        weights: of ``img``, ``sca`` and ``spec``.
+        weights: weights of ``img``, ``sca`` and ``spec``.
         totals: positions of each term in the whole step; None: this batch is the step.
 
     Raises:
-        ConfigError: the positions are of another batch, a codebook is absent, or a total is too small.
+        ConfigError: the positions are from another batch, a codebook is missing, or a total is too small.
     """
     require_codebooks(positions, codebooks)
     check_rows("logits", logits, positions)
@@ -227,7 +227,7 @@ def loss_of_logits(
 
 
 def check_rows(name: str, given: Tensor, positions: LossPositions) -> None:
-    """Raise ConfigError when positions were chosen for another number of rows."""
+    """Raise ConfigError if the positions were chosen for a different number of rows."""
     rows = given.numel() // given.shape[-1]
     if rows != positions.num_rows:
         raise ConfigError(
@@ -237,7 +237,7 @@ def check_rows(name: str, given: Tensor, positions: LossPositions) -> None:
 
 
 def check_shapes(name: str, given: Tensor, width: int, targets: Tensor, vocab: VocabSpec | None) -> None:
-    """Raise ConfigError when targets or vocabulary do not fit logits or hidden states."""
+    """Raise ConfigError if the targets or the vocabulary do not match the logits or hidden states."""
     if targets.shape != given.shape[:-1]:
         raise ConfigError(
             f"targets of shape {tuple(targets.shape)} do not fit {name} of shape {tuple(given.shape)}; "
@@ -248,7 +248,7 @@ def check_shapes(name: str, given: Tensor, width: int, targets: Tensor, vocab: V
 
 
 class _GivenLogits:
-    """Logits in memory, only to be read."""
+    """Logits in memory, read-only."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits_NV = logits.reshape(-1, logits.shape[-1])
@@ -270,7 +270,7 @@ class _GivenLogits:
 
 
 class _LogitsWithGradient(_GivenLogits):
-    """Logits in memory, and their gradient times an upstream one."""
+    """Logits in memory, with their gradient scaled by the upstream gradient."""
 
     def __init__(self, logits: Tensor, upstream: Tensor) -> None:
         super().__init__(logits)
@@ -288,12 +288,12 @@ class _LogitsWithGradient(_GivenLogits):
         rows = block.rows_GM.flatten()[block.filled]
         groups = _group_numbers(block).expand_as(block.rows_GM).flatten()[block.filled]
         scaled = gradient_GMK.flatten(0, 1)[block.filled] * (self.upstream * scale)
-        # A position is in one slot at most, so nothing is added twice and the order cannot matter.
+        # Each position is in at most one slot, so nothing is added twice and the order does not matter.
         _groups_of(self.gradient_NV, block)[rows, groups] += scaled.to(self.gradient_NV.dtype)
 
 
 def _groups_of(table_NV: Tensor, block: Block) -> Tensor:
-    """Return the ids of the block's groups (N, G, K), a view."""
+    """Return the columns of the block's groups (N, G, K) as a view."""
     num_groups = len(block.rows_GM)
     ids = table_NV[:, block.first_id : block.first_id + num_groups * block.num_ids]
     return torch.unflatten(ids, 1, (num_groups, block.num_ids))
@@ -304,7 +304,7 @@ def _group_numbers(block: Block) -> Tensor:
 
 
 class _LossOfLogits(torch.autograd.Function):
-    """Loss that reads the logits twice, so that between forward and backward nothing is kept but themselves."""
+    """Loss that reads the logits in forward and again in backward, and saves nothing else."""
 
     @staticmethod
     def forward(
@@ -327,7 +327,7 @@ class _LossOfLogits(torch.autograd.Function):
 def weighted(
     like: Tensor, positions: LossPositions, sums: Mapping[str, Tensor], scales: Mapping[str, float], ctx: Any
 ) -> tuple[Tensor, ...]:
-    """Return the loss of an autograd function and, not differentiable, the sums of the terms in their order."""
+    """Return the loss of an autograd function and the non-differentiable sums of the terms, in order."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     loss = torch.zeros((), dtype=dtype, device=like.device)
     for term in positions.terms:

@@ -1,11 +1,11 @@
-"""The causal transformer over the tokens of one object.
+"""Causal transformer over the tokens of one object.
 
 Shapes: B = sequences, L = positions, D = model width, V = vocabulary.
 
-Attention takes no mask. A position must see the valid positions up to itself and no other, which is what plain causal
-attention does once the padding of each row is at its end; so the ids are put in that order before the first layer
-and the hidden states back after the last one. That holds for padding anywhere in a row, never makes the host wait for
-the device, keeps the fast attention kernels, which take no mask, and leaves no row without a key that would be NaN.
+Attention uses no mask. A position must attend to the valid positions up to itself and to no others, which plain causal
+attention does once the padding of each row is at its end; the ids are therefore permuted into that order before the
+first layer and the hidden states back after the last. This handles padding anywhere in a row, never synchronises with
+the device, keeps the fast attention kernels, which take no mask, and avoids NaN from rows without keys.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 
 class CausalTransformerLM(nn.Module):
-    """Token, type and learned position embedding, causal layers, LayerNorm, and an untied head without bias.
+    """Causal transformer with token, type and learned position embeddings and an untied head without bias.
 
-    Matrices and embeddings start from N(0, 0.02), those that write into the residual stream from
-    N(0, 0.02 / sqrt(2 n_layers)), biases at 0 and norms at 1 (Radford et al. 2019, section 2.3, as in GPT-2).
+    Matrices and embeddings are initialised from N(0, 0.02), those that write into the residual stream from N(0, 0.02 /
+    sqrt(2 n_layers)), biases to 0 and norms to 1 (Radford et al. 2019, section 2.3, as in GPT-2).
 
     Attributes:
         head: (D -> V) linear layer; ``forward`` is ``head(hidden_states(...))``.
         vocab_size, n_types, max_len, norm_first: as given.
 
     Args:
-        vocab_size: V, ids of the vocabulary.
+        vocab_size: V, number of ids.
         n_types: rows of the type table; at least 7 + spectrum groups.
         d_model: D.
-        n_layers: layers.
-        n_heads: heads; must divide ``d_model``.
-        d_ff: width of the feed-forward.
+        n_layers: number of layers.
+        n_heads: attention heads; must divide ``d_model``.
+        d_ff: width of the feed-forward layers.
         dropout: in [0, 1).
-        max_len: the longest sequence.
-        norm_first: whether layers normalise their input; False normalises their sums, as astromodal does, whose weights
-            fit such a model alone.
+        max_len: maximum sequence length.
+        norm_first: whether layers are pre-norm; False builds post-norm layers, as in astromodal, whose weights fit only
+            such a model.
 
     Raises:
         ConfigError: a size is out of range.
@@ -95,7 +95,7 @@ class CausalTransformerLM(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 if name.endswith("bias"):
-                    nn.init.zeros_(parameter)  # norms are at 1 and 0 already
+                    nn.init.zeros_(parameter)  # norms are already initialised
             elif name.endswith(("out_proj.weight", "linear2.weight")):
                 nn.init.normal_(parameter, std=0.02 / (2 * len(self.layers)) ** 0.5)
             else:
@@ -107,21 +107,21 @@ class CausalTransformerLM(nn.Module):
         Args:
             tokens: (B, L) integer ids.
             types: (B, L) integer type ids.
-            attn_mask: (B, L) bool, True = valid; padding may be anywhere. None: there is no padding.
+            attn_mask: (B, L) bool, True = valid; padding may be anywhere. None: no padding.
 
         Returns:
-            (B, L, V). A valid position depends on the valid positions up to itself and on nothing else: its position
-            is counted without padding. Positions of padding hold finite numbers without meaning.
+            (B, L, V). A valid position depends only on the valid positions up to itself; positions are counted without
+            padding. Outputs at padding are finite but meaningless.
 
         Raises:
-            ValueError: L is above ``max_len``, or a shape or dtype is wrong, or an id is outside its table. On an
-                accelerator the ids of the first call alone are looked at: doing it each time would make the host wait.
+            ValueError: L exceeds ``max_len``, a shape or dtype is wrong, or an id is out of range. On an accelerator
+                only the ids of the first call are checked, since each check synchronises with the device.
         """
         logits_BLV: Tensor = self.head(self.hidden_states(tokens, types, attn_mask))
         return logits_BLV
 
     def hidden_states(self, tokens: Tensor, types: Tensor, attn_mask: Tensor | None = None) -> Tensor:
-        """Return the input of the head, (B, L, D); everything else is as in :meth:`forward`."""
+        """Return the input of the head, (B, L, D); otherwise as :meth:`forward`."""
         self._check_input(tokens, types, attn_mask)
         if attn_mask is None:
             return self._transform(tokens, types)
@@ -130,18 +130,18 @@ class CausalTransformerLM(nn.Module):
         return hidden_BLD.gather(1, place_BL[:, :, None].expand_as(hidden_BLD))
 
     def extend(self, tokens: Tensor, types: Tensor, caches: list[LayerCache]) -> Tensor:
-        """Return the hidden states of positions that follow those in the caches, and add them there.
+        """Return the hidden states of positions that follow the cached ones, and append them to the caches.
 
         Args:
             tokens: (B, L) ids without padding; L must be 1 unless the caches are empty.
             types: (B, L) type ids.
-            caches: one for each layer, from :meth:`new_caches`.
+            caches: one per layer, from :meth:`new_caches`.
 
         Returns:
-            (B, L, D), equal to what :meth:`hidden_states` of the whole sequence has there.
+            (B, L, D), equal to the same positions of :meth:`hidden_states` of the whole sequence.
 
         Raises:
-            ValueError: as :meth:`forward`, with the positions in the caches counted; or L is above 1 behind others.
+            ValueError: as :meth:`forward`, counting the cached positions; or L is above 1 with non-empty caches.
 
         Example:
             >>> model = CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32).eval()
@@ -175,10 +175,10 @@ class CausalTransformerLM(nn.Module):
         return normed_BLD
 
     def gradient_checkpointing_enable(self) -> None:
-        """Keep only the input of each layer for the backward pass, and recompute the rest there.
+        """Enable activation checkpointing: save only each layer's input and recompute the rest in the backward pass.
 
-        The numbers stay the same to the bit, dropout included. Memory for one tensor per layer remains, for the price
-        of a second forward pass.
+        Results are identical to the bit, dropout included. Memory falls to one tensor per layer, at the cost of a
+        second forward pass.
 
         Example:
             >>> CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32).gradient_checkpointing_enable()
@@ -186,7 +186,7 @@ class CausalTransformerLM(nn.Module):
         self._checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep everything that the backward pass needs, from now on."""
+        """Disable activation checkpointing."""
         self._checkpointing = False
 
     def generate(
@@ -201,26 +201,26 @@ class CausalTransformerLM(nn.Module):
         generator: torch.Generator | None = None,
         legal_only: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Continue sequences, with the keys and values of earlier positions kept.
+        """Generate continuations of sequences with a key-value cache.
 
-        Runs in eval mode without gradients; every module's own mode is restored.
+        Runs in eval mode without gradients; the mode of every module is restored.
 
         Args:
-            tokens: (B, L) prompts of one length, without padding.
+            tokens: (B, L) prompts of equal length, without padding.
             types: (B, L) type ids.
-            max_new_tokens: how many to add at most; a sequence never grows beyond ``max_len``.
-            temperature: divides the logits; 0 takes the likeliest id.
-            top_k: draw among the likeliest k ids only.
-            vocab: the type of each new id follows from the id. None: it is the last type of the prompt.
-            generator: draws the ids, on any device; None takes the global one.
-            legal_only: with ``vocab``, draw only ids that are legal at their position in the order of
-                `encode_sequence`. A row that has its EOS gets PAD, and all rows having it ends the generation.
+            max_new_tokens: maximum number of new tokens; a sequence never exceeds ``max_len``.
+            temperature: divides the logits; 0 selects the most likely id.
+            top_k: sample only among the k most likely ids.
+            vocab: determines the type of each new id. None: repeat the last type of the prompt.
+            generator: generator for sampling, on any device; None uses the global one.
+            legal_only: with ``vocab``, sample only ids that are legal at their position in the order of
+                `encode_sequence`. A row that has reached EOS is padded with PAD; generation ends when all rows have.
 
         Returns:
-            ``tokens`` and ``types``, each the prompt and the added ids, (B, at most L + max_new_tokens).
+            ``tokens`` and ``types``, each the prompt followed by the new ids, (B, at most L + max_new_tokens).
 
         Raises:
-            ConfigError: an argument is out of its range, or with ``legal_only`` a prompt is not legal.
+            ConfigError: an argument is out of range, or with ``legal_only`` a prompt is not legal.
 
         Example:
             >>> model, tokens = CausalTransformerLM(15, 12, 16, 1, 2, 32, 0.0, 32), torch.tensor([[1, 5]])
@@ -250,7 +250,7 @@ class CausalTransformerLM(nn.Module):
             _check_ids("types", types, "n_types", self.n_types)
 
     def _may_read(self, ids: Tensor) -> bool:
-        """Whether the host may look at ids: on the CPU always, on an accelerator once, never inside a graph."""
+        """Return whether the host may read ids: always on the CPU, once on an accelerator, never inside a graph."""
         if torch.compiler.is_compiling() or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if ids.device.type == "cpu":

@@ -1,9 +1,9 @@
-"""One Triton kernel for the cross-entropy of a piece of half-precision logits on a GPU: two reads and one write.
+"""Triton kernel for the cross-entropy of a chunk of half-precision logits on a GPU, with two reads and one write.
 
-Written with torch's operations, a piece is copied to float32 and passed over about ten times, which at 68,613 ids took
-several times as long as the matrix products. Importing this needs Triton, which comes with torch for CUDA.
+With torch operations, a chunk is copied to float32 and traversed about ten times, which at 68,613 ids took several
+times as long as the matrix products. Importing this needs Triton, which comes with torch for CUDA.
 
-Shapes: R = rows of the piece, V = columns of the logits.
+Shapes: R = rows of the chunk, V = columns of the logits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _BLOCK = 4096
 
 
 def negative_log_likelihoods(logits_RV: Tensor, targets_R: Tensor, *, with_gradient: bool) -> Tensor:
-    """Return -log softmax(logits)[target] of each row, and write softmax - 1[target] over the logits.
+    """Return -log softmax(logits)[target] of each row, and overwrite the logits with softmax - 1[target].
 
     Args:
         logits_RV: (R, V) on a GPU, rows contiguous; -inf means no logit.
         targets_R: (R,) int64, each below V.
-        with_gradient: False leaves the logits as they are.
+        with_gradient: False leaves the logits unchanged.
 
     Returns:
         (R,) float32.
@@ -43,7 +43,7 @@ def _nll_of_a_row(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * stride
     lanes = tl.arange(0, BLOCK)
-    # Each lane keeps its own maximum and sum; a NaN reaches its sum, and so the loss.
+    # Each lane keeps its own maximum and sum; a NaN propagates to its sum, and so to the loss.
     peak = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, columns, BLOCK):

@@ -1,6 +1,6 @@
-"""Weights and checkpoints of astromodal, by the names of this pack.
+"""Conversion of astromodal weights and checkpoints.
 
-Its transformer is :class:`CausalTransformerLM` with ``norm_first=False``, and renaming is all it takes.
+Its transformer is :class:`CausalTransformerLM` with ``norm_first=False``; only the names differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RENAMED = (
 
 
 def own_name(name: str) -> str:
-    """Return the name that a weight of astromodal's transformer has in :class:`CausalTransformerLM`.
+    """Return the :class:`CausalTransformerLM` name of a weight of astromodal's transformer.
 
     Example:
         >>> own_name("enc.layers.0.self_attn.in_proj_weight"), own_name("ln.bias")
@@ -53,10 +53,11 @@ def is_original(tree: Mapping[str, Any]) -> bool:
 
 
 def adapt(model: CausalTransformerLM, found: ForeignCheckpoint, optimizer: Optimizer | None) -> ForeignCheckpoint:
-    """Return weights of astromodal by the names of a model; others as they are.
+    """Rename astromodal weights for a model; return other weights unchanged.
 
     Raises:
-        CheckpointError: the layers of the model are pre-norm: the sizes would fit, and it would be another function.
+        CheckpointError: the model has pre-norm layers: the shapes would match, but it would compute a different
+            function.
     """
     if "tok_emb.weight" not in found.model:
         return found
@@ -89,13 +90,13 @@ def _own_state(
 
 
 def own_tree(tree: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
-    """Return a checkpoint of astromodal as a tree that a run of this pack resumes from.
+    """Convert an astromodal checkpoint to a tree that a run of this pack can resume from.
 
-    Its ``global_step`` counts micro-batches, and its learning rate follows from that count; here the schedule moves
-    with applied steps.
+    In astromodal ``global_step`` counts micro-batches and determines the learning rate; here the schedule advances with
+    applied steps.
 
     Raises:
-        CheckpointError: the model does not fit, or has pre-norm layers, or the optimizer has other groups.
+        CheckpointError: the model does not match or has pre-norm layers, or the optimizer has different groups.
     """
     model: Any = unwrap(engine.model)
     weights = _own_weights(model, tree["model"])

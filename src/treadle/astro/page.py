@@ -1,4 +1,4 @@
-"""The pictures of ``treadle train astro`` and their captions."""
+"""Plots of ``treadle train astro`` and their captions."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _DRAWS = 64
 
 
 def draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult], folder: Path) -> list[Picture]:
-    """Draw the pictures of a run.
+    """Draw the plots of a run.
 
     Args:
         data: surveys and tokenizers.
         trainer: its model has the best weights.
-        results: the answers to the questions that it was asked.
-        folder: gets the files.
+        results: the results of the prediction tasks.
+        folder: output folder.
 
     Returns:
-        The pictures with their captions.
+        The plots with their captions.
     """
     scalars = plot_scalars(results, folder / "scalars.png")
     spectra = plot_spectra(_shown_spectra(data, trainer), folder / "spectra.png")
@@ -81,7 +81,7 @@ def _curves(trainer: AstroTrainer) -> list[dict[str, Any]]:
 
 
 def _spaced(values: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return rows with a value, evenly spaced in its order, none picked by hand."""
+    """Return rows with a finite value, evenly spaced in sorted order, none picked by hand."""
     order = np.argsort(values, kind="stable")[: int(np.isfinite(values).sum())]
     return np.asarray(order[np.unique(np.linspace(0, len(order) - 1, _PANELS).round().astype(np.intp))], dtype=np.intp)
 
@@ -106,7 +106,7 @@ def _shown_spectra(data: AstroData, trainer: AstroTrainer) -> ShownSpectra:
 
 
 def _fluxes(data: AstroData, tokens_RL: torch.Tensor) -> NDArray[np.float32]:
-    """Return the spectra of sequences of one layout."""
+    """Decode the spectra of sequences with the same layout."""
     vocab = data.tokenizers.vocab()
     codes = {}
     for group, first in vocab.base_spectrum.items():

@@ -1,6 +1,6 @@
-"""The pictures of ``treadle train astro``: spectra, pictures of galaxies, scalars, and the terms of the loss.
+"""Plots of ``treadle train astro``: spectra, galaxy images, scalars, and loss terms.
 
-Shapes: P = panels, L = points of a spectrum, R = draws, H, W = height and width of a picture.
+Shapes: P = panels, L = points of a spectrum, R = draws, H, W = height and width of an image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Numbers = NDArray[Any]
 
 _PER_ROW = 3
 _GROUPS = 8
-_MANY = 500  # objects, whose dots would cover each other
+_MANY = 500  # objects beyond which dots would overlap
 _MINUS = "\N{MINUS SIGN}"
 NAMES = {
     "spex.type": ("spectral type", "spectral type (M0 = 0, L0 = 10, T0 = 20)"),
@@ -40,14 +40,14 @@ NAMES = {
 
 @dataclass(frozen=True)
 class ShownSpectra:
-    """Spectra of test objects, as they are and as they come back.
+    """Spectra of test objects and their reconstructions.
 
     Attributes:
         wavelengths: (L,) in µm.
         true: (P, L) fluxes.
-        codebook: (P, L) of their tokens.
-        drawn: (P, R, L) given the scalars alone.
-        titles: P texts.
+        codebook: (P, L) decoded from their tokens.
+        drawn: (P, R, L) sampled given the scalars alone.
+        titles: P strings.
     """
 
     wavelengths: Numbers
@@ -58,7 +58,7 @@ class ShownSpectra:
 
 
 def plot_spectra(shown: ShownSpectra, path: Path) -> Path:
-    """Draw each spectrum, its reconstruction from tokens, and the model's draws from the scalars alone.
+    """Plot each spectrum, its reconstruction from tokens, and the model's samples given the scalars alone.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -89,15 +89,15 @@ def plot_spectra(shown: ShownSpectra, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-# -- pictures -----------------------------------------------------------------------------------------------------
+# -- images -------------------------------------------------------------------------------------------------------
 
 
 def plot_images(rows: Mapping[str, Numbers], titles: Sequence[str], path: Path) -> Path:
-    """Draw pictures of galaxies, a row for each way they were made, a column for each galaxy.
+    """Plot galaxy images, one row per method and one column per galaxy.
 
     Args:
-        rows: name -> (P, 3, H, W) in 0 to 255; the others are compared with the first.
-        titles: P texts.
+        rows: name -> (P, 3, H, W) in [0, 255]; the others are compared with the first.
+        titles: P strings.
         path: ends in ``.png``.
 
     Raises:
@@ -126,7 +126,7 @@ def plot_images(rows: Mapping[str, Numbers], titles: Sequence[str], path: Path) 
 
 
 def plot_scalars(results: Sequence[CrossResult], path: Path) -> Path:
-    """Draw predicted against true scalars, the medians of model and ridge regression as lines, and the scores.
+    """Plot predicted against true scalars, with the medians of model and ridge regression as lines, and the scores.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -146,7 +146,7 @@ def plot_scalars(results: Sequence[CrossResult], path: Path) -> Path:
 
 
 def question_name(target: str, given: str | Sequence[str]) -> str:
-    """Return the title of a question: predicted field and given fields.
+    """Return the title of a prediction task: target field and given fields.
 
     Example:
         >>> question_name("sdss.redshift", ("sdss.r", "sdss.u-g"))
@@ -161,7 +161,7 @@ def question_name(target: str, given: str | Sequence[str]) -> str:
 def _scalar_panel(axes: Axes, result: CrossResult) -> None:
     style_axes(axes)
     true, model, ridge = result.true, result.predicted["model"], result.predicted["ridge"]
-    # A few objects far off would press all others together.
+    # A few outliers would squeeze all other points together.
     low, high = np.quantile(np.concatenate([true, model]), (0.005, 0.995))
     margin = 0.05 * float(high - low) or 1.0
     limits = (float(low) - margin, float(high) + margin)
@@ -179,7 +179,7 @@ def _scalar_panel(axes: Axes, result: CrossResult) -> None:
 
 
 def _medians(true: Numbers, predicted: Numbers) -> tuple[list[float], list[float]]:
-    """Return the medians of groups of as many objects each, in the order of the true values."""
+    """Return the medians of equally sized groups, in the order of the true values."""
     groups = [group for group in np.array_split(np.argsort(true, kind="stable"), _GROUPS) if len(group)]
     return [float(np.median(true[group])) for group in groups], [float(np.median(predicted[group])) for group in groups]
 
@@ -215,7 +215,7 @@ _TERMS = {
 
 
 def plot_terms(history: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw each term of the loss by epoch, on the training and the validation objects; a term that is off is empty.
+    """Plot each loss term by epoch, for training and validation objects; a disabled term has no curve.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""The results of ``treadle train astro``: decisions at the start, scores beside simple methods, tables."""
+"""Report of ``treadle train astro``: settings at the start, scores against baselines, tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from treadle.runs.start_block import precision_line
 
 
 def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) -> dict[str, str]:
-    """Return the decisions and their reasons, as name -> text."""
+    """Return the decisions and their reasons, as name -> string."""
     training, model, vocab = config.training, config.model, data.tokenizers.vocab()
     steps = steps_per_epoch(trainer.train_loader, training.grad_accum_steps)
     weights = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -46,13 +46,13 @@ def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) ->
 
 
 def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, out: Path) -> Results:
-    """Test the weights that the trainer's model has, predict one modality from others, and draw.
+    """Test the weights of the trainer's model, predict one modality from another, and draw the plots.
 
     Args:
         config: the settings of the run.
         data: surveys and tokenizers.
         trainer: its model has the best weights.
-        out: gets ``pictures/``.
+        out: run folder; plots go to ``pictures/``.
     """
     asked = cross_predict(trainer.model, data.tokenizers, data.train, data.test, scalars_last=config.scalars_last > 0)
     metrics = to_json({
@@ -73,7 +73,7 @@ def _best_epoch(trainer: AstroTrainer) -> int:
 
 
 def as_values(result: CrossResult) -> dict[str, Any]:
-    """Return a question and the scores of its answers, as ``metrics.json`` has them."""
+    """Return a prediction task and its scores in the format of ``metrics.json``."""
     question = result.question
     given = question.given if isinstance(question.given, str) else list(question.given)
     return {"survey": question.survey, "target": question.target, "given": given, **result.scores()}
@@ -83,7 +83,7 @@ def as_values(result: CrossResult) -> dict[str, Any]:
 
 
 def results(metrics: Mapping[str, Any], out: Path) -> Report:
-    """Return the tables of a run from the content of ``metrics.json``."""
+    """Return the tables of a run from the contents of ``metrics.json``."""
     test = metrics["test"]
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     return Report(
@@ -104,7 +104,7 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
 
 
 def predictions_table(predictions: Sequence[Mapping[str, Any]], part: str = "test") -> Table:
-    """Return how well each question about a part was answered, from the content of ``metrics.json``."""
+    """Return the scores of each prediction task on a split, from the contents of ``metrics.json``."""
     rows, notes = [], []
     peers = [name for name in _PEERS if all(name in found for found in predictions)]
     ahead = []

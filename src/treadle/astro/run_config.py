@@ -1,4 +1,4 @@
-"""The settings of ``treadle train astro``, and which of them a rerun may change."""
+"""Settings of ``treadle train astro``, and those that a rerun may change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = {
     "training.seed": "seed",
     "training.log_every": "the file steps.jsonl, which has every step",
 }
-"""Fields of the trainer's settings that are not set on the command line."""
+"""Trainer settings that cannot be set on the command line."""
 
 FREE = (
     "threads", "mixed_precision", "training.epochs", "training.warmup_steps", "training.total_steps",
@@ -26,7 +26,7 @@ FREE = (
     "training.pin_memory", "training.persistent_workers", "training.prefetch_factor", "training.save_every_steps",
     "training.parallel", "training.compile",
 )  # fmt: skip
-"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+"""Settings that a resumed run may change; others are stored in checkpoints or would make the history meaningless."""
 
 
 @dataclass
@@ -34,15 +34,15 @@ class TokensConfig:
     """Arguments of ``fit_tokenizers``."""
 
     v_image: int = 128
-    """Patches of the image codebook."""
+    """Patches in the image codebook."""
     scalar_bins: int = 64
-    """Quantile bins of each column."""
+    """Quantile bins per column."""
     v_spectra: int = 64
     """Segments in the codebook of each spectrum group."""
     patch_size: int = 8
-    """Pixels along a patch; a divisor of 32."""
+    """Patch size in pixels; a divisor of 32."""
     segment: int = 16
-    """Points of a spectrum behind one token; a divisor of 64."""
+    """Spectrum points per token; a divisor of 64."""
 
     def __post_init__(self) -> None:
         check_least(
@@ -57,14 +57,14 @@ class TokensConfig:
 
 @dataclass
 class RepeatsConfig:
-    """How often an epoch passes over the training objects of each survey."""
+    """Passes over the training objects of each survey per epoch."""
 
     xdf: int = 4
-    """Pictures of galaxies; there are few."""
+    """Galaxy images; there are few."""
     spex: int = 3
     """Spectra of dwarfs."""
     sdss: int = 1
-    """The catalogue, which has most objects."""
+    """The catalogue, which has the most objects."""
 
     def __post_init__(self) -> None:
         check_least(1, repeats__xdf=self.xdf, repeats__spex=self.spex, repeats__sdss=self.sdss)
@@ -72,16 +72,16 @@ class RepeatsConfig:
 
 @dataclass
 class ModelConfig:
-    """Sizes of ``CausalTransformerLM``; its ids and types follow from the tokens."""
+    """Sizes of ``CausalTransformerLM``; the numbers of ids and types follow from the tokens."""
 
     d_model: int = 64
     """Width."""
     n_layers: int = 2
     """Layers."""
     n_heads: int = 4
-    """Attention heads; must divide the width."""
+    """Attention heads; must divide ``d_model``."""
     d_ff: int = 128
-    """Width of the feed-forward."""
+    """Width of the feed-forward layers."""
     dropout: float = 0.1
     """In [0, 1)."""
 
@@ -98,7 +98,7 @@ class ModelConfig:
 
 
 def _data_config() -> DataConfig:
-    # XDF has 16 tiles: with a tenth only two would be looked at in the end.
+    # XDF has 16 tiles: with a tenth, the test split would have only two.
     return DataConfig(test_fraction=0.2)
 
 
@@ -120,22 +120,22 @@ class AstroRunConfig:
     """
 
     seed: int = 0
-    """Seeds weights, data order, dropout, k-means and the positions of the losses."""
+    """Seed of weights, data order, dropout, k-means and the sampled loss positions."""
     threads: int | None = 1
-    """Threads on the CPU; None leaves torch's choice, one per core.
+    """CPU threads; None keeps torch's default, one per core.
 
-    With one, the numbers do not depend on the machine's number of cores.
+    With one, results do not depend on the machine's number of cores.
     """
     mixed_precision: str | None = None
     """None, bf16 or fp16."""
     use_ce: bool = True
-    """Whether the cross-entropy is part of the loss; ``training.meaningful_loss`` is about the other terms."""
+    """Whether the loss includes the cross-entropy; ``training.meaningful_loss`` configures the other terms."""
     hidden_scalars: float = 0.5
-    """Mean share of the scalars hidden behind MISS in training, other ones each time; at most 0.5."""
+    """Mean fraction of scalars replaced by MISS in training, drawn anew each time; at most 0.5."""
     start_from_codebooks: bool = True
     """Whether ids of similar values start with similar embeddings (``initialise_from_codebooks``)."""
     scalars_last: float = 0.5
-    """Share of the sequences, drawn each time, whose scalars come after the spectra and not before them."""
+    """Fraction of sequences, drawn anew each time, whose scalars come after the spectra instead of before them."""
     data: DataConfig = field(default_factory=_data_config)
     """The split of each of the three surveys."""
     repeats: RepeatsConfig = field(default_factory=RepeatsConfig)
@@ -154,19 +154,19 @@ class AstroRunConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> AstroRunConfig:
-        """Return the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
+        """Return the defaults, with mixed precision where it is faster: not on CPUs, most of which lack bf16 units."""
         return cls(mixed_precision=None if device.type == "cpu" else "bf16")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as nested plain values, without those that are not set on the command line."""
+        """Return the settings as nested plain values, without those that cannot be set on the command line."""
         return without(self, FLAGS)
 
 
 def loss_line(values: Mapping[str, Any]) -> str:
-    """Return the terms of the loss in words.
+    """Describe the loss terms as a string.
 
     Args:
-        values: settings, as `AstroRunConfig.to_dict` gives them.
+        values: settings as returned by `AstroRunConfig.to_dict`.
 
     Example:
         >>> loss_line(AstroRunConfig().to_dict()).partition(" of ")[0]

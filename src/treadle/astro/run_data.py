@@ -1,4 +1,4 @@
-"""The data of ``treadle train astro``: three surveys, split so that no object is in two parts, and their tokens."""
+"""Data of ``treadle train astro``: three surveys with disjoint splits, and their tokens."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ Surveys = dict[str, Survey]
 
 @dataclass(frozen=True)
 class AstroData:
-    """The surveys by part, their tokenizers, and the sequences that these make of each part."""
+    """Surveys by split, their tokenizers, and the token sequences of each split."""
 
     train: Surveys
     val: Surveys
     test: Surveys
     tokenizers: SurveyTokenizers
     sequences: dict[str, Sequences]
-    """``"train"``, ``"val"`` and ``"test"``: all surveys one after the other, those of training as often as asked."""
+    """``"train"``, ``"val"`` and ``"test"``: all surveys concatenated; training surveys are repeated as configured."""
 
     @property
     def parts(self) -> dict[str, Surveys]:
-        """The three parts by name."""
+        """The three splits by name."""
         return {"train": self.train, "val": self.val, "test": self.test}
 
     @property
     def longest(self) -> int:
-        """Positions of the longest sequence that the tokenizers could make: of an object with everything."""
+        """Length of the longest possible sequence: that of an object with every modality."""
         (_, height, width), size = self.tokenizers.image.shape, self.tokenizers.image.patch_size
         spectrum, vocab = self.tokenizers.spectrum, self.tokenizers.vocab()
         segments: int = spectrum.points // next(iter(spectrum.codebooks.values())).shape[1]
         return 4 + height * width // size**2 + vocab.n_columns + segments + len(vocab.spectrum_groups)
 
     def train_loader(self, config: AstroRunConfig) -> DataLoader[Any]:
-        """Return the loader of the training part: some scalars hidden, and in both orders, drawn again each time."""
+        """Return the training loader; hidden scalars and the order of modalities are drawn anew each time."""
         dataset = ScalarDropout(
             self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
             scalars_last=config.scalars_last,
@@ -60,7 +60,7 @@ class AstroData:
         return _loader(dataset, config, shuffle=True)
 
     def loader(self, part: str, config: AstroRunConfig) -> DataLoader[Any]:
-        """Return a loader of a part: every sequence once in each order that was trained on, nothing hidden."""
+        """Return the loader of a split: every sequence once in each order used in training, with nothing hidden."""
         dataset: Any = list(self.sequences[part])
         if config.scalars_last:
             dataset += [move_scalars_last(sequence, self.tokenizers.vocab()) for sequence in self.sequences[part]]
@@ -73,10 +73,10 @@ def _loader(dataset: Any, config: AstroRunConfig, *, shuffle: bool) -> DataLoade
 
 
 def split_surveys(config: DataConfig) -> tuple[Surveys, Surveys, Surveys]:
-    """Load the surveys and deal the objects of each out: galaxies, dwarfs, tiles of a picture.
+    """Load the surveys and split the objects of each: galaxies, dwarfs, image tiles.
 
     Raises:
-        ConfigError: a part would be empty.
+        ConfigError: a split would be empty.
     """
     parts: tuple[Surveys, Surveys, Surveys] = ({}, {}, {})
     for name, survey in load_surveys().items():
@@ -90,14 +90,14 @@ def split_surveys(config: DataConfig) -> tuple[Surveys, Surveys, Surveys]:
 
 
 def prepare_data(config: AstroRunConfig, stored: Path | None) -> AstroData:
-    """Split the surveys, fit the tokenizers to the training part, and make the sequences.
+    """Split the surveys, fit the tokenizers to the training split, and encode the sequences.
 
     Args:
         config: the settings.
-        stored: tokenizers of the run that is gone on with; None fits new ones.
+        stored: tokenizers of the resumed run; None fits new ones.
 
     Raises:
-        ConfigError: a part would be empty, or the sizes do not fit the data.
+        ConfigError: a split would be empty, or the sizes do not fit the data.
         ImportError: scikit-learn is not installed.
     """
     train, val, test = split_surveys(config.data)
@@ -125,6 +125,6 @@ def _load_or_fit(path: Path, config: AstroRunConfig, train: Surveys) -> SurveyTo
 def _fit(config: AstroRunConfig, train: Surveys) -> SurveyTokenizers:
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
-    # With one thread sums have one order, so that a run that is begun again has the same codebooks.
+    # With one thread the order of summation is fixed, so that a restarted run has the same codebooks.
     with threadpool_limits(1), as_settings("tokens", vars(config.tokens)):
         return fit_tokenizers(list(train.values()), **vars(config.tokens), seed=config.seed)

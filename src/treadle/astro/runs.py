@@ -1,4 +1,4 @@
-"""The runs of ``treadle train astro``: tokens, model, training; what follows is in :mod:`treadle.astro.report`."""
+"""Runs of ``treadle train astro``: tokens, model and training; the report is in :mod:`treadle.astro.report`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AstroOpened = Opened[AstroRunConfig, AstroData, AstroTrainer]
 
 
 class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
-    """The pack of ``treadle train astro``."""
+    """Pack of ``treadle train astro``."""
 
     name = "astro"
     summary = SUMMARIES["astro"]
@@ -63,19 +63,19 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     afterwards = "the test and the pictures"
 
     def defaults(self, device: torch.device) -> AstroRunConfig:
-        """Return the settings for a device before any is given."""
+        """Return the default settings for a device."""
         return AstroRunConfig.for_device(device)
 
     def parallel(self, config: AstroRunConfig) -> str | None:
-        """Return the setting that spreads the model over ranks."""
+        """Return the setting that distributes the model over ranks."""
         return config.training.parallel
 
     def prepare(self, run: Run[AstroRunConfig]) -> AstroData:
-        """Split the surveys; a resumed run reads its tokenizers, a fresh one fits them."""
+        """Split the surveys; load the tokenizers of a resumed run or fit new ones."""
         return prepare_data(run.config, None if run.home is None else run.home / TOKENIZERS)
 
     def build(self, run: Run[AstroRunConfig], data: AstroData) -> AstroTrainer:
-        """Seed, and return the trainer with a new model and its loader."""
+        """Seed, and build the trainer with a new model and its loader."""
         config, tokenizers = run.config, data.tokenizers
         vocab = tokenizers.vocab()
         set_seed(config.seed)
@@ -109,15 +109,15 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         return trainer
 
     def resume(self, run: Run[AstroRunConfig], trainer: AstroTrainer) -> str:
-        """Leave the loading to :meth:`fit`."""
+        """Do nothing; :meth:`fit` loads the checkpoint."""
         return f"resumes from the newest checkpoint in {run.checkpoints}"
 
     def fit(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> None:
-        """Train to the number of epochs, from the newest checkpoint if there is one."""
+        """Train up to the number of epochs, from the newest checkpoint if there is one."""
         trainer.train(val_loader=data.loader("val", run.config), resume_from="auto")
 
     def keep(self, run: Run[AstroRunConfig], data: AstroData) -> None:
-        """Write the tokenizers beside the settings."""
+        """Write the tokenizers to the run folder."""
         super().keep(run, data)
         save_tokenizers(run.out / TOKENIZERS, data.tokenizers)
 
@@ -126,16 +126,16 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         return report.decisions(run.config, data, trainer)
 
     def finish(self, run: Run[AstroRunConfig], data: AstroData, trainer: AstroTrainer) -> Results:
-        """Test the best weights, predict one modality from others, and draw."""
+        """Test the best weights, predict one modality from another, and draw the plots."""
         load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
         return report.finish_run(run.config, data, trainer, run.out)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Return the tables of tokens and questions."""
+        """Return the tables of tokens and prediction tasks."""
         return report.results(metrics, out)
 
     def evaluate(self, opened: AstroOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
-        """Return the losses of a split, and the scores of the report's questions about its objects."""
+        """Return the losses of a split and the scores of the report's prediction tasks on it."""
         config, data = opened.run.config, opened.data
         size = batch_size or config.training.batch_size
         training = dataclasses.replace(config.training, batch_size=size, num_workers=num_workers)
@@ -157,7 +157,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
         )
 
     def predict(self, opened: AstroOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Return for each question the true numbers, and the answers of the model and of a ridge regression."""
+        """Return the true values of each prediction task, with the predictions of the model and of ridge regression."""
         arrays: dict[str, Any] = {}
         for result in _asked(opened, split, batch_size):
             name = question_name(result.question.target, result.question.given)

@@ -1,7 +1,7 @@
-"""At which positions each term of the loss is taken, decided on the host so that no step waits for the device.
+"""Sampling of loss positions on the host, so that no step synchronises with the device.
 
-How many positions a modality has depends on the data. The targets of a training batch are on the CPU before they are
-moved, so positions are chosen there, laid out for the device, and sent along.
+The number of positions of a modality depends on the data. The targets of a training batch are on the CPU before they
+are moved, so positions are chosen there, laid out for the device, and sent with the batch.
 
 Shapes: N = positions of a batch (B·L), G = neighbouring groups of one modality (spectrum groups, scalar columns),
 M = slots of each group, K = ids of one group.
@@ -21,20 +21,21 @@ from treadle.astro.loss_inputs import LossConfig, check_sample_k
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError
 
-# Logits of a block, at most: its float32 copies are a few times 32 MiB, however many positions were asked for.
+# Maximum number of logits in a block: its float32 copies are a few times 32 MiB for any number of positions.
 _MAX_LOGITS = 1 << 23
-# Groups share a block as long as at most half of its slots are empty; so few empty ones always go.
+# Groups share a block as long as at most half of its slots are empty; this few empty slots are always allowed.
 _FREE_SLOTS = 256
 
 
 def sample_positions(mask: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw up to k True positions of a mask, uniformly and without replacement.
+    """Sample up to k True positions of a mask, uniformly without replacement.
 
-    The draw is made on the CPU, so it is the same whatever device the mask is on; a mask on an accelerator is read.
+    Sampling runs on the CPU, so the result does not depend on the mask's device; a mask on an accelerator is copied to
+    the host.
 
     Args:
-        mask: (B, L) bool, True = may be drawn.
-        k: how many at most; when there are no more than k, all are returned and nothing is drawn.
+        mask: (B, L) bool, True = may be sampled.
+        k: maximum number of positions; if there are no more than k, all are returned without sampling.
         generator: a CPU generator; None uses torch's global one.
 
     Returns:
@@ -61,16 +62,16 @@ def sample_positions(mask: Tensor, k: int, generator: torch.Generator | None = N
 
 @dataclass(frozen=True)
 class Block:
-    """Positions of G neighbouring groups, M slots for each, so that one batched product serves all of them.
+    """Positions of G adjacent groups with M slots each, so that one batched product serves all of them.
 
     Attributes:
         terms: the term of each group, or one for all.
-        first_group: number of the first group within its modality.
+        first_group: index of the first group within its modality.
         first_id: first id of the first group.
-        num_ids: ids of each group.
-        rows_GM: long, the flat position in each slot; an empty one repeats another.
+        num_ids: ids per group.
+        rows_GM: long, the flat position in each slot; an empty slot repeats another.
         codes_GM: long, the target within its group; -1 in an empty slot.
-        filled: long (n,), the flat slots that are not empty, ascending.
+        filled: long (n,), flat indices of the non-empty slots, ascending.
     """
 
     terms: tuple[str, ...]
@@ -84,12 +85,12 @@ class Block:
 
 @dataclass(frozen=True)
 class LossPositions:
-    """What `choose_positions` decided for one batch; numbers on the host, indices on any device.
+    """Positions chosen for one batch by `choose_positions`; numbers on the host, indices on any device.
 
     Attributes:
-        counts: how many positions each term is a mean over: ``ce``, ``img``, ``sca`` and ``spec/<group>``.
-        num_rows: positions of the batch, N.
-        ce_rows: long, the flat positions that count in the cross-entropy; None when all do.
+        counts: number of positions that each term averages over: ``ce``, ``img``, ``sca`` and ``spec/<group>``.
+        num_rows: N, positions of the batch.
+        ce_rows: long, the flat positions that count in the cross-entropy; None if all do.
         ce_targets: long, their targets.
         blocks: the positions of the reconstruction terms.
     """
@@ -106,7 +107,7 @@ class LossPositions:
         return [term for term, count in self.counts.items() if count]
 
     def to(self, device: torch.device | str) -> LossPositions:
-        """Return the positions on a device, sent in one transfer that nothing waits for."""
+        """Return the positions on a device, copied in one asynchronous transfer."""
         device = torch.device(device)
         if self.ce_targets.device == device or (device.index is None and self.ce_targets.device.type == device.type):
             return self
@@ -138,18 +139,18 @@ def choose_positions(
 ) -> LossPositions:
     """Choose the positions of every term for one batch of targets.
 
-    Drawn in the order image, scalars, spectrum groups as in the vocabulary; a term of weight 0 draws nothing.
+    Sampled in the order image, scalars, spectrum groups as in the vocabulary; a term with weight 0 draws nothing.
 
     Args:
-        targets: ids of any shape, as a rule ``tokens[:, 1:]`` (B, L) on the CPU; on an accelerator they are read,
-            which waits for it.
+        targets: ids of any shape, usually ``tokens[:, 1:]`` (B, L) on the CPU; on an accelerator they are copied to the
+            host, which synchronises.
         vocab: the vocabulary.
-        config: a `LossConfig`, or a mapping or dataclass that it reads.
-        use_ce: whether the cross-entropy is wanted.
+        config: a `LossConfig`, or a mapping or dataclass that it accepts.
+        use_ce: whether to include the cross-entropy.
         generator: a CPU generator; None uses torch's global one.
 
     Raises:
-        ConfigError: a target is no id of the vocabulary, or a setting is wrong.
+        ConfigError: a target is not an id of the vocabulary, or a setting is invalid.
 
     Example:
         >>> from treadle.astro.vocab import build_vocab_spec
@@ -182,16 +183,16 @@ def choose_positions(
 
 
 def valid_positions(flat: Tensor, pad_id: int) -> tuple[Tensor | None, Tensor]:
-    """Return the positions whose target is not padding, None standing for all, and their targets."""
+    """Return the positions whose target is not padding (None for all) and their targets."""
     rows = (flat != pad_id).nonzero().squeeze(1)
     return (None, flat) if len(rows) == len(flat) else (rows, flat[rows])
 
 
 def flat_ids(targets: Tensor, vocab_size: int) -> Tensor:
-    """Return targets as one row of ids on the host.
+    """Return targets as a flat row of ids on the host.
 
     Raises:
-        ConfigError: they are no ids of the vocabulary.
+        ConfigError: a target is not an id of the vocabulary.
     """
     flat = targets.detach().cpu().reshape(-1)
     if flat.dtype.is_floating_point or flat.dtype == torch.bool:
@@ -213,12 +214,12 @@ def _drawn(flat: Tensor, first_id: int, num_ids: int, k: int, generator: torch.G
 def _blocks(
     terms: tuple[str, ...], flat: Tensor, rows: Tensor, first_id: int, num_groups: int, num_ids: int
 ) -> list[Block]:
-    """Lay the positions of one modality out in blocks of bounded size with few empty slots."""
+    """Lay out the positions of one modality in blocks of bounded size with few empty slots."""
     rows = rows[(flat[rows] - first_id).div(num_ids, rounding_mode="floor").argsort(stable=True)]
     codes = flat[rows] - first_id
     group = codes.div(num_ids, rounding_mode="floor")
     counts = torch.bincount(group, minlength=num_groups)
-    place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[group]  # the number of a position in its group
+    place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[group]  # index of a position within its group
     found = []
     sizes = counts.tolist()
     for start, stop in _ranges(sizes):
@@ -227,7 +228,7 @@ def _blocks(
         for first, last in pairwise([*range(0, deepest, depth), deepest]):
             mine = (group >= start) & (group < stop) & (place >= first) & (place < last)
             slots = (group[mine] - start) * (last - first) + place[mine] - first
-            # An empty slot repeats a position of the block: one that was not drawn might hold anything.
+            # An empty slot repeats a position of the block, since one that was not sampled might hold anything.
             rows_GM = rows[mine][:1].repeat(stop - start, last - first)
             codes_GM = torch.full_like(rows_GM, -1)
             rows_GM.view(-1)[slots] = rows[mine]
@@ -238,7 +239,7 @@ def _blocks(
 
 
 def _ranges(counts: list[int]) -> list[tuple[int, int]]:
-    """Return ranges of groups, none of them empty at an end, that waste at most half of a block's slots."""
+    """Return ranges of groups, without empty groups at either end, that leave at most half of a block's slots empty."""
     found: list[tuple[int, int]] = []
     for group, count in enumerate(counts):
         if count == 0:

@@ -1,6 +1,6 @@
-"""Tokenizer of tables: every column in its own quantile bins.
+"""Scalar tokenizer with quantile bins for each table column.
 
-Shapes: N = objects, C = columns, K = bins of a column.
+Shapes: N = objects, C = columns, K = bins per column.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from treadle.astro.tokenizers import Floats, Tokens, as_indices
 from treadle.errors import ConfigError
 
 MISSING = -1
-"""Value in a table of bins where a scalar is missing."""
+"""Bin of a missing scalar."""
 
 
 @dataclass(frozen=True, eq=False)
 class ScalarTokenizer:
-    """Quantile bins of the columns of a table; each column has its own, and any number may be missing.
+    """Tokenizer with separate quantile bins for each column of a table; any value may be missing.
 
     Attributes:
-        columns: their names.
+        columns: column names.
         edges: (C, K + 1), in each column's unit.
         centers: (C, K), the mean of the values in the bin.
-        mean: (C,) of the values that were fitted.
-        scale: (C,) their standard deviation.
+        mean: (C,) mean of the fitted values.
+        scale: (C,) standard deviation of the fitted values.
 
     Example:
         >>> tokenizer = ScalarTokenizer.fit([[1.0], [2.0], [10.0], [20.0], [np.nan]], ["mag"], 2)
@@ -46,10 +46,11 @@ class ScalarTokenizer:
 
     @classmethod
     def fit(cls, table: ArrayLike, columns: Sequence[str], n_bins: int = 32) -> ScalarTokenizer:
-        """Fit bins to the finite numbers of each column of a table (N, C); those that are masked are missing.
+        """Fit bins to the finite values of each column of a table (N, C); masked values are missing.
 
         Raises:
-            ConfigError: the table is not (N, columns), a name occurs twice, or a column has no two different numbers.
+            ConfigError: the table is not (N, columns), a name is repeated, or a column has fewer than two distinct
+                values.
         """
         values, names = np.asarray(unmasked(table), dtype=np.float64), tuple(columns)
         if values.ndim != 2 or values.shape[1] != len(names) or len(set(names)) != len(names):
@@ -70,20 +71,20 @@ class ScalarTokenizer:
 
     @property
     def n_bins(self) -> int:
-        """K."""
+        """K, bins per column."""
         return int(self.centers.shape[1])
 
     @property
     def codebook(self) -> Floats:
-        """(C, K) centres for the losses: each column has mean 0 and variance 1, so that no unit outweighs another."""
+        """(C, K) centres for the losses, each column standardised so that no unit outweighs another."""
         scaled = (self.centers - self.mean[:, None]) / self.scale[:, None]
         return np.asarray(scaled, dtype=np.float32)
 
     def encode(self, table: ArrayLike) -> Tokens:
-        """Return the bins (N, C) of a table; -1 where a number is masked or not finite. Beyond the edges: end bins.
+        """Return the bins (N, C) of a table: -1 for masked or non-finite values, an end bin beyond the edges.
 
         Raises:
-            ConfigError: the table has other columns.
+            ConfigError: the table has a different number of columns.
         """
         values = np.asarray(unmasked(table), dtype=np.float64)
         if values.ndim != 2 or values.shape[1] != len(self.columns):

@@ -1,4 +1,4 @@
-"""The learning rate of a step: linear warm-up, then half a cosine."""
+"""Learning-rate schedule: linear warm-up, then cosine decay."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def cosine_schedule_with_warmup(
 
     With n = ``step``, W = ``warmup_steps``, S = ``total_steps`` and r = ``min_lr_ratio``: base · n/W while n < W; then
     base · (r + (1 - r)/2 · (1 + cos(pi (n - W)/(S - W)))) up to n = S; base · r afterwards. W = 0 starts at the full
-    rate. Where W >= S the whole schedule is warm-up.
+    rate. If W >= S, the whole schedule is warm-up.
 
     Args:
         step: 0 before training, 1 for the first optimizer step.
-        base_lr: the rate at n = W.
+        base_lr: learning rate at n = W.
         warmup_steps: W, at least 0.
-        total_steps: S, the number of the last step, warm-up included; at least 1.
-        min_lr_ratio: r, in [0, 1]; the rate at n = S is r of the base.
+        total_steps: S, the last step, warm-up included; at least 1.
+        min_lr_ratio: r, in [0, 1]; the rate at n = S is r times the base.
 
     Raises:
-        ConfigError: an argument is out of its range.
+        ConfigError: an argument is out of range.
 
     Example:
         >>> [cosine_schedule_with_warmup(n, 1.0, 10, 100) for n in (0, 1, 10, 55, 100)]
@@ -43,7 +43,7 @@ def cosine_schedule_with_warmup(
         return base_lr * step / warmup_steps
     if step > total_steps:
         return base_lr * min_lr_ratio
-    if step == warmup_steps:  # also where both are the last step, and there is no cosine
+    if step == warmup_steps:  # also if both are the last step, and there is no cosine
         return base_lr
     progress = (step - warmup_steps) / (total_steps - warmup_steps)
     return base_lr * (min_lr_ratio + (1 - min_lr_ratio) / 2 * (1 + math.cos(math.pi * progress)))
@@ -70,16 +70,16 @@ _log = logging.getLogger("treadle.astro")
 
 
 class WarmupCosine(LRScheduler):
-    """Warm-up and cosine for the coming step: after n applied steps the rate of step n + 1, so that none has rate 0.
+    """Warm-up and cosine scheduler; after n applied steps the rate is that of step n + 1, so no step has rate 0.
 
     Args:
-        optimizer: its groups' rates are the base rates.
+        optimizer: the learning rates of its groups are the base rates.
         warmup_steps: steps of linear warm-up.
-        total_steps: the last step, warm-up included.
-        min_lr_ratio: the rate at the last step, as a fraction of the base.
+        total_steps: last step, warm-up included.
+        min_lr_ratio: learning rate at the last step, as a fraction of the base.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of range.
 
     Example:
         >>> import torch
@@ -95,15 +95,15 @@ class WarmupCosine(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of the coming step."""
+        """Return the learning rates of the next step."""
         shape = (self.warmup_steps, self.total_steps, self.min_lr_ratio)
         factor = cosine_schedule_with_warmup(self.last_epoch + 1, 1.0, *shape)
         return [base_lr * factor for base_lr in self.base_lrs]
 
     def use_total(self, total_steps: int) -> None:
-        """Put another last step in force, from the coming step on.
+        """Change the last step of the schedule, effective from the next step.
 
-        Warns when steps were applied under another one, and of a warm-up that leaves no room for the cosine.
+        Warns if steps were already applied under a different one, or if the warm-up leaves no room for the cosine.
         """
         if self.last_epoch > 0 and total_steps != self.total_steps:
             _log.warning(
@@ -120,6 +120,6 @@ class WarmupCosine(LRScheduler):
                 group["lr"] = lr
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the place on the curve and its last step; warm-up and minimum stay those of this run."""
+        """Restore the position on the curve and its last step; warm-up and minimum stay those of this run."""
         own = {"warmup_steps": self.warmup_steps, "min_lr_ratio": self.min_lr_ratio}
         super().load_state_dict({**state_dict, **own})

@@ -1,6 +1,6 @@
-"""One object as one sequence of ids and types, and sequences as a batch.
+"""Encoding of an object as a sequence of ids and types, and collation of sequences.
 
-Shapes: B = sequences, L = the longest of them.
+Shapes: B = sequences, L = length of the longest.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ def encode_sequence(
     spectra: Mapping[str, Sequence[int] | Tensor | None] | None = None,
     max_len: int | None = None,
 ) -> dict[str, Tensor]:
-    """Lay one object out as BOS, image, SEP, scalars, SEP, then each spectrum group and SEP, and EOS.
+    """Encode one object as BOS, image, SEP, scalars, SEP, each spectrum group followed by SEP, and EOS.
 
-    Whatever is absent takes one MISS in its place, so every object shows its modalities in the same order.
+    Anything absent is replaced by one MISS, so every object has its modalities in the same order.
 
     Args:
         vocab: the vocabulary.
         image: indices into the image codebook; None or empty is absent.
-        scalars: one bin for each column, None where it is missing; None is the whole modality absent.
-        spectra: for a group, indices into its codebook; a group that is not named, None or empty is absent.
-        max_len: the longest sequence that is accepted.
+        scalars: one bin per column, None where it is missing; None means that the whole modality is absent.
+        spectra: for each group, indices into its codebook; a group that is omitted, None or empty is absent.
+        max_len: maximum sequence length.
 
     Returns:
         ``tokens`` and ``types``, both long (L,).
 
     Raises:
-        ConfigError: an index is out of range, a group unknown, the number of columns wrong, or the sequence too long.
+        ConfigError: an index is out of range, a group is unknown, the number of columns is wrong, or the sequence is
+            too long.
 
     Example:
         >>> from treadle.astro.vocab import build_vocab_spec
@@ -72,12 +73,12 @@ def encode_sequence(
 
 
 def move_scalars_last(sequence: Mapping[str, Any], vocab: VocabSpec) -> dict[str, Tensor]:
-    """Put the scalars of a sequence behind its spectra: BOS, image, SEP, each group and SEP, scalars, SEP, EOS.
+    """Move the scalars of a sequence behind its spectra: BOS, image, SEP, each group and SEP, scalars, SEP, EOS.
 
-    A causal model that was trained on this order too gives a scalar directly from a spectrum.
+    A causal model also trained on this order predicts scalars directly from a spectrum.
 
     Args:
-        sequence: of `encode_sequence`.
+        sequence: from `encode_sequence`.
         vocab: the vocabulary.
 
     Returns:
@@ -125,18 +126,18 @@ def _scalar_ids(vocab: VocabSpec, scalars: Sequence[int | None] | None) -> list[
 
 
 def collate_sequences(batch: Sequence[Mapping[str, Any]], pad_id: int = 0) -> dict[str, Tensor]:
-    """Pad sequences on the right to one batch.
+    """Pad sequences on the right and stack them into a batch.
 
     Args:
-        batch: mappings with ``tokens`` and ``types`` (L,), as `encode_sequence` gives them, or with ``token_ids`` and
-            ``type_ids``, as `MultiFieldTokenDataset` does.
-        pad_id: the id that fills up; its type is 0.
+        batch: mappings with ``tokens`` and ``types`` (L,), as returned by `encode_sequence`, or with ``token_ids`` and
+            ``type_ids``, as returned by `MultiFieldTokenDataset`.
+        pad_id: padding id; its type is 0.
 
     Returns:
         ``tokens`` and ``types``, long (B, L), and ``attn_mask``, bool (B, L), True = valid.
 
     Raises:
-        ConfigError: the batch is empty, or a sequence has not one type for each token.
+        ConfigError: the batch is empty, or a sequence does not have one type per token.
 
     Example:
         >>> batch = [{"tokens": [1, 2], "types": [1, 2]}, {"tokens": [1, 5, 2], "types": [1, 5, 2]}]

@@ -1,4 +1,4 @@
-"""What `AstroTrainer` makes of its arguments before any work is done."""
+"""Validation and normalization of AstroTrainer's arguments."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from treadle.optim.precision import PrecisionName
 
 
 def training_settings(config: Any) -> TrainingConfig:
-    """Return a copy of the settings as a dataclass.
+    """Return a copy of the training settings as a dataclass.
 
     Args:
-        config: a mapping or a dataclass, and so are the loss settings in it, whose ``sample_k`` is
-            ``sample_k_per_modality``; None for the defaults.
+        config: a mapping or a dataclass, like the loss settings in it, whose ``sample_k`` is ``sample_k_per_modality``;
+            None for the defaults.
 
     Raises:
-        ConfigError: a key is unknown, a value is wrong, or it is something else, such as all settings of a run.
+        ConfigError: a key is unknown, a value is invalid, or it is something else, such as all settings of a run.
 
     Example:
         >>> training_settings({"epochs": 3}).epochs
@@ -52,7 +52,7 @@ def _as_mapping(given: Any) -> Any:
 
 
 def _loss_section(given: Any) -> Any:
-    """Return loss settings by the names of `MeaningfulLossConfig`; the losses have a shorter name for one of them."""
+    """Return loss settings under the names of `MeaningfulLossConfig`; the losses use a shorter name for one of them."""
     values = _as_mapping(given)
     if not isinstance(values, Mapping) or "sample_k" not in values:
         return values
@@ -62,7 +62,7 @@ def _loss_section(given: Any) -> Any:
 
 
 def precision_of(use_amp: bool | None, amp_dtype: str, device: torch.device) -> PrecisionName | None:
-    """Return the autocast type; ``use_amp=None`` is on for CUDA.
+    """Return the autocast dtype; ``use_amp=None`` enables autocast on CUDA.
 
     Raises:
         ConfigError: ``amp_dtype`` is unknown.
@@ -74,16 +74,16 @@ def precision_of(use_amp: bool | None, amp_dtype: str, device: torch.device) -> 
     if amp_dtype not in get_args(PrecisionName):
         raise ConfigError("must be 'fp16' or 'bf16'", argument="amp_dtype", value=amp_dtype)
     on = device.type == "cuda" if use_amp is None else use_amp
-    return amp_dtype if on else None  # type: ignore[return-value]  # it is one of the names
+    return amp_dtype if on else None  # type: ignore[return-value]  # one of the names
 
 
 def codebooks_of(
     vocab: VocabSpec, given: tuple[Any, Any, Any], config: LossConfig, *, use_ce: bool, device: torch.device
 ) -> Codebooks:
-    """Check the image, spectrum and scalar codebooks that have a weight, and move them.
+    """Validate the image, spectrum and scalar codebooks with a non-zero weight, and move them to the device.
 
     Raises:
-        ConfigError: one is missing or does not fit, or no term is left.
+        ConfigError: a codebook is missing or does not match, or no loss term is left.
     """
     weights = config.term_weights(vocab)
     if not use_ce and not any(weights.values()):
@@ -107,14 +107,14 @@ def codebooks_of(
 
 
 def check_model(model: nn.Module, vocab: VocabSpec) -> None:
-    """Raise ConfigError if the model has another number of ids."""
+    """Raise ConfigError if the model has a different number of ids."""
     size = getattr(unwrap(model), "vocab_size", None)
     if isinstance(size, int) and size != vocab.vocab_size:
         raise ConfigError(f"model has vocab_size={size} but the vocabulary has {vocab.vocab_size} ids; build it for it")
 
 
 def default_optimizer(model: nn.Module, settings: TrainingConfig) -> AdamW:
-    """Return AdamW with betas (0.9, 0.95); matrices decay, embeddings, norms and biases do not.
+    """Build AdamW with betas (0.9, 0.95); weight decay applies to matrices, not to embeddings, norms and biases.
 
     Example:
         >>> optimizer = default_optimizer(nn.Linear(2, 1), TrainingConfig())
@@ -127,10 +127,10 @@ def default_optimizer(model: nn.Module, settings: TrainingConfig) -> AdamW:
 
 
 def schedule_length(settings: TrainingConfig, loader: Iterable[Any], epochs: int) -> int:
-    """Return the last step of the schedule: as it is set, else the steps of all epochs.
+    """Return the last step of the schedule: ``total_steps`` if set, else the steps of all epochs.
 
     Raises:
-        ConfigError: it is not set and the loader has no length.
+        ConfigError: ``total_steps`` is not set and the loader has no length.
 
     Example:
         >>> schedule_length(TrainingConfig(grad_accum_steps=4), range(6), 5)

@@ -1,4 +1,4 @@
-"""What a step writes down about the terms of its loss, and the numbers that are read from means of it."""
+"""Records of the loss terms of a step, and the reported values computed from their means."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TERMS = ("ce", "img", "sca", "spec")
 
 
 def records_of(values: LossValues) -> dict[str, Any]:
-    """Return the terms of a micro-batch, each mean with its count; those of the spectrum by group.
+    """Return the terms of a micro-batch, each mean with its count; spectrum terms by group.
 
-    Every term is there, with count 0 where it is off or has no position, so that all ranks have the same names.
+    Every term is present, with count 0 if it is disabled or has no positions, so that all ranks have the same names.
 
     Example:
         >>> import torch
@@ -35,7 +35,7 @@ def records_of(values: LossValues) -> dict[str, Any]:
 
 
 def records_of_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics of a loss of the user's own: ``loss_…`` weighted by its ``n_…``, which is summed.
+    """Return the statistics of a user-supplied loss: ``loss_…`` weighted by its ``n_…``, which is summed.
 
     Example:
         >>> records_of_stats({"loss_ce": 2.0, "n_ce": 3, "temperature": 0.5})
@@ -52,15 +52,15 @@ def records_of_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float] | None) -> dict[str, Any]:
-    """Return ``loss_total``, put together from the means of its terms, then the means and their counts.
+    """Return ``loss_total``, computed from the means of its terms, followed by the means and their counts.
 
     Args:
-        means: ``loss`` and ``records``, means of what :func:`records_of` or :func:`records_of_stats` returned.
-        weights: of ``img``, ``sca`` and ``spec``; None: the statistics are those of another loss.
+        means: ``loss`` and ``records``, means of the results of :func:`records_of` or :func:`records_of_stats`.
+        weights: weights of ``img``, ``sca`` and ``spec``; None for the statistics of a user-supplied loss.
 
     Returns:
-        A mean over nothing is NaN and counts as 0 in ``loss_total``, which is NaN where nothing was counted.
-        With the statistics of another loss, ``loss_total`` is the mean of that loss.
+        A mean over nothing is NaN and counts as 0 in ``loss_total``, which is NaN if nothing was counted. For a
+        user-supplied loss, ``loss_total`` is the mean of that loss.
 
     Example:
         >>> records = {"loss_ce": 2.0, "n_ce": 8.0, "loss_img": float("nan"), "n_img": 0.0, "loss_sca": 4.0,
@@ -74,7 +74,7 @@ def numbers_of(means: Mapping[str, Any], weights: Mapping[str, float] | None) ->
     if weights is None:
         counts = {name: int(value) for name, value in records.items() if name.startswith("n_")}
         return {"loss_total": means.get("loss", math.nan), **records, **counts}
-    # A vocabulary without groups has no means of them, and an epoch that was cut short may have none.
+    # A vocabulary without groups has no group means, and an epoch that was cut short may have none.
     records = {"loss_ce": math.nan, "loss_img": math.nan, "loss_sca": math.nan, "loss_spec": {}, **records}
     records = {"n_ce": 0, "n_img": 0, "n_sca": 0, "n_spec": {}, **records}
     groups = [mean for group, mean in records["loss_spec"].items() if records["n_spec"][group]]

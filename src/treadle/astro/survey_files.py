@@ -1,6 +1,6 @@
-"""Survey data as it is published: columns of Parquet, HDF5 and FITS files, read block by block.
+"""Block-wise reading of columns from Parquet, HDF5 and FITS survey files.
 
-Nothing in a file is executed, and no more than a block of the named columns is in memory at once.
+Nothing in a file is executed, and at most one block of the named columns is in memory at a time.
 
 Shapes: N = rows of a file, B = rows of a block, C = scalar columns.
 """
@@ -38,21 +38,21 @@ def iter_columns(
         path: a ``.parquet`` or ``.pq`` file (pyarrow); an ``.h5``, ``.hdf5`` or ``.hdf`` file whose columns are
             datasets, or one compound dataset (h5py); a ``.fits``, ``.fit`` or ``.fits.gz`` file with a binary
             table (astropy; a ``.gz`` is unpacked in memory).
-        columns: their names; None takes all.
-        block_rows: B, the rows read at once.
-        table: the group or compound dataset of an HDF5 file, or the name or number of a FITS extension; None takes the
+        columns: column names; None reads all.
+        block_rows: B, rows per block.
+        table: the group or compound dataset of an HDF5 file, or the name or index of a FITS extension; None uses the
             root, or the first table.
 
     Yields:
-        The columns of the next rows, (B,) or (B, ...) for vectors, in the byte order of the machine. Numbers that the
-        file marks as missing are NaN, which makes their column float64; text is text.
+        The columns of the next rows, (B,) or (B, ...) for vectors, in the byte order of the machine. Numbers marked as
+        missing become NaN, which makes their column float64; strings stay strings.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: another kind of file, an unknown column or table, columns of different length, or vectors of
-            different length in one column.
+        ConfigError: the file type is unsupported, a column or table is unknown, columns differ in length, or vectors
+            within a column differ in length.
         CheckpointError: the file is damaged.
-        ImportError: the package that reads it is not installed.
+        ImportError: the package that reads this file type is not installed.
 
     Example:
         >>> import pathlib, tempfile
@@ -78,13 +78,13 @@ def read_columns(
     max_rows: int | None = None,
     table: str | int | None = None,
 ) -> Columns:
-    """Read columns of a survey file to memory.
+    """Read columns of a survey file into memory.
 
     Args:
-        path: as `iter_columns` takes it.
-        columns: their names; None takes all.
-        max_rows: the first rows only; what comes after them is not read.
-        table: as `iter_columns` takes it.
+        path: as in `iter_columns`.
+        columns: column names; None reads all.
+        max_rows: read only this many rows from the start of the file.
+        table: as in `iter_columns`.
 
     Returns:
         The columns, (N,) or (N, ...) each.
@@ -131,22 +131,22 @@ def read_survey(
     max_rows: int | None = None,
     table: str | int | None = None,
 ) -> Survey:
-    """Read a file as a survey, ready for tokenizers.
+    """Read a file as a :class:`Survey`, ready for tokenizers.
 
     Args:
-        path: as `iter_columns` takes it.
-        name: of the survey; its scalars become ``<name>.<column>``.
-        scalars: columns of numbers.
-        image: column of pictures.
-        image_shape: (channels, height, width), where pictures are flattened in the file; None takes them as they are.
+        path: as in `iter_columns`.
+        name: name of the survey; its scalars become ``<name>.<column>``.
+        scalars: numeric columns.
+        image: column of images.
+        image_shape: (channels, height, width), if images are flattened in the file; None leaves their shape unchanged.
         spectrum: column of spectra.
-        object_id: column of text or whole numbers; rows with the same are one object. None: each row is one.
-        max_rows: the first rows only.
-        table: as `iter_columns` takes it.
+        object_id: column of strings or integers; rows with the same id are one object. None: each row is an object.
+        max_rows: read only this many rows.
+        table: as in `iter_columns`.
 
     Raises:
         FileNotFoundError, CheckpointError, ImportError: as :func:`iter_columns`.
-        ConfigError: as :func:`iter_columns`, or a column is not of the kind that is asked for.
+        ConfigError: as :func:`iter_columns`, or a column does not hold the required type of data.
 
     Example:
         >>> import pathlib, tempfile
@@ -179,7 +179,7 @@ def read_survey(
 
 
 def _objects(column: str, ids: NDArray[Any]) -> NDArray[np.intp]:
-    """Numbers the objects; a row without an id would be one with all others of the kind."""
+    """Number the objects; rows without an id are rejected, since they would all count as one object."""
     missing = ids.dtype.kind == "U" and bool((ids == "").any())
     if ids.dtype.kind not in "iuU" or ids.ndim != 1 or missing:
         found = "rows without one" if missing else f"the dtype {ids.dtype} and the shape {ids.shape}"

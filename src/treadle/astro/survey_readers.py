@@ -1,4 +1,4 @@
-"""Readers of the formats that surveys are published in: blocks of columns of one table.
+"""Readers of survey file formats that yield blocks of columns of one table.
 
 Shapes: B = rows of a block.
 """
@@ -17,14 +17,14 @@ from treadle.errors import CheckpointError, ConfigError, MissingExtraError, near
 Columns = dict[str, NDArray[Any]]
 Blocks = Generator[Columns, None, None]
 Reader = Callable[[Path, "list[str] | None", int, "str | int | None"], Blocks]
-"""(file, columns or all, rows of a block, table) -> blocks."""
+"""(file, columns or all, rows per block, table) -> blocks."""
 
 
 def reader_of(file: Path) -> Reader:
-    """Return the reader of files with this ending.
+    """Return the reader for a file's extension.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: there is no reader for it.
     """
     name = file.name.lower()
     readers: dict[tuple[str, ...], Reader] = {
@@ -57,7 +57,7 @@ def _parquet_blocks(file: Path, columns: list[str] | None, block_rows: int, tabl
 
 
 def _from_arrow(name: str, array: Any) -> NDArray[Any]:
-    """A list column becomes (B, length), nested lists (B, ..., length); nulls become NaN or empty text."""
+    """Convert a list column to (B, length), nested lists to (B, ..., length), nulls to NaN or empty strings."""
     import pyarrow
     import pyarrow.compute
 
@@ -75,7 +75,7 @@ def _from_arrow(name: str, array: Any) -> NDArray[Any]:
     if not (kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind)):
         raise ConfigError(f"column {name!r} is of the type {kind}; must hold numbers, text, or lists of numbers")
     if array.null_count:
-        flags = kinds.is_boolean(kind)  # these reach float64 by way of whole numbers only
+        flags = kinds.is_boolean(kind)  # convertible to float64 only through integers
         try:
             array = (array.cast(pyarrow.uint8()) if flags else array).cast(pyarrow.float64())
         except pyarrow.ArrowInvalid as error:
@@ -83,7 +83,7 @@ def _from_arrow(name: str, array: Any) -> NDArray[Any]:
                 f"column {name!r} has missing numbers, which are NaN, and whole numbers beyond 2**53, which that would "
                 "round; leave out these rows in the file, or write the column as text"
             ) from error
-    return np.array(array.to_numpy(zero_copy_only=False))  # a copy that may be changed
+    return np.array(array.to_numpy(zero_copy_only=False))  # a writable copy
 
 
 def _hdf5_blocks(file: Path, columns: list[str] | None, block_rows: int, table: str | int | None) -> Blocks:
@@ -102,7 +102,7 @@ def _hdf5_blocks(file: Path, columns: list[str] | None, block_rows: int, table: 
                 length = len(node)
             else:
                 present = [key for key, item in node.items() if isinstance(item, h5py.Dataset) and item.ndim]
-                # A path such as "photometry/r" reaches into a group below.
+                # A path such as "photometry/r" refers to a nested group.
                 inner = [key for key in columns or () if isinstance(node.get(key), h5py.Dataset)]
                 names = _chosen(file, columns, dict.fromkeys([*present, *inner]))
                 lengths = {name: len(node[name]) for name in names}
@@ -142,12 +142,12 @@ def _from_fits(rows: Any, column: Any) -> NDArray[Any]:
     values = _plain(column.name, np.asarray(rows[column.name]))
     if column.null is None:
         return values
-    stored = rows.view(np.ndarray)[column.name]  # the marker is of the numbers before they are scaled
+    stored = rows.view(np.ndarray)[column.name]  # the null marker applies to the values before scaling
     return np.where(stored == column.null, np.nan, values.astype(np.float64))
 
 
 def _plain(name: str, values: NDArray[Any]) -> NDArray[Any]:
-    """Native byte order and a copy, since the file is closed after; bytes become text."""
+    """Copy values in native byte order, since the file is closed afterwards; decode bytes to strings."""
     if values.dtype.kind == "O" and values.size and isinstance(values.flat[0], bytes):
         values = values.astype(np.bytes_)
     if values.dtype.kind == "S":
@@ -177,7 +177,7 @@ def _same_rows(file: Path, lengths: dict[str, int]) -> int:
 
 
 def require_one_length(name: str, shapes: set[tuple[int, ...]]) -> None:
-    """Raise ConfigError where the rows of a column have different shapes."""
+    """Raise ConfigError if the rows of a column have different shapes."""
     if len(shapes) > 1:
         raise ConfigError(
             f"column {name!r} has vectors of the lengths {sorted(shape[0] for shape in shapes)}; bring them to one grid"

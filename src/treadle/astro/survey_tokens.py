@@ -1,4 +1,4 @@
-"""From surveys to sequences: one vocabulary over all of them, fitted tokenizers, and what they lose.
+"""Tokenization of surveys: a shared vocabulary, fitted tokenizers, and their reconstruction error.
 
 Shapes: N = objects, C = scalar columns of all surveys together.
 """
@@ -31,14 +31,14 @@ Sequences = list[dict[str, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class SurveyTokenizers:
-    """The tokenizers of one vocabulary; all surveys share them."""
+    """Tokenizers of one vocabulary, shared by all surveys."""
 
     scalar: ScalarTokenizer
     image: ImageTokenizer
     spectrum: SpectrumTokenizer
 
     def vocab(self) -> VocabSpec:
-        """Return the vocabulary that the codebooks fill."""
+        """Return the vocabulary of the codebooks."""
         first_group = next(iter(self.spectrum.codebooks.values()))
         return VocabSpec(
             len(self.image.codebook),
@@ -49,7 +49,7 @@ class SurveyTokenizers:
         )
 
     def encode(self, survey: Survey, *, max_len: int | None = None) -> Sequences:
-        """Return a sequence of every object, with MISS for what it lacks.
+        """Encode every object as a sequence, with MISS for absent values.
 
         Raises:
             ConfigError: a column of the survey has no bins, or a sequence is longer than ``max_len``.
@@ -69,18 +69,18 @@ class SurveyTokenizers:
         ]
 
     def bins(self, survey: Survey) -> NDArray[np.int64]:
-        """Return the bins (N, C) of a survey in the columns of the vocabulary, -1 where it has no number."""
+        """Return the bins (N, C) of a survey in the columns of the vocabulary; -1 where a value is missing."""
         return self.scalar.encode(_wide(survey, self.scalar.columns))
 
     def quality(self, surveys: Iterable[Survey]) -> dict[str, dict[str, float | int]]:
-        """Measure the error of the tokens and the use of the codes, for each codebook.
+        """Measure the reconstruction error and the code usage of each codebook.
 
         Args:
-            surveys: objects that were not fitted to, if the figures are to mean something.
+            surveys: objects not used for fitting, for meaningful figures.
 
         Returns:
-            ``image``, each spectrum group (in arcsinh flux, as it is tokenized) and each column -> the fields of
-            `code_use` and ``explained_variance``.
+            ``image``, each spectrum group (in arcsinh flux, as tokenized) and each column -> the fields of `code_use`
+            and ``explained_variance``.
         """
         found: dict[str, dict[str, float | int]] = {}
         for survey in surveys:
@@ -120,21 +120,21 @@ def fit_tokenizers(
     segment: int = 16,
     seed: int = 0,
 ) -> SurveyTokenizers:
-    """Fit the tokenizers to the training part of surveys.
+    """Fit the tokenizers to the training split of surveys.
 
     Args:
-        surveys: the objects of the training part alone; one of them with pictures and one with spectra.
-        v_image: patches of the image codebook.
-        scalar_bins: bins of each column. With 32 the centre of the true bin explains 0.85 of the variance of J-Ks on
-            validation objects, with 64 it explains 0.92: the last bins reach far.
-        v_spectra: segments of each group's codebook.
-        groups: names of the spectrum groups, in the order of wavelength.
-        patch_size: pixels of a patch's side.
-        segment: points of a spectrum behind one token.
-        seed: of k-means.
+        surveys: training objects only; one survey with images and one with spectra.
+        v_image: patches in the image codebook.
+        scalar_bins: bins per column. The centre of the true bin explains 0.85 of the variance of J-Ks on validation
+            objects with 32 bins and 0.92 with 64, since the outer bins are wide.
+        v_spectra: segments in each group's codebook.
+        groups: names of the spectrum groups, in order of wavelength.
+        patch_size: patch size in pixels.
+        segment: spectrum points per token.
+        seed: seed of k-means.
 
     Raises:
-        ConfigError: pictures or spectra are in no survey or in several, or the sizes do not fit the data.
+        ConfigError: no survey or several surveys have images or spectra, or the sizes do not match the data.
         ImportError: scikit-learn is not installed.
 
     Example:
@@ -157,14 +157,14 @@ def fit_tokenizers(
 
 
 def explained_variance(values: ArrayLike, decoded: ArrayLike) -> float:
-    """Return 1 - (summed squared error) / (summed squared distance from the mean over the objects, place by place).
+    """Return 1 - (summed squared error) / (summed squared distance from the elementwise mean over the objects).
 
     Args:
-        values: (N, ...) true numbers.
+        values: (N, ...) true values.
         decoded: the same shape.
 
     Returns:
-        At most 1; 0 for what always answers the mean; NaN where the values do not differ.
+        At most 1; 0 for always predicting the mean; NaN if all values are equal.
 
     Example:
         >>> explained_variance([0.0, 2.0, 4.0], [0.0, 2.0, 3.0])
@@ -176,15 +176,15 @@ def explained_variance(values: ArrayLike, decoded: ArrayLike) -> float:
 
 
 def code_use(tokens: ArrayLike, size: int) -> dict[str, float | int]:
-    """Count how the codes of a codebook are used.
+    """Measure how the codes of a codebook are used.
 
     Args:
         tokens: indices of any shape, at least one.
-        size: of the codebook.
+        size: size of the codebook.
 
     Returns:
-        ``codes``, ``dead_codes`` (never used) and ``perplexity``, exp of the entropy of the codes: the size of a
-        codebook that is used evenly and as widely.
+        ``codes``, ``dead_codes`` (never used) and ``perplexity``, the exponential of the entropy of the codes: the size
+        of a uniformly used codebook with the same entropy.
 
     Example:
         >>> code_use([0, 0, 1, 1], 4)
@@ -197,17 +197,18 @@ def code_use(tokens: ArrayLike, size: int) -> dict[str, float | int]:
 
 
 class ScalarDropout(Dataset[dict[str, Tensor]]):
-    """Sequences some of whose scalars are hidden behind MISS, other ones each time.
+    """Data set of sequences with a random subset of scalars replaced by MISS, drawn anew each time.
 
-    A model that is trained on them can predict a column from any of the others, or from the picture or spectrum alone.
-    In half of the sequences any scalars are hidden, in the others the first ones: drawn one by one, all that stand
-    before a late column are seldom hidden together while it is shown, and then it is never learned from the rest.
-    The hidden tokens are drawn with torch's global generator, which a resumed run restores.
+    A model trained on them can predict a column from any of the others, or from the image or spectrum alone. In half of
+    the sequences arbitrary scalars are hidden, in the others the first ones: with independent draws, all columns before
+    a late one are rarely hidden together while it is shown, and it would never be learned from the rest. The hidden
+    tokens are drawn with torch's global generator, which a resumed run restores.
 
     Args:
-        sequences: as `SurveyTokenizers.encode` gives them.
+        sequences: from `SurveyTokenizers.encode`.
         vocab: the vocabulary.
-        share: of the scalars of a sequence is drawn evenly from [0, 2 share], so that some show all and some few.
+        share: mean fraction of hidden scalars; the fraction of a sequence is drawn uniformly from [0, 2 share], so that
+            some sequences show all and some few.
         scalars_last: probability that the scalars come after the spectra (`move_scalars_last`). Between 0 and 1 the
             model learns scalars from spectra as well as spectra from scalars.
 
@@ -251,7 +252,7 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
             hidden = scalar & (torch.rand(tokens.shape) < limit)
         else:
             hidden = scalar & (scalar.cumsum(0) <= limit * scalar.sum())
-        miss = self.vocab.miss_id  # its own type, as every special id
+        miss = self.vocab.miss_id  # its own type, like every special id
         return {"tokens": tokens.masked_fill(hidden, miss), "types": types.masked_fill(hidden, miss)}
 
 

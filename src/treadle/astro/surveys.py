@@ -1,6 +1,6 @@
-"""Surveys: tables of objects; some have pictures, some spectra, some only scalars.
+"""Surveys as tables of objects with scalars and, optionally, images or spectra.
 
-Shapes: N = objects, C = scalar columns, L = points of a spectrum, H, W = height and width of a picture.
+Shapes: N = objects, C = scalar columns, L = points of a spectrum, H, W = height and width of an image.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from treadle.datasets.spectral_types import spectral_type_number
 from treadle.datasets.splits import Rows, object_groups
 from treadle.errors import ConfigError
 
-_CUTOUT = 32  # pixels of an XDF cut-out
-_TILES = 4  # along each side of the XDF picture
+_CUTOUT = 32  # pixels along a side of an XDF cut-out
+_TILES = 4  # along each side of the XDF image
 
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """The objects of one survey, a row each; parts that the survey lacks are None.
+    """Objects of one survey, one row each; modalities that the survey lacks are None.
 
     Raises:
-        ConfigError: the parts have different numbers of rows, the table has other columns, or two have one name.
+        ConfigError: the modalities have different numbers of rows, the table does not match the columns, or a column
+            name is repeated.
 
     Example:
         >>> survey = Survey("mine", ("mine.mag",), np.array([[20.0], [21.0]]), np.array([0, 1]))
@@ -34,11 +35,11 @@ class Survey:
 
     name: str
     columns: tuple[str, ...]
-    """Names of the scalars; columns of one name in two surveys are one quantity in one unit."""
+    """Names of the scalars; a name shared by two surveys denotes the same quantity in the same unit."""
     scalars: npt.NDArray[np.float64]
-    """(N, C), NaN where a number is missing."""
+    """(N, C), NaN where a value is missing."""
     objects: Rows
-    """(N,) rows of one number must stay in one part of a split."""
+    """(N,) object numbers; rows of the same object must stay in the same split."""
     images: npt.NDArray[np.generic] | None = None
     """(N, channels, H, W)."""
     spectra: npt.NDArray[np.float32] | None = None
@@ -63,7 +64,7 @@ class Survey:
         return len(self.scalars)
 
     def take(self, rows: npt.NDArray[np.integer] | npt.NDArray[np.bool_]) -> Survey:
-        """Return the survey of some rows only."""
+        """Return a survey with the selected rows."""
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
         cut = {
             name: value if value is None or name in ("name", "columns") else value[rows]
@@ -83,15 +84,14 @@ class Survey:
 
 
 def load_surveys() -> dict[str, Survey]:
-    """Load the three surveys of the package, which have no object in common.
+    """Load the three surveys bundled with the package, which have no object in common.
 
     Returns:
-        ``xdf``: galaxies with picture and scalars; ``spex``: cool dwarfs with spectrum and scalars (``spex.type`` is M0
-        = 0, L0 = 10, T0 = 20); ``sdss``: galaxies with scalars alone, their redshift last, since a causal model
-        predicts the last part from all before. An object is a galaxy of SDSS, all spectra of one dwarf, or a tile of
-        the
-        XDF picture: its cut-outs overlap, so those that cross the border of a tile are left out, and then no pixel is
-        in two tiles.
+        ``xdf``: galaxies with image and scalars; ``spex``: cool dwarfs with spectrum and scalars (``spex.type`` is M0 =
+            0, L0 = 10, T0 = 20); ``sdss``: galaxies with scalars only, redshift last, since a causal model predicts the
+            last column from all others. An object is an SDSS galaxy, all spectra of one dwarf, or a tile of the XDF
+            image: its cut-outs overlap, so those that cross the border of a tile are left out, and no pixel is in two
+            tiles.
 
     Example:
         >>> {name: len(survey) for name, survey in load_surveys().items()}

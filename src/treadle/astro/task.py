@@ -1,4 +1,4 @@
-"""The astronomy task: a batch of token sequences becomes cross-entropy and the errors of expected values.
+"""Astronomy training task: cross-entropy and expected-value errors of a batch of token sequences.
 
 Shapes: B = sequences, L = positions, V = vocabulary.
 """
@@ -30,17 +30,17 @@ _PARTS = ("tokens", "types", "attn_mask")
 
 
 class AstroTask:
-    """Next-token training on sequences of several modalities.
+    """Next-token prediction on multimodal token sequences.
 
     Args:
-        device: where batches are moved.
+        device: device that batches are moved to.
         vocab: the vocabulary.
-        codebooks: prepared for it, on the device.
-        config: which terms there are, and at how many positions.
-        use_ce: whether the cross-entropy is one of them.
-        draw_seed: returns the seed of the positions of the present micro-batch.
-        own_loss: a loss of the user's own on logits and targets; None takes the terms.
-        compiled: whether what runs the model is compiled.
+        codebooks: prepared for the vocabulary, on the device.
+        config: which loss terms are computed, and at how many positions.
+        use_ce: whether to include the cross-entropy.
+        draw_seed: returns the seed for sampling positions of the current micro-batch.
+        own_loss: a user-supplied loss on logits and targets; None uses the terms.
+        compiled: whether to compile the model call.
     """
 
     def __init__(
@@ -64,26 +64,26 @@ class AstroTask:
         self._draw_seed = draw_seed
         self._own_loss = own_loss
         self._compiled: dict[str, Callable[..., Tensor]] | None = {} if compiled else None
-        self._targets: tuple[Tensor, Tensor] | None = None  # of the present micro-batch, on the device and as given
+        self._targets: tuple[Tensor, Tensor] | None = None  # of the current micro-batch, on the device and as given
 
     def weights(self, batch: Any) -> Mapping[str, float] | None:
-        """Return how many positions each term is taken at; nothing is drawn to know it."""
+        """Return the number of positions of each term, without sampling them."""
         if self._own_loss is not None:
             return None
         return self._counts(_targets_in(_parts_of(batch)[0]))
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Count the weight of a loss of the user's, if the batch is on the host."""
+        """Count the weight of a user-supplied loss, if the batch is on the host."""
         if self._own_loss is None:
             return batch, None
         count = self._num_targets(_targets_in(_parts_of(batch)[0]))
         return batch, None if isinstance(count, Tensor) else count
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Return the loss of a batch: its share of that of the step where ``totals`` are given."""
+        """Return the loss of a batch, or its share of the step's loss if ``totals`` are given."""
         tokens, types, attn_mask = _parts_of(batch)
         targets = _targets_in(tokens)
-        # Whole parts are moved, since a copy of a slice could not go straight from pinned memory.
+        # Whole tensors are moved, since a slice could not be copied directly from pinned memory.
         inputs = [moved(part, self.device)[:, :-1] for part in (tokens, types, attn_mask)]
         if self._own_loss is not None:
             return self._step_of_own_loss(model, inputs, targets)
@@ -108,9 +108,9 @@ class AstroTask:
         return logits
 
     def loss_and_stats(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Stats]:
-        """Return the loss of a batch by itself and its statistics, at the positions of the present micro-batch."""
+        """Return the loss of a single batch and its statistics, at the positions of the current micro-batch."""
         check_shapes("logits", logits, logits.shape[-1], targets, self.vocab)
-        known = self._targets  # the same ids where reading them waits for nothing
+        known = self._targets  # the same ids on the host, where reading them does not synchronise
         positions = self._choose(known[1] if known is not None and known[0] is targets else targets, None)
         values = loss_of_logits(logits, positions.to(logits.device), self.codebooks, self.term_weights)
         return values.loss, values.stats()
@@ -130,7 +130,7 @@ class AstroTask:
         return as_count((targets != self.vocab.pad_id).sum())
 
     def _run(self, model: nn.Module, inputs: list[Tensor], *, hidden: bool) -> Tensor:
-        """Run the model, compiled once where that was asked for; names of weights do not change by it."""
+        """Run the model, compiled once if requested; parameter names are unaffected."""
         run: Callable[..., Tensor] = unwrap(model).hidden_states if hidden else model  # type: ignore[assignment]
         if self._compiled is not None:
             name = "hidden" if hidden else "logits"
@@ -158,11 +158,11 @@ class AstroTask:
 
 
 def offers_hidden_states(model: nn.Module) -> bool:
-    """Return whether the losses may take a model's hidden states and multiply with its head themselves.
+    """Return whether the losses may use a model's hidden states and apply its head themselves.
 
-    The model must have ``hidden_states`` with the arguments of its forward, and a plain linear ``head`` without bias;
-    nothing may hang on its forward that would be passed over: hooks, or a wrapper other than DistributedDataParallel,
-    whose gradients the engine exchanges itself.
+    The model must have ``hidden_states`` with the arguments of its forward, and a plain linear ``head`` without bias.
+    Its forward must have nothing attached that would be bypassed: hooks, or a wrapper other than
+    DistributedDataParallel, whose gradients the engine reduces itself.
     """
     inner = unwrap(model)
     if model is not inner and not (replicated(model) is model and getattr(model, "module", None) is inner):
@@ -174,7 +174,7 @@ def offers_hidden_states(model: nn.Module) -> bool:
 
 
 def _targets_in(tokens: Tensor) -> Tensor:
-    """Return the targets; on the host where they are there."""
+    """Return the targets, on the host if the tokens are there."""
     return host_of(tokens)[:, 1:]
 
 

@@ -1,7 +1,7 @@
-"""Objects of many fields whose tokens are in files: one table and up to three token files a field.
+"""Data set of precomputed tokens in files: one table and up to three token files per field.
 
-The files are those of astromodal: ``tokens_flat``, ``scalar_tokens``, and ``tokens_{group}_flat`` with ``_indptr``,
-each beside ``ids``.
+The files are astromodal's: ``tokens_flat``, ``scalar_tokens``, and ``tokens_{group}_flat`` with ``_indptr``, each
+together with ``ids``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _BOS_TYPE, _EOS_TYPE, _SEP_TYPE, _SCALAR_TYPE = 1, 2, 3, 6
 
 
 class FieldIndex:
-    """The objects of one field, and where their tokens are.
+    """Index of the objects of one field and their tokens.
 
     Args:
-        field: its name.
-        templates: paths with ``{field}`` of ``datacube``, ``image``, ``scalar`` and ``spectrum``; a token file may be
+        field: name of the field.
+        templates: paths with ``{field}`` for ``datacube``, ``image``, ``scalar`` and ``spectrum``; a token file may be
             missing.
-        spectrum_groups: name of a group -> keys of its tokens and of where each object's begin.
+        spectrum_groups: group name -> keys of its tokens and of the start offsets of each object.
         filters: ``mag_col``, ``magerr_col``, ``mag_min``, ``mag_max``, ``magerr_max``.
-        allow_pickle: unpickle ids in token files. That **runs code** that is in the file.
+        allow_pickle: allow unpickling of ids in token files. This **runs code** from the file.
 
     Raises:
-        FileNotFoundError: there is no table.
-        ConfigError: a file has pickled ids and ``allow_pickle`` is off.
+        FileNotFoundError: the table does not exist.
+        ConfigError: a file has pickled ids and ``allow_pickle`` is False.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class FieldIndex:
         }
 
     def __len__(self) -> int:
-        """Number of objects that the filters keep."""
+        """Return the number of objects that pass the filters."""
         return len(self.rows)
 
     def get_row(self, idx: int) -> dict[str, Any]:
-        """Return the tokens of a row of the table; None where there are none."""
+        """Return the tokens of a table row; None for absent modalities."""
         image_row = self._image_rows.get(self._gaia_ids[idx])
         scalar_row = self._scalar_rows.get(self._ids[idx])
         spectrum_row = self._spectrum_rows.get(self._ids[idx])
@@ -128,40 +128,40 @@ def _places(file: Mapping[str, Any], norm: Any) -> dict[Any, int]:
 
 
 class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
-    """Sequences of the objects of many fields: BOS, image, SEP, scalars, SEP, each spectrum group and SEP, EOS.
+    """Data set of sequences over many fields: BOS, image, SEP, scalars, SEP, each spectrum group and SEP, EOS.
 
-    A modality that an object lacks is left out with its SEP, as in astromodal; `encode_sequence` puts MISS in its
-    place. An item has ``token_ids`` and ``type_ids``, long (L,), which `collate_sequences` pads. Files of a field are
-    read when an object of it is asked for, and the fields used last are kept.
+    A modality that an object lacks is omitted with its SEP, as in astromodal; `encode_sequence` puts MISS in its place.
+    An item has ``token_ids`` and ``type_ids``, long (L,), which `collate_sequences` pads. A field's files are read when
+    one of its objects is first requested, and the most recently used fields are cached.
 
     Args:
-        fields: their names.
+        fields: field names.
         vocab: the vocabulary.
-        datacube_template: path of a field's table, a file that `read_columns` reads, with ``{field}``; it has ``id``,
-            ``gaia_source_id`` and the columns of the filters. Fields without a table are left out.
-        image_tokens_template: path of a field's picture tokens, ``.npz``.
+        datacube_template: path of a field's table with ``{field}``, in a format that `read_columns` reads; it has
+            ``id``, ``gaia_source_id`` and the columns of the filters. Fields without a table are skipped.
+        image_tokens_template: path of a field's image tokens, ``.npz``.
         scalar_tokens_template: path of its scalar bins.
         spectrum_tokens_template: path of its spectrum tokens.
-        spectrum_groups: name of a group -> keys of its tokens and of where each object's begin.
-        mag_col: column of the magnitude, which is between ``mag_min`` and ``mag_max``.
-        magerr_col: column of its error, which is below ``magerr_max``.
-        mag_min: excluded.
-        mag_max: excluded.
-        magerr_max: excluded.
-        index_cache: file that the list of objects is kept in and read from, ``.npz``; None keeps none. One that was
-            made with other settings is made again.
-        lru_fields: fields that are kept in memory.
-        seed: of the order of the objects; None keeps that of the files.
-        max_image_tokens: of one object; more are cut off.
+        spectrum_groups: group name -> keys of its tokens and of the start offsets of each object.
+        mag_col: column of the magnitude, filtered to between ``mag_min`` and ``mag_max``.
+        magerr_col: column of its error, filtered to below ``magerr_max``.
+        mag_min: exclusive.
+        mag_max: exclusive.
+        magerr_max: exclusive.
+        index_cache: ``.npz`` file that caches the list of objects; None disables caching. A cache made with other
+            settings is rebuilt.
+        lru_fields: number of fields kept in memory.
+        seed: seed for shuffling the objects; None keeps the order of the files.
+        max_image_tokens: maximum per object; the rest is truncated.
         max_scalar_tokens: the same for scalars.
         max_spec_tokens_per_group: the same for each group.
-        allow_pickle: unpickle ids in token files. That **runs code** that is in the file.
+        allow_pickle: allow unpickling of ids in token files. This **runs code** from the file.
 
     Attributes:
-        index_field, index_row: field and row of the table of each object.
+        index_field, index_row: field and table row of each object.
 
     Raises:
-        ConfigError: a group is not in the vocabulary, a token is outside it, or a number is out of range.
+        ConfigError: a group or token is not in the vocabulary, or a number is out of range.
 
     Example:
         >>> # loader = DataLoader(MultiFieldTokenDataset(fields, vocab, ...), collate_fn=collate_sequences)
@@ -239,11 +239,11 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
         return names, row
 
     def __len__(self) -> int:
-        """Number of objects."""
+        """Return the number of objects."""
         return len(self.index_row)
 
     def field_index(self, field: str) -> FieldIndex:
-        """Return the objects of a field, read if they are not in memory."""
+        """Return the index of a field, read from its files unless cached."""
         if field not in self._open:
             self._open[field] = FieldIndex(
                 field,

@@ -1,4 +1,4 @@
-"""Fitted tokenizers in one safetensors file, whose codebooks `load_codebook` reads too."""
+"""Fitted tokenizers in one safetensors file, whose codebooks `load_codebook` can also read."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _SCALAR_PARTS = ("edges", "centers", "mean", "scale")
 
 @checked
 def save_tokenizers(path: str | os.PathLike[str], tokenizers: SurveyTokenizers) -> Path:
-    """Write tokenizers to one file, which is replaced as a whole or not at all.
+    """Write tokenizers to one file, atomically.
 
     The codebooks are stored as ``image``, ``spectrum.<group>`` and ``scalar.codebook`` (columns, bins), in the units
     of the losses.
 
     Args:
         path: a ``.safetensors`` file; its folder is created.
-        tokenizers: what `fit_tokenizers` gave.
+        tokenizers: from `fit_tokenizers`.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: another ending.
-        CheckpointError: the file cannot be written; what was there before is intact.
+        ConfigError: the extension is unsupported.
+        CheckpointError: the file cannot be written; the previous file is intact.
         ImportError: safetensors is not installed.
     """
     file = Path(path)
@@ -64,10 +64,10 @@ def save_tokenizers(path: str | os.PathLike[str], tokenizers: SurveyTokenizers) 
 
 @checked
 def load_tokenizers(path: str | os.PathLike[str]) -> SurveyTokenizers:
-    """Read what `save_tokenizers` wrote; the tokenizers give the same tokens to the bit.
+    """Load tokenizers written by `save_tokenizers`; they produce the same tokens to the bit.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds no tokenizers.
+        CheckpointError: the file is missing or damaged, or does not hold tokenizers.
         ImportError: safetensors is not installed.
     """
     tensors, metadata = read_tree(path)

@@ -1,10 +1,10 @@
-"""Tokenizers of vectors: pictures and spectra as indices into codebooks, and back.
+"""Vector quantization of images and spectra: encoding to codebook indices and decoding.
 
-A vector (a patch of a picture, a segment of a spectrum) becomes the index of the nearest centroid of k-means in its own
-units, so the expected value over a codebook is an expected patch or segment, and needs no decoder.
+A vector (a patch of an image, a segment of a spectrum) becomes the index of the nearest k-means centroid in its own
+units, so the expected value over a codebook is an expected patch or segment and needs no decoder.
 
-Shapes: N = objects, C = channels, H, W = height and width of a picture, L = points of a spectrum,
-T = tokens, K = ids of a codebook, D = numbers behind one id.
+Shapes: N = objects, C = channels, H, W = height and width of an image, L = points of a spectrum, T = tokens,
+K = ids of a codebook, D = values behind one id.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from treadle.errors.arguments import check_above
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-_ROWS_AT_ONCE = 4096  # rows of the table of distances
+_ROWS_AT_ONCE = 4096  # rows of the distance matrix
 
 
 @dataclass(frozen=True, eq=False)
 class Standardised:
-    """A codebook whose vectors had mean 0 and variance 1 over all their numbers when it was fitted.
+    """Codebook of vectors that were standardised over all their values before fitting.
 
-    The losses are squared errors, so with it those of different modalities are of one size.
+    This puts the squared-error losses of different modalities on the same scale.
 
     Attributes:
         codebook: (K, D) float32.
-        mean: subtracted from the numbers.
-        scale: what they were then divided by.
+        mean: subtracted from the values.
+        scale: divisor of the centred values.
     """
 
     codebook: Floats
@@ -50,7 +50,7 @@ class Standardised:
         return cls(kmeans_codebook((vectors - mean) / scale, k, seed=seed, max_iter=max_iter), mean, scale)
 
     def encode(self, vectors: Floats) -> Tokens:
-        """Return the nearest centroid of each vector (T, D), as (T,)."""
+        """Return the index of the nearest centroid of each vector (T, D), as (T,)."""
         codes = self.codebook.astype(np.float64)
         half_norms = 0.5 * np.square(codes).sum(axis=1)
         parts = np.array_split(vectors, max(1, -(-len(vectors) // _ROWS_AT_ONCE)))
@@ -58,22 +58,22 @@ class Standardised:
         return np.concatenate([(half_norms - part @ codes.T).argmin(axis=1) for part in scaled]).astype(np.int64)
 
     def decode(self, tokens: ArrayLike) -> Floats:
-        """Return the vectors of tokens of any shape, (..., D), in their own units."""
+        """Return the vectors (..., D) of tokens of any shape, in their original units."""
         return self.restore(self.codebook[as_indices("tokens", tokens, len(self.codebook))])
 
     def restore(self, vectors: ArrayLike) -> Floats:
-        """Take values of the codebook, such as expected ones, to their own units."""
+        """Convert codebook values, such as expected ones, to their original units."""
         return (np.asarray(vectors, dtype=np.float32) * self.scale + self.mean).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
 class ImageTokenizer:
-    """Square patches of pictures as tokens, row after row.
+    """Image tokenizer over square patches in row-major order.
 
     Attributes:
         patches: the codebook; D is channels x patch_size x patch_size.
-        patch_size: pixels.
-        shape: (C, H, W) of the pictures.
+        patch_size: patch size in pixels.
+        shape: (C, H, W) of the images.
 
     Example:
         >>> pictures = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8))
@@ -95,13 +95,13 @@ class ImageTokenizer:
 
         Args:
             images: (N, C, H, W) numbers in any unit, such as 0 to 255.
-            k: entries of the codebook.
-            patch_size: pixels; must divide H and W.
-            seed: of k-means.
-            max_iter: of k-means.
+            k: codebook entries.
+            patch_size: patch size in pixels; must divide H and W.
+            seed: seed of k-means.
+            max_iter: maximum number of k-means iterations.
 
         Raises:
-            ConfigError: the shape, or the numbers do not fit.
+            ConfigError: the shape or the values are invalid.
             ImportError: scikit-learn is not installed.
         """
         pictures = np.asarray(unmasked(images))
@@ -117,14 +117,14 @@ class ImageTokenizer:
 
     @property
     def codebook(self) -> Floats:
-        """(K, D) for the losses."""
+        """(K, D) codebook for the losses."""
         return self.patches.codebook
 
     def encode(self, images: ArrayLike) -> Tokens:
-        """Return the tokens (N, T) of pictures (N, C, H, W).
+        """Return the tokens (N, T) of images (N, C, H, W).
 
         Raises:
-            ConfigError: pictures of another shape, or not finite.
+            ConfigError: the images have a different shape or are not finite.
         """
         pictures = np.asarray(unmasked(images))
         if pictures.shape[1:] != self.shape:
@@ -133,18 +133,18 @@ class ImageTokenizer:
         return self.patches.encode(vectors.reshape(-1, vectors.shape[-1])).reshape(vectors.shape[:2])
 
     def decode(self, tokens: ArrayLike) -> Floats:
-        """Return the pictures (N, C, H, W) of tokens (N, T), in the units of the pictures that were fitted."""
+        """Return the images (N, C, H, W) of tokens (N, T), in the units of the fitted images."""
         return self.assemble(self.patches.decode(tokens))
 
     def assemble(self, vectors: ArrayLike) -> Floats:
-        """Put patches (N, T, D) in the pictures' units together to pictures (N, C, H, W)."""
+        """Assemble patches (N, T, D), in the units of the images, into images (N, C, H, W)."""
         (channels, height, width), size = self.shape, self.patch_size
         parts = np.asarray(vectors, dtype=np.float32).reshape(-1, height // size, width // size, channels, size, size)
         return np.ascontiguousarray(parts.transpose(0, 3, 1, 4, 2, 5)).reshape(-1, channels, height, width)
 
 
 def _patches(pictures: NDArray[np.generic], size: int) -> Floats:
-    """(N, C, H, W) -> (N, T, C x size x size) float32, all of it finite."""
+    """Cut images (N, C, H, W) into patches (N, T, C x size x size), float32 and checked to be finite."""
     count, channels, height, width = pictures.shape
     parts = pictures.reshape(count, channels, height // size, size, width // size, size).transpose(0, 2, 4, 1, 3, 5)
     vectors = np.ascontiguousarray(parts, dtype=np.float32).reshape(count, -1, channels * size * size)
@@ -155,14 +155,14 @@ def _patches(pictures: NDArray[np.generic], size: int) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class SpectrumTokenizer:
-    """Segments of spectra as tokens, with one codebook for each group of neighbouring segments.
+    """Spectrum tokenizer with one codebook per group of adjacent segments.
 
-    Flux is taken as arcsinh(flux / softening), linear when faint and logarithmic when bright (Lupton, Gunn & Szalay
-    1999): a few bright or noisy spectra would otherwise take most of the codes.
+    Flux is transformed to arcsinh(flux / softening), linear when faint and logarithmic when bright (Lupton, Gunn &
+    Szalay 1999): otherwise a few bright or noisy spectra would use most of the codes.
 
     Attributes:
-        groups: codebook of each group, in the order of wavelength; D is the points of a segment.
-        points: L of the spectra.
+        groups: codebook of each group, in order of wavelength; D is the number of points of a segment.
+        points: L, the length of the spectra.
         softening: in the unit of the flux.
 
     Example:
@@ -189,19 +189,19 @@ class SpectrumTokenizer:
         seed: int = 0,
         max_iter: int = 50,
     ) -> SpectrumTokenizer:
-        """Cut spectra into equal groups, these into segments, and fit a codebook of k segments to each group.
+        """Cut spectra into equal groups and these into segments, and fit a codebook of k segments per group.
 
         Args:
             spectra: (N, L) finite fluxes.
-            groups: their names, in the order of wavelength.
-            k: entries of each codebook.
-            segment: points; a group must be a whole number of segments.
-            softening: flux at which the scale turns from linear to logarithmic.
-            seed: of k-means.
-            max_iter: of k-means.
+            groups: group names, in order of wavelength.
+            k: entries per codebook.
+            segment: points per segment; a group must be a whole number of segments.
+            softening: flux at which the scale changes from linear to logarithmic.
+            seed: seed of k-means.
+            max_iter: maximum number of k-means iterations.
 
         Raises:
-            ConfigError: the shape, the names or the numbers do not fit.
+            ConfigError: the shape, the names or the values are invalid.
             ImportError: scikit-learn is not installed.
         """
         flux = _matrix("spectra", spectra)
@@ -223,14 +223,14 @@ class SpectrumTokenizer:
 
     @property
     def codebooks(self) -> dict[str, Floats]:
-        """(K, D) of each group, for the losses."""
+        """(K, D) codebook of each group, for the losses."""
         return {name: book.codebook for name, book in self.groups.items()}
 
     def encode(self, spectra: ArrayLike) -> dict[str, Tokens]:
         """Return the tokens (N, T) of each group for spectra (N, L).
 
         Raises:
-            ConfigError: spectra of another length, or not finite.
+            ConfigError: the spectra have a different length or are not finite.
         """
         flux = _matrix("spectra", spectra)
         if flux.shape[1] != self.points:
@@ -247,17 +247,17 @@ class SpectrumTokenizer:
         return self.assemble({name: book.decode(tokens[name]) for name, book in self.groups.items()})
 
     def assemble(self, segments: Mapping[str, ArrayLike]) -> Floats:
-        """Put segments (N, T, D) of each group, still arcsinh, together to spectra (N, L) in the unit of the flux."""
+        """Assemble segments (N, T, D) of each group, in arcsinh flux, into spectra (N, L) in the unit of the flux."""
         parts = [np.asarray(segments[name], dtype=np.float32) for name in self.groups]
         joined = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
         return np.asarray(self.softening * np.sinh(joined), dtype=np.float32)
 
 
 def as_indices(name: str, tokens: ArrayLike, size: int) -> Tokens:
-    """Return whole numbers in [0, size).
+    """Return tokens as integers in [0, size).
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: the tokens are not integers in that range.
     """
     indices = np.asarray(tokens)
     if indices.dtype.kind not in "iu" or (indices.size and not 0 <= indices.min() <= indices.max() < size):

@@ -1,4 +1,4 @@
-"""The astronomy face: trains token models by epochs, keeps checkpoints by step and by epoch, returns records."""
+"""Astronomy trainer: epoch-based training of token models with step and epoch checkpoints."""
 
 from __future__ import annotations
 
@@ -59,45 +59,46 @@ _epoch_log = logging.getLogger("treadle.astro.epochs")
 class AstroTrainer(EpochFace):
     """Trainer of a model ``(tokens, types, attn_mask) -> logits`` on token sequences; see ``treadle.hooks.base``.
 
-    The logits are never made where the model has ``hidden_states`` and a linear ``head`` without bias, as
-    `CausalTransformerLM` has, :meth:`compute_loss` is not overridden and the model is not sharded: the same loss, in
-    much less memory.
+    If the model has ``hidden_states`` and a linear ``head`` without bias, like `CausalTransformerLM`,
+    :meth:`compute_loss` is not overridden and the model is not sharded, the logits are never materialised: the same
+    loss in much less memory.
 
     Args:
         model: moved to the device in place.
         vocab: the vocabulary of the sequences.
-        train_loader: batches as `collate_sequences` makes them.
-        config: the training part of the settings; None takes the defaults. It is not changed.
-        image_codebook: (v_image, D). This and the next two may be None where the weight of their term is 0.
+        train_loader: batches in the format of `collate_sequences`.
+        config: the training section of the settings; None uses the defaults. It is not modified.
+        image_codebook: (v_image, D). This and the next two may be None if the weight of their term is 0.
         spectrum_codebook: mapping from each group to (v_spectra, D), or (groups, v_spectra, D).
         scalar_centers: (v_scalar,) or (n_columns, n_bins).
-        device: None takes CUDA, then MPS, then the CPU.
-        output_dir: folder of checkpoints and history; None writes nothing.
-        use_amp: autocast; None: on for CUDA.
-        use_ce: whether the cross-entropy is part of the loss.
-        compile_model: True compiles what runs the model, ``"blocks"`` each of its layers in place; wins over
+        device: None selects CUDA, then MPS, then the CPU.
+        output_dir: folder for checkpoints and history; None writes nothing.
+        use_amp: whether to use autocast; None enables it on CUDA.
+        use_ce: whether the loss includes the cross-entropy.
+        compile_model: True compiles the model with its loss, ``"blocks"`` each of its layers in place; overrides
             ``config.compile``.
         amp_dtype: ``"fp16"`` (with a gradient scaler) or ``"bf16"``.
-        optimizer: None builds AdamW with betas (0.9, 0.95); matrices decay, embeddings, norms and biases do not.
+        optimizer: None builds AdamW with betas (0.9, 0.95) and weight decay on matrices, not on embeddings, norms and
+            biases.
         scheduler: None builds the warm-up and cosine of `cosine_schedule_with_warmup`.
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``, for a given scheduler.
-        hooks: further hooks.
-        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
-        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
-        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
-        save_total_limit: checkpoints of epochs, and of steps, that stay, the newest ones; None keeps all.
-        eval_seed: seeds evaluations, and with the number of a batch its positions.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
-            The terms of the pack's own loss are counted on the host in each step, so only a ``compute_loss`` of one's
-            own can be replayed.
-        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started; wins
-            over ``config.parallel``.
+        hooks: additional hooks.
+        trackers: experiment trackers, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows no progress unless you configure a log handler, like ``TREADLE_PROGRESS=0``.
+        limits: limits of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its fields.
+        save_total_limit: how many of the newest checkpoints to keep, of epochs and of steps each; None keeps all.
+        eval_seed: seed of evaluations and, with the batch index, of the sampled positions.
+        capture: whether to replay the step as one CUDA graph; ``"auto"`` warns if that is impossible, True raises. The
+            terms of the built-in loss are counted on the host in each step, so only a custom ``compute_loss`` can be
+            replayed.
+        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig distributes the model over the ranks started by torchrun;
+            overrides ``config.parallel``.
 
     Attributes:
-        model, optimizer, scheduler, device, config: as the trainer uses them.
+        model, optimizer, scheduler, device, config: as used by the trainer.
 
     Raises:
-        ConfigError: a setting or codebook is wrong or missing, nothing would be trained, the loader has no length and
+        ConfigError: a setting or codebook is invalid or missing, nothing would be trained, the loader has no length and
             ``config.total_steps`` is None, or a device is not available.
 
     Example:
@@ -155,7 +156,7 @@ class AstroTrainer(EpochFace):
         check_model(model, vocab)
         precision = precision_of(use_amp, amp_dtype, self.device)
         compiled = check_compile(compile_model or self.config.compile)
-        # Where all is to be compiled, it is the model with its loss, by the task.
+        # With full compilation, the task compiles the model together with its loss.
         self.model, self.optimizer, _ = place(
             model, partial(default_optimizer, settings=self.config) if optimizer is None else optimizer,
             device=self.device, scheduler=scheduler, compile="blocks" if compiled == "blocks" else False,
@@ -216,7 +217,7 @@ class AstroTrainer(EpochFace):
         return own
 
     def _draw_seed(self) -> int:
-        """Return the seed of the positions of the present micro-batch: the same in a resumed run."""
+        """Return the seed for sampling positions of the current micro-batch, identical in a resumed run."""
         engine = self._engine
         if not torch.is_grad_enabled():
             return mix_seed(engine.eval_seed, engine.eval_cursor.position)
@@ -232,11 +233,11 @@ class AstroTrainer(EpochFace):
 
     @property
     def output_dir(self) -> Path | None:
-        """The folder of checkpoints, or None."""
+        """The checkpoint folder, or None."""
         return self._folder.path
 
     def get_lr(self) -> float:
-        """Return the learning rate of the coming step, of the first parameter group."""
+        """Return the learning rate of the first parameter group at the next step."""
         return float(read_scalars([self.optimizer.param_groups[0]["lr"]])[0])
 
     # -- to override ----------------------------------------------------------------------------------------------
@@ -244,8 +245,8 @@ class AstroTrainer(EpochFace):
     def compute_loss(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Mapping[str, Any]]:
         """Return the loss of a batch and its statistics; may be overridden.
 
-        An override gets the logits of every micro-batch, in training and evaluation. Micro-batches are then weighted
-        by their valid tokens, a statistic ``loss_x`` by ``n_x``, and ``n_x`` is summed.
+        An override receives the logits of every micro-batch, in training and evaluation. Micro-batches are then
+        weighted by their valid tokens, a statistic ``loss_x`` by ``n_x``, and ``n_x`` is summed.
 
         Args:
             logits: (B, L, V).
@@ -270,25 +271,25 @@ class AstroTrainer(EpochFace):
         resume_from: str | Path | None = None,
         best_model_metric: str | None = None,
     ) -> list[dict[str, Any]]:
-        """Train until ``num_epochs`` epochs are completed.
+        """Train until ``num_epochs`` epochs are complete.
 
         Args:
-            num_epochs: absolute target; None takes ``config.epochs``. A run that has reached it returns at once.
-            val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``. Of a dict
-                each loader is evaluated, as ``val_<name>_loss_total`` and so on.
-            resume_from: None, ``"auto"`` (the furthest intact checkpoint of ``output_dir`` and of the folders of hooks
-                that load the latest), or a path, also in ``output_dir``.
-            best_model_metric: a loss of the record that selects ``best.pt`` instead, such as ``"val_far_loss_total"``
-                or ``"val_loss_img"``; of several loaders without the name of one, that of the first.
+            num_epochs: absolute target; None uses ``config.epochs``. A run that has reached it returns immediately.
+            val_loader: batches to evaluate after each epoch; ``val_loss_total`` then selects ``best.pt``. In a dict,
+                every loader is evaluated, as ``val_<name>_loss_total`` and so on.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``output_dir`` and the folders of hooks
+                that load the latest), or a path, which may be relative to ``output_dir``.
+            best_model_metric: another loss of the record to select ``best.pt`` by, such as ``"val_far_loss_total"`` or
+                ``"val_loss_img"``; with several loaders and no loader name, that of the first.
 
         Returns:
             A record for each epoch: ``epoch`` (1-based), ``train_loss_total``, ``train_loss_ce``, …, ``train_n_ce``,
             …, the same with ``val_``, and ``lr``.
 
         Raises:
-            ConfigError: ``num_epochs`` is not a whole number >= 0, a loader is empty, or ``best_model_metric`` is no
+            ConfigError: ``num_epochs`` is not an integer >= 0, a loader is empty, or ``best_model_metric`` is not a
                 loss of the record.
-            CheckpointError: another process trains in ``output_dir``, or no checkpoint is intact.
+            CheckpointError: another process is training in ``output_dir``, or no checkpoint is intact.
         """
         epochs = self.config.epochs if num_epochs is None else num_epochs
         check_whole(0, num_epochs=epochs)
@@ -303,7 +304,7 @@ class AstroTrainer(EpochFace):
             return self._epochs.fit(self.train_loader, val_loader, epochs, after_epoch=self._end_epoch)
 
     def _rule_for(self, metric: str | None, loaders: EvalLoaders | None) -> Callable[[], BestRule] | None:
-        """Return a function that makes the best rule of a call, or None where nothing is evaluated."""
+        """Return a factory for the best-checkpoint rule, or None if nothing is evaluated."""
         if loaders is None:
             if metric is not None:
                 raise ConfigError(
@@ -325,10 +326,10 @@ class AstroTrainer(EpochFace):
             _epoch_log.info("epoch %d: %s", self.epoch, numbers_of(record), extra={"topic": "epoch"})
 
     def train_step(self, batch: Any) -> dict[str, Any]:
-        """Run one optimizer step on one micro-batch, with its hooks, and read its results.
+        """Run one optimizer step on one micro-batch, with its hooks, and return its results.
 
         Returns:
-            ``loss_total`` (NaN where no term has a position), the means and counts of `combined_loss` as numbers, and
+            ``loss_total`` (NaN if no term has a position), the means and counts of `combined_loss` as numbers, and
             ``lr``.
 
         Raises:
@@ -338,15 +339,15 @@ class AstroTrainer(EpochFace):
         return {**self._epochs.step_numbers(), "lr": float(read_scalars(self._engine.attempt.info["lr"][:1])[0])}
 
     def train_epoch(self) -> dict[str, Any]:
-        """Train one more epoch: nothing is evaluated, selected or written at its end.
+        """Train one epoch without evaluating, selecting or writing anything at its end.
 
         Returns:
-            ``loss_total``, ``loss_ce``, …, ``n_ce``, …: means over the epoch and totals of counts.
+            ``loss_total``, ``loss_ce``, …, ``n_ce``, …: means over the epoch and total counts.
         """
         return self._epochs.train_epoch(self.train_loader)
 
     def evaluate(self, val_loader: Iterable[Any]) -> dict[str, Any]:
-        """Return the means over a loader, of the averaged weights if there is an average; twice the same to the bit.
+        """Evaluate on a loader, with averaged weights if there are any; repeatable to the bit.
 
         Returns:
             ``loss_total``, ``loss_ce``, …, ``n_ce``, ….
@@ -357,23 +358,23 @@ class AstroTrainer(EpochFace):
         return self._epochs.evaluate(val_loader)
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Return the logits of a loader's sequences, of the averaged weights if there is an average.
+        """Return the logits of a loader's sequences, with averaged weights if there are any.
 
         Returns:
-            (N, L - 1, V) on the CPU: position i has those of token i + 1.
+            (N, L - 1, V) on the CPU: position i predicts token i + 1.
 
         Raises:
-            ConfigError: the loader is empty, or its sequences are not of one length.
+            ConfigError: the loader is empty, or its sequences differ in length.
         """
         return self._epochs.predict(loader, partial(self._task.logits, self.model))
 
     # -- files ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, filename: str | Path) -> Path:
-        """Write everything that a run needs to resume exactly; all ranks take part.
+        """Write everything needed to resume the run exactly; a collective call.
 
         Args:
-            filename: a relative one is inside ``output_dir``.
+            filename: a relative path is resolved against ``output_dir``.
 
         Returns:
             The file.
@@ -381,16 +382,16 @@ class AstroTrainer(EpochFace):
         return self._folder.write(Path(filename) if self.output_dir is None else self.output_dir / filename)
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restore everything from a checkpoint, in place; :meth:`train` then continues from its step.
+        """Restore the full state from a checkpoint in place; :meth:`train` then continues from its step.
 
         Args:
-            path: as given; if there is no such file, inside ``output_dir``.
+            path: used as given; if there is no such file, looked up in ``output_dir``.
 
         Returns:
             The checkpoint's data.
 
         Raises:
-            CheckpointError: the file is missing, damaged, of another vocabulary or of another model.
+            CheckpointError: the file is missing or damaged, or its vocabulary or model differs.
         """
         path = self._folder.find(path)
         tree = load_checkpoint(path)

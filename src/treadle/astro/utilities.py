@@ -1,4 +1,4 @@
-"""Small helpers around a training: sizes, times, gradients, and the fast paths of a GPU."""
+"""Training helpers: parameter counts, durations, gradient statistics, and fast GPU kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("treadle.astro")
 
 @checked
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return how many parameters a model has and how many of them are trained; shared ones are counted once.
+    """Return the numbers of parameters and of trainable parameters of a model; shared ones are counted once.
 
     Example:
         >>> count_parameters(nn.Linear(10, 5))
@@ -26,10 +26,10 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def format_time(seconds: float) -> str:
-    """Write a duration in hours, minutes and whole seconds; leading zeros are left out.
+    """Format a duration in hours, minutes and whole seconds, without leading zero units.
 
     Raises:
-        ConfigError: it is negative or not finite.
+        ConfigError: the duration is negative or not finite.
 
     Example:
         >>> format_time(45), format_time(125), format_time(3665)
@@ -44,11 +44,11 @@ def format_time(seconds: float) -> str:
 
 
 def log_gradient_stats(model: nn.Module) -> dict[str, float]:
-    """Log and return the size of the gradients that a backward pass left; the host reads the device once.
+    """Log and return gradient statistics after a backward pass, with one device synchronisation.
 
     Returns:
-        ``grad_norm``, the 2-norm over all, and ``grad_mean``, ``grad_max``, ``grad_min`` over all their numbers. A
-        model without any gradient has the norm 0, and NaN for the others.
+        ``grad_norm``, the total 2-norm, and ``grad_mean``, ``grad_max``, ``grad_min`` over all entries. For a model
+        without gradients the norm is 0 and the others are NaN.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -73,9 +73,9 @@ def log_gradient_stats(model: nn.Module) -> dict[str, float]:
 
 
 def configure_cuda_performance() -> None:
-    """Allow TF32 in matrix products and the flash and memory-efficient attention kernels, for the whole process.
+    """Enable TF32 matrix products and the flash and memory-efficient attention kernels for the whole process.
 
-    The plain attention kernel stays on for inputs that the others do not support. Nothing happens without CUDA.
+    The math attention kernel stays enabled for inputs that the others do not support. A no-op without CUDA.
 
     Example:
         >>> configure_cuda_performance()

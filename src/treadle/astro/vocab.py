@@ -1,4 +1,4 @@
-"""The vocabulary: which ids belong to images, scalars and each spectrum group, and the type of every id."""
+"""Vocabulary of image, scalar and spectrum ids, and the type of every id."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ IMAGE_TYPE, FIRST_SPECTRUM_TYPE = 5, 7
 @checked
 @dataclass(frozen=True)
 class VocabSpec:
-    """Five special ids, then the image ids, the scalar ids by column, and the ids of each spectrum group.
+    """Vocabulary of five special ids, the image ids, the scalar ids by column, and the ids of each spectrum group.
 
-    Equal settings are equal specifications; nothing can be changed afterwards. `build_vocab_spec` has the defaults.
+    Immutable, and compares by value. `build_vocab_spec` provides the defaults.
 
     Attributes:
-        v_image: ids of the image codebook.
-        v_scalar: ids of all scalar columns together.
-        v_spectra: ids of each spectrum group.
-        spectrum_groups: names of the groups; their order is that of the ids and of the types.
-        scalar_bins: ids of one scalar column.
+        v_image: size of the image codebook.
+        v_scalar: number of ids of all scalar columns together.
+        v_spectra: number of ids per spectrum group.
+        spectrum_groups: group names, in the order of their ids and types.
+        scalar_bins: number of ids per scalar column.
 
     Raises:
         ConfigError: a size is below 1, a group is named twice, or the columns do not fill ``v_scalar``.
@@ -43,11 +43,11 @@ class VocabSpec:
         (5, 7, {'a': 11, 'b': 13}, 15)
     """
 
-    pad_id: ClassVar[int] = 0  # fills a batch up; never a target
+    pad_id: ClassVar[int] = 0  # padding; never a target
     bos_id: ClassVar[int] = 1  # begins a sequence
     eos_id: ClassVar[int] = 2  # ends a sequence
     sep_id: ClassVar[int] = 3  # ends a modality
-    miss_id: ClassVar[int] = 4  # in place of an absent modality, spectrum group or scalar column
+    miss_id: ClassVar[int] = 4  # stands in for an absent modality, spectrum group or scalar column
 
     v_image: int
     v_scalar: int
@@ -69,7 +69,7 @@ class VocabSpec:
             raise ConfigError(
                 "must be a list of names, not one text", argument="spectrum_groups", value=self.spectrum_groups
             )
-        object.__setattr__(self, "spectrum_groups", tuple(self.spectrum_groups))  # a list could be changed
+        object.__setattr__(self, "spectrum_groups", tuple(self.spectrum_groups))  # a list would be mutable
         groups = self.spectrum_groups
         twice = sorted({group for group in groups if groups.count(group) > 1})
         if twice:
@@ -101,17 +101,17 @@ class VocabSpec:
 
     @property
     def vocab_size(self) -> int:
-        """All ids."""
+        """Number of ids."""
         return self.first_spectrum_id + len(self.spectrum_groups) * self.v_spectra
 
     @property
     def n_columns(self) -> int:
-        """Scalar columns."""
+        """Number of scalar columns."""
         return self.v_scalar // self.scalar_bins
 
     @property
     def n_types(self) -> int:
-        """The smallest type table that fits: 7 and one for each spectrum group."""
+        """Minimum number of types: 7 plus one per spectrum group."""
         return FIRST_SPECTRUM_TYPE + len(self.spectrum_groups)
 
     def image_token_to_id(self, token: int) -> int:
@@ -156,7 +156,7 @@ class VocabSpec:
         return self.base_spectrum[group] + _inside(f"token of {group}", token, self.v_spectra)
 
     def type_of(self, id: int) -> int:
-        """Return the type of an id: special ids are their own type, 5 image, 6 scalar, 7 + the group's number.
+        """Return the type of an id: a special id is its own type, 5 image, 6 scalar, 7 + the group's index.
 
         Raises:
             ValueError: the id is not in [0, vocab_size).
@@ -169,9 +169,9 @@ class VocabSpec:
         return int(self.types_of(torch.tensor(_inside("id", id, self.vocab_size))))
 
     def types_of(self, ids: Tensor) -> Tensor:
-        """Return the types of ids, a long tensor of their shape and device.
+        """Return the types of ids as a long tensor of the same shape and device.
 
-        Ids outside the vocabulary are not looked for, since that would make the host wait for the device.
+        Ids outside the vocabulary are not checked for, since that would synchronise with the device.
         """
         special_or_image = ids.clamp(max=IMAGE_TYPE)
         group = torch.div(ids - self.first_spectrum_id, self.v_spectra, rounding_mode="floor")
@@ -187,14 +187,14 @@ def build_vocab_spec(
     *,
     scalar_bins: int | None = None,
 ) -> VocabSpec:
-    """Build the vocabulary of images, scalars and spectra, and log how the scalar ids are laid out.
+    """Build the vocabulary of images, scalars and spectra, and log the layout of the scalar ids.
 
     Args:
-        v_image: ids of the image codebook.
-        v_scalar: ids of all scalar columns together.
-        v_spectra: ids of each spectrum group.
-        spectrum_groups: their names, in the order of their ids; None takes Gaia XP (BP, RP) and DESI (B, R, Z).
-        scalar_bins: ids of one column; None takes 1024 where that divides ``v_scalar``, else one column of all.
+        v_image: size of the image codebook.
+        v_scalar: number of ids of all scalar columns together.
+        v_spectra: number of ids per spectrum group.
+        spectrum_groups: group names, in the order of their ids; None uses Gaia XP (BP, RP) and DESI (B, R, Z).
+        scalar_bins: number of ids per column; None uses 1024 if that divides ``v_scalar``, else a single column.
 
     Raises:
         ConfigError: a size is below 1, a group is named twice, or the columns do not fill ``v_scalar``.

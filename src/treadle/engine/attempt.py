@@ -35,7 +35,7 @@ _OTHER_NAMES = {"non_finite_grad_retries": "retries", "non_finite_grad_retry_cou
 
 
 class StepInfo(dict[str, Any]):
-    """The record of a step, which answers to trainloop's names of its entries too.
+    """Record of a step; its entries can also be read by their names in trainloop.
 
     Example:
         >>> StepInfo(retries=1)["non_finite_grad_retries"]
@@ -54,15 +54,16 @@ class Attempt:
     Args:
         group: its micro-batches.
         rates: learning rates of the parameter groups.
-        tries: groups tried for the step, this one included.
-        term_totals: counts of the loss's terms over all micro-batches and ranks; None where no term has a count.
-        num_ranks: of the run.
-        keeps_outputs: whether the model's outputs stay with the record, for tasks that want them after a replay.
+        tries: groups tried for the step, including this one.
+        term_totals: counts of the loss terms over all micro-batches and ranks; None if no term has a count.
+        num_ranks: number of ranks of the run.
+        keeps_outputs: whether the record keeps the model's outputs, for tasks that need them after a replay.
 
     Attributes:
         info: the record that hooks read as ``trainer.step_info``.
-        outputs: losses and records of the micro-batches, on the device and free of their graph.
-        rank_messages: numbers that each rank sent with this step: a signal, a stop, and one for each hook that asks.
+        outputs: losses and records of the micro-batches, detached, on the device.
+        rank_messages: numbers that each rank sent with this step: a signal, a stop, and one for each hook that requests
+            it.
 
     Example:
         >>> attempt = Attempt(Group(["batch"], [0.0]))
@@ -95,12 +96,12 @@ class Attempt:
         self._keeps_outputs = keeps_outputs
 
     def record_output(self, output: StepOutput) -> None:
-        """Add a micro-batch's loss and records, free of their graph."""
+        """Add the detached loss and records of a micro-batch."""
         weight = 1.0 if output.weight is None else output.weight
         loss = None if output.loss is None else output.loss.detach()
         if self.term_totals is not None and loss is not None:
-            # It is one share of the step's loss. A mean of shares times their number is their sum, and weights of one
-            # over their number let every step count once.
+            # It is a share of the step's loss. The mean of the shares times their number is their sum, and with weights
+            # of one over their number every step counts once.
             shares = len(self.group.batches) * self._num_ranks
             loss, weight = loss * shares, 1.0 / shares
         weight = weight.detach() if isinstance(weight, Tensor) else weight
@@ -109,7 +110,7 @@ class Attempt:
         self.keep(StepOutput(loss, records, weight, output.reduction, outputs, output.num_samples))
 
     def keep(self, output: StepOutput) -> None:
-        """Add a micro-batch's output that is free of its graph already."""
+        """Add an already detached output of a micro-batch."""
         self.outputs.append(output)
         info = self.info
         info["loss"].append(output.loss)
@@ -128,7 +129,7 @@ class Attempt:
         self.rank_messages = messages
 
     def discard_outputs(self) -> None:
-        """Drop losses and records: those of a refused attempt are in no mean."""
+        """Drop losses and records: those of a refused attempt enter no mean."""
         self.outputs = []
 
     def close(self, outcome: Outcome, step_started: float, means: RunningMeans) -> None:
@@ -142,7 +143,7 @@ class Attempt:
 
 
 def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return records free of their graph: the usual flat ones at once, others by the rules for nested values."""
+    """Return detached records: flat ones directly, nested ones by the rules for nested values."""
     flat: dict[str, Any] = {}
     for name, value in (records or {}).items():
         kind = type(value)
@@ -156,13 +157,13 @@ def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def begin_step(engine: Engine) -> None:
-    """Count a step and call ``on_before_step``."""
+    """Increment the step count and call ``on_before_step``."""
     engine.progress.begin_step()
     engine.events.emit(engine, "on_before_step")
 
 
 def start_attempt(engine: Engine, group: Group) -> GroupWeights | GivenWeights:
-    """Clear the gradients and begin the record of an attempt.
+    """Clear the gradients and start the record of an attempt.
 
     Returns:
         The weights of its micro-batches, which also carry the messages between ranks.
@@ -179,7 +180,7 @@ def start_attempt(engine: Engine, group: Group) -> GroupWeights | GivenWeights:
 
 
 def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float] | None = None) -> None:
-    """Begin the record of an attempt."""
+    """Start the record of an attempt."""
     rates = engine.progress.begin_attempt(len(group.batches), engine.optimizer)
     engine.attempt = Attempt(
         group, rates=rates, tries=engine.progress.tries, term_totals=term_totals, num_ranks=engine.num_ranks,
@@ -199,7 +200,7 @@ def counts_terms(engine: Engine, batch: Any) -> bool:
 
 def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
     """Sum the counts of each loss term over the group and the ranks, before the first forward."""
-    # Asked each step, and whether a task is a WeighsTerms takes isinstance as long as two of the model's layers.
+    # Called in each step, and isinstance against the protocol WeighsTerms takes as long as two layers of the model.
     weights_of: Callable[[Any], Mapping[str, float] | None] | None = getattr(engine.task, "weights", None)
     if weights_of is None:
         return None
@@ -218,14 +219,14 @@ def run_gradient_hooks(engine: Engine, grads: Sequence[Tensor]) -> tuple[Gradien
     """Call ``on_before_optimizer_step``.
 
     Returns:
-        The gradients and their norm, as the hooks left them: what they changed is clipped and judged.
+        The gradients and their norm after the hooks: their changes are clipped and checked.
     """
     before = [(id(grad), grad._version) for grad in grads]
     hooks = engine.events.hooks_for(engine.hooks, "on_before_optimizer_step")
     engine.events.emit(engine, "on_before_optimizer_step")
     left = Gradients.of(engine.optimizer)
     may_differ = not all(getattr(hook.on_before_optimizer_step, "read_only", False) for hook in hooks)
-    # The norm of gradients that are spread over ranks is a collective, and a hook that looks may be on one rank alone.
+    # The norm of sharded gradients takes a collective, and a hook that reads it may be on one rank only.
     if may_differ and (are_whole(left) or [(id(grad), grad._version) for grad in left] != before):
         engine.attempt.info["grad_norm"] = total_norm(left)
     norm: Tensor = engine.attempt.info["grad_norm"]
@@ -241,7 +242,7 @@ def skip(engine: Engine, reason: str) -> Outcome:
 
 
 def refuse(engine: Engine) -> Outcome:
-    """Refuse a non-finite gradient: lower the fp16 scale where possible, else ask a hook or for other data."""
+    """Refuse a non-finite gradient: lower the fp16 scale if possible, else follow a hook or retry on new data."""
     info = engine.attempt.info
     if engine.precision.refused():
         info["reason"] = "non-finite gradient: the fp16 scale was lowered"
@@ -251,18 +252,18 @@ def refuse(engine: Engine) -> Outcome:
     skips = engine.guard.plan is not None and engine.guard.plan.refused()
     clear_gradients(engine)
     if skips:
-        engine.attempt.discard_outputs()  # a loss that is not finite belongs to no mean
+        engine.attempt.discard_outputs()  # a non-finite loss must not enter the means
     return "skipped" if skips else "refused"
 
 
 def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
-    """Move what moves with applied steps only: counters, schedule, averages; of those in ``moved`` the counter."""
+    """Advance what follows applied steps: counters, schedule, averages; for those in ``moved`` the counter only."""
     if engine.guard.recording:
         return "applied"  # nothing changed: see treadle.capture
     engine.precision.applied()
     engine.progress.apply(engine.attempt.info["lr"])
     scheduler, moves = engine.lr_scheduler, engine.settings.scheduler_interval == "step"
-    if scheduler is not None and moves and not isinstance(scheduler, ReduceLROnPlateau):  # that one: with epochs alone
+    if scheduler is not None and moves and not isinstance(scheduler, ReduceLROnPlateau):  # that one moves with epochs
         scheduler.step()
     for ema in engine.declared.averages.values():
         if ema in moved:
@@ -273,7 +274,7 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
 
 
 def finish_step(engine: Engine, outcome: Outcome) -> None:
-    """Close the record of a step, call ``on_after_step``, write what hooks ask for, and leave at a signal."""
+    """Close the record of a step, call ``on_after_step``, write the requested files, and exit on a signal."""
     engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
     engine.progress.in_step = False
     if engine.target.deadline is not None and engine.target.deadline.over:
@@ -300,10 +301,10 @@ def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tenso
 
 
 def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
-    """Raise NonFiniteError for a step that the device refused and the host learned of late.
+    """Raise NonFiniteError for a step that the device refused and the host noticed later.
 
     The optimizer skipped that step and every later one, so the weights and its state are those of the last applied
-    step. The schedule and the averages in memory are as many updates ahead; the saved state is checked before.
+    step. The schedule and the averages in memory are ahead by as many updates; the saved state is checked first.
     """
     engine.progress.take_back(late.undone)
     clear_gradients(engine)
@@ -311,10 +312,10 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
 
 
 def clear_gradients(engine: Engine) -> None:
-    """Set every gradient to None, also those of parameters that no optimizer holds."""
+    """Set every gradient to None, including those of parameters in no optimizer."""
     optimizer = engine.optimizer
     if type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
-        for group in optimizer.param_groups:  # as torch's own does, which takes longer over it than over a small layer
+        for group in optimizer.param_groups:  # like zero_grad(), which takes longer than a small layer
             for parameter in group["params"]:
                 parameter.grad = None
     else:

@@ -1,4 +1,4 @@
-"""The attributes of an engine, and what hooks and faces read of a run."""
+"""Attributes of an engine, and the properties of a run that hooks and front ends read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from treadle.task import StepOutput, Task
 
 
 class EngineBase:
-    """Parts of an engine, each with its type, and properties that read them; the loop is in ``Engine``."""
+    """Typed parts of an engine and properties that read them; the loop is in ``Engine``."""
 
     # -- parts, as the user gave them
     model: nn.Module
@@ -62,8 +62,8 @@ class EngineBase:
     cursor: Cursor  # position in the training data
     eval_cursor: Cursor
     progress: Progress  # counters, means of the running epoch
-    attempt: Attempt  # the latest attempt at a step
-    state: RunState  # parts of a checkpoint, and where the present state came from
+    attempt: Attempt  # latest attempt at a step
+    state: RunState  # parts of a checkpoint, and where the current state came from
     num_ranks: int
 
     # -- machinery, made by prepare()
@@ -73,7 +73,7 @@ class EngineBase:
     exchange: GradientExchange
     guard: FiniteGuard
     steps: Steps  # train_step, or its captured form
-    stray_parameters: list[nn.Parameter]  # trainable and in no group of the optimizer
+    stray_parameters: list[nn.Parameter]  # trainable, but in no group of the optimizer
 
     def _configure(
         self,
@@ -119,7 +119,7 @@ class EngineBase:
 
     @property
     def step_outputs(self) -> list[StepOutput]:
-        """Losses and records of the latest step's micro-batches, free of their graph."""
+        """Detached losses and records of the latest step's micro-batches."""
         return self.attempt.outputs
 
     @property
@@ -134,12 +134,12 @@ class EngineBase:
 
     @property
     def state_parts(self) -> list[Driver]:
-        """Objects around the engine that add keys to its checkpoints; append one to have it saved."""
+        """Objects that add keys to the engine's checkpoints; append one to save its state."""
         return self.state.drivers
 
     @property
     def exit_plans(self) -> list[ExitPlan]:
-        """What hooks ask for at a signal; empty outside a run."""
+        """Exit plans of the hooks for signals; empty outside a run."""
         return self.signals.plans
 
     @property
@@ -149,7 +149,7 @@ class EngineBase:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes. May be assigned before anything is built."""
+        """Device of the model; may be assigned before anything is built."""
         return self.precision.device
 
     @device.setter
@@ -163,7 +163,7 @@ class EngineBase:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per step. May be assigned, but where steps are captured."""
+        """Micro-batches per step; may be assigned unless steps are captured."""
         return self.settings.accumulation_steps
 
     @accumulation_steps.setter
@@ -178,7 +178,7 @@ class EngineBase:
 
     @property
     def grad_clip(self) -> float | None:
-        """Total 2-norm to which gradients are clipped; None: they are not. May be assigned."""
+        """Total 2-norm to which gradients are clipped, or None; may be assigned."""
         return self.settings.grad_clip
 
     @grad_clip.setter
@@ -187,7 +187,7 @@ class EngineBase:
 
     @property
     def grad_clip_value(self) -> float | None:
-        """Largest absolute value of a gradient's element; None: they are not clipped so. May be assigned."""
+        """Absolute value to which elements of gradients are clipped, or None; may be assigned."""
         return self.settings.grad_clip_value
 
     @grad_clip_value.setter
@@ -196,7 +196,7 @@ class EngineBase:
 
     @property
     def scheduler_interval(self) -> Literal["step", "epoch"]:
-        """Whether the scheduler moves with steps or epochs."""
+        """Interval of the scheduler, ``"step"`` or ``"epoch"``."""
         return self.settings.scheduler_interval
 
     @property
@@ -215,7 +215,7 @@ class EngineBase:
         return self.settings.capture
 
     def location(self) -> StepLocation:
-        """Return the location of the present step, for error messages."""
+        """Return the location of the current step, for error messages."""
         position, tries = self.cursor.position, self.progress.tries
         return StepLocation(self.progress.step, self.cursor.epoch, position, len(self.attempt.info["loss"]), tries)
 
@@ -224,7 +224,7 @@ class EngineBase:
         return self.progress.epoch_means.compute(distributed.sum_over_ranks)
 
     def refuse_training(self, reason: str) -> None:
-        """Make every later call that would train an error; evaluations and saves stay possible."""
+        """Raise an error in every later call that would train; evaluating and saving stay possible."""
         self.state.closed = reason
 
     def _refuse_if_closed(self) -> None:
@@ -233,7 +233,7 @@ class EngineBase:
 
     @contextlib.contextmanager
     def evaluations_limited_to(self, limit: Amount | None) -> Iterator[None]:
-        """Evaluate so many batches inside the block, or the part of a loader; None evaluates all."""
+        """Limit evaluations inside the block to a number of batches or a fraction of a loader; None lifts the limit."""
         limits = dataclasses.replace(
             self.settings.limits, limit_eval_batches=limit, overfit_batches=None, fast_dev_run=False
         )
@@ -245,11 +245,11 @@ class EngineBase:
         return temporarily(self, **parts)
 
     def set_group(self, group: Group) -> None:
-        """Make a group the present one before its attempt begins, for a task that asks where a batch comes from."""
+        """Make a group the current one before its attempt begins, for a task that looks up where a batch comes from."""
         self.attempt = Attempt(group)
 
     def isolated_step(self, guard: FiniteGuard) -> AbstractContextManager[None]:
-        """Let steps run inside the block of which the engine keeps no record."""
+        """Run steps inside the block without recording them in the engine."""
         return self.temporarily(guard=guard, attempt=self.attempt, progress=copy.copy(self.progress))
 
 

@@ -1,4 +1,4 @@
-"""The best rule: when is a metric better, which epoch was best, and when to stop."""
+"""Rule for the best value of a metric: improvement, best epoch and early stopping."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MAX = {
 
 
 def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:
-    """Return the direction of a metric: the given one, or that of the last part of its name.
+    """Return the direction of a metric: the given one, or the one that the last part of its name implies.
 
     Args:
         metric: for example ``"val_loss"`` or ``"eval/accuracy"``.
         mode: ``"min"``, ``"max"`` or None.
 
     Raises:
-        ConfigError: another mode, or a name whose direction is not known.
+        ConfigError: the mode is unknown, or the name implies no direction.
 
     Example:
         >>> resolve_mode("val_loss"), resolve_mode("eval/precision@5")
@@ -56,7 +56,7 @@ class BestRule:
 
     Args:
         metric: the name in the epoch record.
-        mode: ``"min"``, ``"max"`` or None for the direction of the name.
+        mode: ``"min"``, ``"max"``, or None for the direction implied by the name.
         min_delta: smallest change that counts, >= 0.
         patience: non-improving epochs until ``should_stop``, >= 1; None never stops.
         start_epoch: non-improving epochs before this one are not counted.
@@ -102,7 +102,7 @@ class BestRule:
         return self.patience is not None and self.count >= self.patience
 
     def update(self, epoch: int, value: float) -> bool:
-        """Take the value of an epoch (1-based) and return whether it is an improvement."""
+        """Record the value of an epoch (1-based) and return whether it is an improvement."""
         value = float(value)
         better = value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
         if math.isfinite(value) and better:
@@ -123,7 +123,7 @@ class BestRule:
         return float(record[self.metric])
 
     def ranked(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
-        """Return the epochs of records with a finite value, the best first, and the earlier first of equal ones.
+        """Return the epochs of records with a finite value, best first; ties keep the earlier epoch first.
 
         Example:
             >>> BestRule("val_loss").ranked([{"epoch": 1, "val_loss": 0.5}, {"epoch": 2, "val_loss": 0.4}])
@@ -148,7 +148,7 @@ class BestRule:
         """Restore what :meth:`state_dict` returned.
 
         Raises:
-            ConfigError: it belongs to another metric or direction.
+            ConfigError: the state belongs to another metric or direction.
         """
         if (state_dict["metric"], state_dict["mode"]) != (self.metric, self.mode):
             raise ConfigError(
@@ -181,7 +181,7 @@ class EarlyStopping:
         self.epoch = 0
 
     def __call__(self, value: float) -> bool:
-        """Take the value of the next epoch and return whether to stop."""
+        """Record the value of the next epoch and return whether to stop."""
         self.epoch += 1
         self.rule.update(self.epoch, float(value))
         return self.rule.should_stop

@@ -1,8 +1,8 @@
-"""Blocks of captured steps: replayed one after the other, counted and recorded together.
+"""Blocks of captured steps, replayed one after another but counted and recorded together.
 
-A step of a small model takes less time on a GPU than the host takes over its record. Where no hook has to see a step,
-the host replays several and hands all their numbers to the hooks at once. The state after the block is that of the same
-steps one by one.
+A step of a small model takes less time on a GPU than the host needs to record it. Where no hook has to see each step,
+the host replays several and passes all their numbers to the hooks at once. The state after the block equals that after
+the same steps one by one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _FIRST, _LEAST, _SECONDS = 64, 8, 0.25  # steps before the pace is known; steps,
 
 @dataclass(frozen=True)
 class StepBlock:
-    """Numbers of several steps, all applied, of one micro-batch each.
+    """Numbers of several applied steps of one micro-batch each.
 
     Attributes:
         first_step: number of the first step, 1-based.
         epoch: epochs completed.
-        first_position: micro-batches of the epoch consumed when the first step was done.
-        numbers: (N, 2) on the device, gradient norm and loss of each step.
-        output: of a step, without its loss: weight, reduction and records, which are the same for all.
+        first_position: micro-batches of the epoch consumed after the first step.
+        numbers: gradient norm and loss of each step, (N, 2) on the device.
+        output: weight, reduction and records of a step, without its loss; the same for all steps.
         rates: learning rate of each parameter group.
     """
 
@@ -57,7 +57,7 @@ class StepBlock:
         return StepLocation(self.first_step, self.epoch, self.first_position, 1, 1)
 
     def add_to(self, means: RunningMeans) -> None:
-        """Add the losses and records of the steps to running means, as one by one."""
+        """Add the losses and records of the steps to running means, as if added one by one."""
         output = self.output
         weight = 1.0 if output.weight is None else output.weight
         if output.records or type(weight) is not float or output.reduction == "sum":
@@ -78,10 +78,10 @@ class StepBlock:
 
 
 class RunsAhead:
-    """Base of steps of an engine that can be replayed several at a time.
+    """Base class of engine steps that can be replayed several at a time.
 
     Attributes:
-        pace: seconds of the host a step in the latest block; None before the first.
+        pace: host seconds per step in the latest block; None before the first.
     """
 
     pace: float | None = None
@@ -91,15 +91,15 @@ class RunsAhead:
         raise NotImplementedError
 
     def ahead(self, count: int) -> tuple[Group, StepBlock]:
-        """Replay the next steps, which the engine has not counted yet; return the last batch and their numbers."""
+        """Replay the next steps, not counted by the engine yet; return the last batch and their numbers."""
         raise NotImplementedError
 
 
 def run_ahead(engine: Engine) -> bool:
-    """Run as many steps as may pass before a hook, the end of the epoch or the target needs one by itself.
+    """Run as many steps as possible before a hook, the end of the epoch or the target needs a single step.
 
     Returns:
-        Whether there were any: none where steps are not captured, or where the next one is to be captured first.
+        Whether any step ran: none if steps are not captured or the next one must be captured first.
     """
     steps = engine.steps
     if not isinstance(steps, RunsAhead):
@@ -122,13 +122,13 @@ def run_ahead(engine: Engine) -> bool:
 
 
 def steps_to_look(engine: Engine) -> int:
-    """Return how many steps may pass until the last of them must be seen."""
+    """Return how many steps may run until hooks must see the last of them."""
     target, cursor, progress = engine.target, engine.cursor, engine.progress
     if engine.should_stop or engine.signals.received or cursor.length is None or engine.accumulation_steps > 1:
         return 0
     if target.deadline is not None:
-        return 0  # the time is looked at after each step
-    count = min(MOST, cursor.length - cursor.position - 1)  # the last batch of an epoch ends it
+        return 0  # the time is checked after each step
+    count = min(MOST, cursor.length - cursor.position - 1)  # the last batch of an epoch ends the epoch
     if target.max_steps is not None:
         count = min(count, target.max_steps - progress.step)
     for event in ("on_before_step", "on_after_step"):
@@ -139,12 +139,12 @@ def steps_to_look(engine: Engine) -> int:
 
 
 def _most_at(pace: float | None) -> int:
-    """Return how many steps make a block of a quarter of a second: a signal is looked at between two."""
+    """Return how many steps fill a quarter of a second: signals are checked between blocks."""
     return _FIRST if pace is None else max(_LEAST, min(MOST, int(_SECONDS / max(pace, 1e-6))))
 
 
 def _count(engine: Engine, block: StepBlock) -> None:
-    """Count the steps of a block, as one by one, and add their losses to the means of the epoch."""
+    """Count the steps of a block, as if one by one, and add their losses to the means of the epoch."""
     engine.progress.count_block(len(block), block.rates)
     for average in engine.averages.values():
         for _ in range(len(block)):
@@ -153,7 +153,7 @@ def _count(engine: Engine, block: StepBlock) -> None:
 
 
 def _record(engine: Engine, group: Group, block: StepBlock) -> None:
-    """Make the last step of a block the latest attempt."""
+    """Record the last step of a block as the latest attempt."""
     attempt = Attempt(group, rates=block.rates)
     output = block.output
     norm, loss = block.numbers[-1].unbind()

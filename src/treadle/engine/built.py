@@ -1,4 +1,4 @@
-"""The parts with which a run was prepared: a resumed run builds these, so others are refused or named."""
+"""Parts with which a run was prepared: a resumed run builds the same, so replaced ones are refused or warned about."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Built:
-    """Model, optimizer, schedule, loss and loader of an engine as it was prepared.
+    """Model, optimizer, schedule, loss and loader with which an engine was prepared.
 
     Args:
-        engine: that was prepared.
+        engine: the prepared engine.
     """
 
     def __init__(self, engine: Engine):
@@ -35,14 +35,14 @@ class Built:
         self.begin(engine)
 
     def begin(self, engine: Engine) -> None:
-        """Take the parts with which a run begins: between two runs of one object they may be replaced."""
+        """Record the parts at the start of a run; they may be replaced between two runs of one object."""
         self._optimizer, self._scheduler = engine.optimizer, engine.lr_scheduler
         self._model, self._task = engine.model, engine.task
         self._owner = getattr(engine.task, "trainer", None)
         self._loss = getattr(self._owner, "loss_fn", None)
 
     def watch(self, engine: Engine) -> None:
-        """Have what is added to the model named at once, while a run takes steps."""
+        """Warn at once about anything added to the model while a run takes steps."""
         self.end_watch()
         paths = {id(module): clean_name(name) for name, module in unwrap(engine.model).named_modules()}
         root = type(unwrap(engine.model)).__name__
@@ -61,16 +61,16 @@ class Built:
         ]
 
     def end_watch(self) -> None:
-        """End the watch, if there is one."""
+        """Stop watching the model, if it is watched."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def refuse_others(self, engine: Engine) -> None:
-        """Raise where the model, the optimizer or the schedule is another than that with which the run began.
+        """Raise if the model, the optimizer or the schedule was replaced since the run began.
 
         Raises:
-            CheckpointError: one is.
+            CheckpointError: one of them was replaced.
         """
         for name, before, now in (
             ("model", self._model, engine.model), ("optimizer", self._optimizer, engine.optimizer),
@@ -84,7 +84,7 @@ class Built:
                 )
 
     def unfit(self, engine: Engine) -> Iterator[str]:
-        """Yield warnings about parameters of which a run that builds the first model takes no checkpoint."""
+        """Yield warnings about parameters that a run with the original model cannot load from a checkpoint."""
         names = set(_saved_names(engine.model))
         if names != self._names:
             gained, lost = _listed(names - self._names), _listed(self._names - names)
@@ -100,7 +100,7 @@ class Built:
             )
 
     def replaced(self, engine: Engine) -> Iterator[str]:
-        """Yield warnings about parts that were replaced and that no checkpoint holds."""
+        """Yield warnings about replaced parts that no checkpoint holds."""
         advice = "a resumed run begins with the first one. Build both and choose by an attribute, which is kept"
         if engine.task is not self._task:
             yield f"task: it has been replaced by another {type(engine.task).__name__}: {advice}"

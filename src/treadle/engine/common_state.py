@@ -1,4 +1,4 @@
-"""Part of a checkpoint that another model has in common with it, for ``strict=False``."""
+"""Part of a checkpoint that fits another model, for ``strict=False``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def common_state(
     engine: Engine, tree: Mapping[str, Any], kept: Collection[str]
 ) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return a checkpoint tree without the keys that the engine's model lacks, and log what starts fresh.
+    """Return a checkpoint tree without keys that the engine's model lacks, and log what starts fresh.
 
     Args:
-        engine: takes the state.
+        engine: the engine that will load the state.
         tree: a checkpoint tree.
-        kept: names of weights that the checkpoint leaves out on purpose.
+        kept: names of weights that the checkpoint omits on purpose.
 
     Returns:
-        (the tree; the names of all weights that stay as they are).
+        (the tree; the names of all weights that are not loaded).
     """
     live = model_state(engine.model)
     weights, missing, strange = common_weights(without_wrappers(tree["model"], live), live)
@@ -46,7 +46,7 @@ def common_state(
 
 
 def _is_named(saved: Mapping[str, Any], live: Sequence[Sequence[str]]) -> bool:
-    """Return whether all parameters have names on both sides, in as many groups; else their order decides."""
+    """Return whether all parameters are named on both sides, in equally many groups; else they match by order."""
     groups = [group.get("param_names") or [""] for group in saved["param_groups"]]
     return len(groups) == len(live) and all(name for group in [*groups, *live] for name in group)
 
@@ -56,7 +56,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def common_weights(saved: Mapping[str, Any], live: Collection[str]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the saved weights that a model has, the names of those it lacks, and of those that only it has.
+    """Split saved weights into those that a model has, names that the state lacks and names that the model lacks.
 
     Returns:
         (the weights; names that the state lacks; names that the model lacks).
@@ -70,11 +70,11 @@ def common_weights(saved: Mapping[str, Any], live: Collection[str]) -> tuple[dic
 
 
 def common_optimizer_state(saved: Mapping[str, Any], live: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return a saved optimizer state as it fits other parameters: those that it does not know have no state.
+    """Return a saved optimizer state fitted to other parameters; parameters unknown to it have no state.
 
     Args:
         saved: an optimizer's state dict with ``param_names`` in each group.
-        live: the names of the parameters in each group of the optimizer, as many groups as ``saved`` has.
+        live: names of the parameters in each group of the optimizer; as many groups as ``saved`` has.
 
     Example:
         >>> groups = [{"params": [0, 1], "param_names": ["a", "old"], "lr": 0.1}]

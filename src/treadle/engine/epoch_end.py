@@ -1,4 +1,4 @@
-"""Ends of epochs, of the engine's loop and of a loop of the user's: score, move schedules, count, call the hooks."""
+"""End of an epoch, of the engine's loop or the user's: score it, step schedulers, count it, call the hooks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
-    """Finish a complete epoch, in the order that ``treadle.hooks.base`` writes down.
+    """Finish a complete epoch, in the order documented in ``treadle.hooks.base``.
 
     Args:
-        engine: whose epoch is complete.
-        moves_schedule: False where the scheduler was stepped by the user's own loop.
+        engine: the engine whose epoch is complete.
+        moves_schedule: False if the user's own loop stepped the scheduler.
 
     Raises:
-        DataExhaustedError: the epoch had no batch at all.
+        DataExhaustedError: the epoch had no batches.
     """
     if engine.cursor.position == 0:
         raise DataExhaustedError(
@@ -71,7 +71,7 @@ def _moves_each_epoch(engine: Engine) -> bool:
 
 
 def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
-    """Return other data for a refused step; an empty group where an epoch face has none left.
+    """Return new data for a refused step; an empty group if an epoch-based trainer has none left.
 
     Raises:
         NonFiniteError: the retries are used up.
@@ -93,11 +93,11 @@ def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
 
 
 def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], bool]) -> None:
-    """Train to a number of epochs by a function that reads each epoch's batches from the engine's cursor.
+    """Train to a number of epochs with a function that reads each epoch's batches from the engine's cursor.
 
     Args:
         engine: keeps the counters, calls the hooks and saves the state.
-        target: in epochs; ``max_time`` counts between two of them.
+        target: target in epochs; ``max_time`` is checked between two of them.
         train_epoch: trains one epoch; returns whether it stepped the scheduler, which is then left alone.
     """
     engine._refuse_if_closed()
@@ -111,7 +111,7 @@ def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], boo
     with training_session(engine):
         while not (target.reached(engine) or target.out_of_time or ranks_stop(engine)):
             stepped_schedule = train_epoch()
-            engine.target = target  # a step that is asked for by itself has another one
+            engine.target = target  # a single step sets another target
             finish_epoch(engine, moves_schedule=not stepped_schedule)
         engine.emit("on_after_train")
         engine.write_requested()

@@ -1,4 +1,4 @@
-"""Evaluation: the same weights give the same numbers to the bit, and training does not notice."""
+"""Evaluation: bitwise reproducible for the same weights, with no effect on training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from treadle.task import HasMetrics, Task, add_output, as_step_output, update_of
 
 
 class EvaluationAbandoned(Exception):
-    """A signal arrived during an evaluation; the step boundary before it is saved."""
+    """Signal during an evaluation; the state of the step boundary before it is saved."""
 
 
 def evaluate(
@@ -46,14 +46,14 @@ def evaluate(
     """Return the weighted mean loss, records and epoch metrics of a task over a loader.
 
     Args:
-        model: on the device of ``precision``.
+        model: model on the device of ``precision``.
         loader: any iterable of micro-batches.
         task: turns a batch into a loss.
-        precision: autocast as in training.
+        precision: autocast settings, as in training.
         eval_seed: seeds the RNG of the evaluation.
-        cursor: reused between evaluations to keep a loader's persistent workers.
-        interrupted: asked before each batch; on several ranks, before each that all of them have.
-        limit: batches to evaluate, or the part of the loader; None for all.
+        cursor: cursor reused between evaluations to keep a loader's persistent workers.
+        interrupted: called before each batch; on several ranks, before each batch that all of them have.
+        limit: number of batches or fraction of the loader to evaluate; None for all.
 
     Returns:
         ``loss``, the records, then the metrics; all reduced over ranks.
@@ -79,17 +79,18 @@ def evaluate(
         limit=limit,
     )  # fmt: skip
     if distributed.world_size() > 1:
-        means.align_keys(distributed.gather_objects(means.names()))  # a rank may have had no batch, and so no names
+        means.align_keys(distributed.gather_objects(means.names()))  # a rank without batches has no names
     values = means.compute(distributed.sum_over_ranks)
     result = {"loss": values.get("loss", math.nan), **values.get("records", {})}
     return {**result, **(_as_plain(metrics.compute()) if metrics is not None else {})}
 
 
 def results_of(method: str, result: Any) -> Mapping[str, Any]:
-    """Return the result of an evaluation that the user wrote.
+    """Return the checked result of a user's evaluation.
 
     Raises:
-        ConfigError: it is no mapping, as where a ``return`` was forgotten, or a value is neither a number nor a list.
+        ConfigError: it is not a mapping, for example because of a missing ``return``, or a value is neither a number
+            nor a list.
 
     Example:
         >>> results_of("evaluate", {"loss": 1.0})
@@ -106,17 +107,17 @@ def results_of(method: str, result: Any) -> Mapping[str, Any]:
 
 
 def try_override(evaluate: Callable[[], Any], logger: logging.Logger) -> Mapping[str, Any] | None:
-    """Return the results of an evaluation that the user wrote, of one batch before step 1; None where it needs more.
+    """Run a user's evaluation on one batch before step 1 and return its results; None if it needs more data.
 
     Raises:
-        ConfigError: it returns no dict of numbers.
+        ConfigError: it does not return a dict of numbers.
     """
     try:
         with enclosed_kept(evaluate):
             return results_of("evaluate", evaluate())
     except ConfigError:
         raise
-    except (ValueError, LookupError, ArithmeticError, AssertionError) as error:  # as of a score that wants two classes
+    except (ValueError, LookupError, ArithmeticError, AssertionError) as error:  # a score may need two classes
         logger.warning(
             "evaluate: the override fails on one batch, on which it was tried before step 1: %s: %s",
             type(error).__name__, error,
@@ -126,7 +127,7 @@ def try_override(evaluate: Callable[[], Any], logger: logging.Logger) -> Mapping
 
 @contextlib.contextmanager
 def enclosed_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """Put back, after the block, the plain values and the contents of containers that a function encloses.
+    """Restore, after the block, the plain values and container contents in a function's closure.
 
     Example:
         >>> calls = (lambda seen: lambda: seen.append(1) or len(seen))([])
@@ -140,7 +141,7 @@ def enclosed_kept(function: Callable[..., Any]) -> Iterator[None]:
         one: Any = waiting.pop()
         one = getattr(one, "func", getattr(one, "__func__", one))
         for cell in getattr(one, "__closure__", None) or () if id(one) not in seen else ():
-            with contextlib.suppress(ValueError):  # it is empty
+            with contextlib.suppress(ValueError):  # an empty cell
                 value = cell.cell_contents
                 if callable(value):
                     waiting.append(value)
@@ -160,7 +161,7 @@ def enclosed_kept(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _as_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn numbers into floats and tensors and arrays into lists, for records and files; texts stay as they are."""
+    """Convert numbers to floats, and tensors and arrays to lists, for records and files; keep strings."""
     flat: dict[tuple[str, ...], Any] = {}
     for path, value in flatten_nested_dict(values).items():
         try:
@@ -183,9 +184,9 @@ def for_each_batch(
 ) -> None:
     """Call ``fn`` with every batch under the rules of an evaluation.
 
-    Eval mode, no gradients, autocast, and a separate RNG. The mode of every module, the generators of the loader
-    and the training RNG are put back, also after an exception. Ranks may have unequal numbers of batches, unless the
-    model is sharded: then they need each other in every forward pass.
+    Eval mode, no gradients, autocast, and a separate RNG. The mode of every module, the generators of the loader and
+    the training RNG are restored, also after an exception. Ranks may have unequal numbers of batches, unless the model
+    is sharded: then every forward pass needs all ranks.
 
     Raises:
         ConfigError: the model is sharded and the ranks have unequal numbers of batches.
@@ -210,23 +211,23 @@ def for_each_batch(
                 with precision.autocast():
                     fn(batches[0])
         except BaseException:
-            cursor.close()  # workers must not live as long as the error does
+            cursor.close()  # workers must not outlive the evaluation through the error's traceback
             raise
 
 
 def refuse_no_batch(count: int, loader: str) -> None:
-    """Raise ConfigError where a loader gave no batch on any rank; all ranks call it.
+    """Raise ConfigError if a loader gave no batch on any rank; collective.
 
     Args:
-        count: how many it gave on this one.
-        loader: names it, as in ``"val_loader: it"``.
+        count: number of batches on this rank.
+        loader: subject of the message, as in ``"val_loader: it"``.
     """
     if not distributed.agree(count):
         raise ConfigError(f"{loader} gave no batch; there is nothing to take a mean over")
 
 
 def copies_in(loader: Any) -> list[str]:
-    """Say what a DistributedSampler does to the means of an evaluation; nothing for other loaders.
+    """Return a warning that a DistributedSampler biases the means of an evaluation; empty for other loaders.
 
     Example:
         >>> from torch.utils.data import DataLoader, DistributedSampler
@@ -245,18 +246,18 @@ def copies_in(loader: Any) -> list[str]:
 
 @contextlib.contextmanager
 def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> Iterator[None]:
-    """Enter eval mode without gradients and with a separate RNG; training continues as if it had not been."""
+    """Enter eval mode without gradients and with a separate RNG, leaving training unaffected."""
     rank = distributed.rank()
-    seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same
+    seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same numbers
     with forked_rng(seed), kept_generators(loader), evaluation_mode(model):
         yield
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval mode without gradients, and each module's own mode back afterwards.
+    """Put every module into eval mode without gradients, and restore each module's mode afterwards.
 
-    A sharded model has its parts as parameters before and after.
+    A sharded model has sharded parameters before and after.
     """
     distributed.reshard(model)
     modes = [(module, module.training) for module in model.modules()]
@@ -272,7 +273,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
-    """Keep a replica from exchanging buffers in its forward passes, of which other ranks may have fewer."""
+    """Keep a replica from synchronizing buffers in its forward passes, since other ranks may run fewer."""
     if replicas is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Dispatch of events to hooks, and the files that hooks ask for."""
+"""Dispatch of events to hooks, and writing of the files that hooks request."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Events:
-    """Dispatcher of an engine's events to its hooks, in their order.
+    """Dispatcher of an engine's events to its hooks, in order.
 
     Attributes:
         served: whether the hooks have received the records of the latest call of ``log`` or ``log_images``.
-        abandoned: whether a signal ended an evaluation that a hook ran; all ranks know, and the run leaves at the next
+        abandoned: whether a signal ended an evaluation run by a hook; all ranks know, and the run exits at the next
             boundary.
 
     Example:
@@ -33,10 +33,10 @@ class Events:
         self._writes: list[Callable[[], Any]] = []
 
     def emit(self, engine: Engine, event: str, *args: Any) -> None:
-        """Call one event of every hook, in order; in a run's steps, of those that do something at it."""
+        """Call one event of every hook, in order; within steps, only of hooks that override it."""
         hooks = engine.hooks
         if self._listening and self._listened != hooks:
-            self.cache_dispatch(hooks)  # hooks came or went
+            self.cache_dispatch(hooks)  # hooks were added or removed
         for hook in self._listening.get(event, hooks):
             try:
                 getattr(hook, event)(engine, *args)
@@ -44,22 +44,22 @@ class Events:
                 self.abandoned = True
 
     def hooks_for(self, hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
-        """Return the hooks that do something at an event of a step."""
+        """Return the hooks that override an event of a step."""
         if self._listening and self._listened == hooks:
             return self._listening[event]
         return listeners(hooks, event)
 
     def cache_dispatch(self, hooks: Sequence[BaseHook]) -> None:
-        """Find which hooks do something in a step, so that in each step the others are not called."""
+        """Cache which hooks override events of a step, so that the others are not called in each step."""
         self._listened = list(hooks)
         self._listening = {event: listeners(self._listened, event) for event in STEP_EVENTS}
 
     def clear_dispatch(self) -> None:
-        """End what :meth:`cache_dispatch` began: from here on every hook is called, as outside a run."""
+        """Drop the cache of :meth:`cache_dispatch`: from now on every hook is called, as outside a run."""
         self._listening = {}
 
     def serve(self, engine: Engine, event: str, records: Mapping[str, Any], *, dry_run: bool) -> None:
-        """Call ``on_log`` or ``on_log_images`` of every hook, which from here on counts as served."""
+        """Call ``on_log`` or ``on_log_images`` of every hook, and mark the records as served."""
         self.served = True
         self.emit(engine, event, records, dry_run)
 

@@ -1,7 +1,7 @@
-"""Failure of a rank: it reports at once and by name, and the others report that they are not the cause.
+"""Failure of a rank: it logs its error at once with its rank, and the others log that they are not the cause.
 
-The line is logged before anything is closed, so that nothing which waits for other ranks can keep it back. A process
-that torchrun launched also leaves its error where torchrun's summary looks for it.
+The line is logged before anything is closed, so that nothing that waits for other ranks can delay it. A process
+launched by torchrun also writes its error to the file that torchrun's summary reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOTE = "in step"
 """How the note begins that an error of a step is given."""
 
 _SHOWN = 6
-_LATER = 5  # seconds; torchrun takes the earliest error for the cause, and its clock ticks in whole seconds
+_LATER = 5  # seconds; torchrun takes the earliest error as the cause, and its timestamps are whole seconds
 _GONE = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "connection refused", "remote process")
 _SILENT = ("timed out", "timeout")
 _BACKENDS = ("gloo", "nccl", "tcpstore")
@@ -36,10 +36,10 @@ _BACKENDS = ("gloo", "nccl", "tcpstore")
 
 @contextlib.contextmanager
 def failing_by_name(engine: Engine) -> Iterator[None]:
-    """Log an error that leaves the block, with the rank and its place, if there are several ranks.
+    """Log an error raised in the block, with the rank and the location, if there are several ranks.
 
     Raises:
-        RankLostError: instead of what a collective raised since another rank is gone or does not answer.
+        RankLostError: in place of a collective's error, if another rank is gone or does not respond.
     """
     _forget_error()
     try:
@@ -63,8 +63,7 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
 
 
 def _note_batches(engine: Engine, error: BaseException) -> None:
-    """Add the step and the shapes of its batches to an error that was raised in it, as a note: the error stays as it
-    is."""
+    """Add a note with the step and its batches' shapes to an error raised in it; the error itself is unchanged."""
     inside = bool(engine.attempt.info) and "step_time" not in engine.attempt.info
     if not inside or isinstance(error, TreadleError) or not hasattr(error, "add_note"):  # before Python 3.11
         return
@@ -73,7 +72,7 @@ def _note_batches(engine: Engine, error: BaseException) -> None:
 
 
 def shapes_of(value: Any) -> str:
-    """Return types and shapes in a batch, in few words.
+    """Return a short description of the types and shapes in a batch.
 
     Example:
         >>> import torch
@@ -99,7 +98,7 @@ def _line(engine: Engine, error: BaseException) -> str:
 
 
 def lost_rank(error: BaseException) -> RankLostError | None:
-    """Return what an error of a collective means if another rank is its cause; None for any other error.
+    """Return the RankLostError for an error of a collective caused by another rank; None for any other error.
 
     Example:
         >>> lost_rank(RuntimeError("Gloo: Connection closed by peer [10.0.0.7]:4711"))
@@ -126,11 +125,11 @@ def lost_rank(error: BaseException) -> RankLostError | None:
 
 
 def leave_error(error: BaseException) -> None:
-    """Write an error where torchrun looks for it; do nothing in a process that torchrun did not launch.
+    """Write an error to torchrun's error file; a no-op in a process not launched by torchrun.
 
-    The same file as ``torch.distributed.elastic.multiprocessing.errors.record`` writes, at the moment of the error. One
-    that another rank caused is dated later, so that it is not taken for the cause. The first error of a run stays, and
-    goes when the process caught it and begins another run.
+    The file is the one that ``torch.distributed.elastic.multiprocessing.errors.record`` writes, but written at the
+    moment of the error. An error caused by another rank is dated later, so that it is not taken as the cause. The first
+    error of a run is kept, and removed when the process has caught it and begins another run.
     """
     path = os.environ.get(_ERROR_FILE)
     if not path:
@@ -139,7 +138,7 @@ def leave_error(error: BaseException) -> None:
     stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     extra = {"py_callstack": stack, "timestamp": str(moment)}
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
-    # Without it the summary is poorer; the error itself is raised anyway.
+    # Only the summary needs the file; the error itself is raised anyway.
     with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
         json.dump({"message": message}, file)
 

@@ -1,4 +1,4 @@
-"""The first checkpoint of a run, loaded again before it is trusted: into this run's checks, and into copies."""
+"""Trial load of a run's first checkpoint, against this run's checks and into copies."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from treadle.seed import forked_rng
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
-_LARGEST_COPY = 2**28  # bytes of the parameters of an optimizer of which copies are tried
+_LARGEST_COPY = 2**28  # bytes of parameters up to which copies of an optimizer are tried
 
 
 def try_loading(engine: Engine, tree: Mapping[str, Any]) -> None:
-    """Try whether a checkpoint can be loaded into the run that writes it; changes nothing.
+    """Check that a checkpoint can be loaded into the run that writes it, without changing anything.
 
     Raises:
-        CheckpointError: it cannot, or the optimizer would come back without its state.
+        CheckpointError: it cannot be loaded, or the optimizer would lose its state.
     """
     saved = Saved(tree, frozenset(tree.get("base") or ()))
     try:
@@ -57,10 +57,10 @@ def _try_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 
 def refuse_hidden_tensors(optimizer: Any) -> None:
-    """Raise for an optimizer that keeps tensors where its inherited state dict does not look.
+    """Raise if an optimizer keeps tensors that its inherited state dict misses.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: there are such tensors.
     """
     hidden = hidden_tensors(optimizer)
     if hidden:
@@ -74,7 +74,7 @@ def try_optimizer(optimizer: Any) -> None:
     """Step a copy of a user's optimizer with gradients of zero, and load its state into another copy.
 
     Raises:
-        CheckpointError: its state is lost, or does not load.
+        CheckpointError: its state is lost or cannot be loaded.
     """
     named = {id(one): one for group in optimizer.param_groups for one in group["params"]}
     size = sum(one.numel() * one.element_size() for one in named.values())
@@ -86,7 +86,7 @@ def try_optimizer(optimizer: Any) -> None:
         first, second = _double(optimizer, named), _double(optimizer, named)
         with warnings.catch_warnings(), forked_rng(0):
             warnings.simplefilter("ignore")
-            type(first).step(first)  # the object's own step may be bound to the optimizer that it was copied from
+            type(first).step(first)  # a step set on the object may be bound to the original optimizer
     except Exception:  # noqa: BLE001  (what cannot be copied, or wants a closure, is not tried)
         return
     refuse_hidden_tensors(first)

@@ -1,4 +1,4 @@
-"""The base of all hooks, and the one place where the loop and its events are written down.
+"""Base class of all hooks, and the reference of the loop and its events.
 
 The loop, with every event at its place::
 
@@ -14,7 +14,7 @@ The loop, with every event at its place::
                 repeat:
                     zero gradients
                     for each micro-batch: autocast(forward); scaled backward
-                        ranks tell each other weights, signal and stop once the last loss is there
+                        ranks exchange weights, signal and stop once the last loss is there
                         ranks exchange gradients during the last backward
                     no loss on any rank -> not applied; leave
                     unscale; normalise once by the total weight; measure the norm
@@ -31,18 +31,18 @@ The loop, with every event at its place::
         on_after_train
     finally: on_close(error), hooks in reverse order
 
-On several ranks a signal or a stop that one of them got counts once all have received it: at the end of this step or of
-the next one.
+On several ranks, a signal or a stop on one of them takes effect once all have received it: at the end of this step or
+of the next one.
 
-`on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire when asked for.
+`on_log`, `on_log_images`, `on_state_dict` and `on_load_state_dict` fire on the corresponding calls.
 
-Which hooks override the three events of a step is looked up after `on_before_train`, and again when hooks are added or
-removed; a method that is replaced on a hook later than that is not called if the hook did not override it before.
+Which hooks override the three events of a step is determined after `on_before_train`, and again when hooks are added or
+removed; a method set on a hook later than that is not called if the hook did not override it before.
 
-A hook sees the engine as ``trainer``. Besides the eleven events it may *declare* seven values, which the engine asks
-for and acts on itself: the averages it keeps, the checkpoint to resume from, what it claims for a run, what to do at a
-signal, what to do with a step whose gradient is not finite, what ranks tell each other for it in each step,
-and how many captured steps may pass until it must see one.
+A hook receives the engine as ``trainer``. Besides the eleven events it may *declare* seven values, on which the engine
+acts: the averages it keeps, the checkpoint to resume from, what it locks for a run, what to do on a signal, what to do
+with a step whose gradient is not finite, the number that ranks exchange for it in each step, and how many captured
+steps may run until it must see one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ STEP_EVENTS = ("on_before_step", "on_before_optimizer_step", "on_after_step")
 
 
 def read_only(method: Event) -> Event:
-    """Mark an ``on_before_optimizer_step`` that leaves the gradients alone, so that they are not measured again.
+    """Mark an ``on_before_optimizer_step`` that does not change gradients, so that their norm is not computed again.
 
     Example:
         >>> class Counts(BaseHook):
@@ -94,9 +94,9 @@ def read_only(method: Event) -> Event:
 
 
 def capturable(method: Event) -> Event:
-    """Mark an ``on_before_optimizer_step`` that launches work on the device and does nothing else that counts.
+    """Mark an ``on_before_optimizer_step`` whose only effect is work launched on the device.
 
-    Captured steps hold that work. The method itself is called while a step is recorded and tried, and not in a replay.
+    Captured steps contain that work. The method itself is called while a step is recorded and tested, not in a replay.
 
     Example:
         >>> class Halve(BaseHook):
@@ -110,7 +110,7 @@ def capturable(method: Event) -> Event:
 
 
 class BaseHook:
-    """Hook that does nothing at every event; subclass it and override what you need.
+    """Base hook whose events are no-ops; subclass it and override what you need.
 
     Example:
         >>> class CountSteps(BaseHook):
@@ -135,38 +135,38 @@ class BaseHook:
 
     @property
     def state_key(self) -> str:
-        """The key of this hook's state in a checkpoint; two hooks of one trainer must not share it."""
+        """Key of this hook's state in a checkpoint; unique among the hooks of a trainer."""
         return type(self).__name__
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Called once before the first step, after a checkpoint was loaded."""
+        """Called once before the first step, after a checkpoint is loaded."""
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Called before each step; ``trainer.step`` counts it already."""
+        """Called before each step; ``trainer.step`` already counts it."""
 
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Called when the gradients are final but for clipping.
+        """Called when the gradients are final except for clipping.
 
-        What it changes in them is clipped and checked, too. On several ranks change them alike on every rank: they
-        were exchanged before, and are not compared again.
+        Changes to the gradients are clipped and checked as well. On several ranks, make the same change on every rank:
+        gradients have been all-reduced and are not compared again.
         """
 
     def on_after_step(self, trainer: Engine) -> None:
         """Called after each step, applied or not; see ``trainer.step_info``."""
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Called after an epoch was evaluated and counted."""
+        """Called after an epoch is evaluated and counted."""
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Called once when training ended without an error."""
+        """Called once when training ends without an error."""
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Called at the very end, in reverse order, with the error that ended training, if any."""
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Called with aggregated records; ``dry_run`` does all but the writing."""
+        """Called with aggregated records; ``dry_run`` does everything but write."""
 
     def on_log_images(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
         """Called with nested images."""
@@ -178,7 +178,7 @@ class BaseHook:
         """Called when a checkpoint is loaded, with the whole tree."""
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Called after several captured steps in place of ``on_after_step``, where :meth:`steps_ahead` allows them.
+        """Called in place of ``on_after_step`` after several captured steps, where :meth:`steps_ahead` allows them.
 
         By default it calls ``on_after_step``, which sees the last of them.
         """
@@ -187,44 +187,44 @@ class BaseHook:
     # -- declarations ---------------------------------------------------------------------------------------------
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
-        """Return the averaged models this hook keeps, by name; asked for once, before any load."""
+        """Return the averaged models this hook keeps, by name; called once, before any load."""
         return {}
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Return the checkpoint to start from, or None; asked for before any event of a fresh run."""
+        """Return the checkpoint to start from, or None; called before any event of a fresh run."""
         return None
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
         """Return a context that spans all events of a run, such as the lock of a folder.
 
-        It refuses what another process holds, before any hook has touched a file of it.
+        Entering it fails if another process holds the lock, before any hook has touched a file.
         """
         return contextlib.nullcontext()
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Return the action at a signal, or None; called when training starts."""
+        """Return the action on a signal, or None; called when training starts."""
         return None
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Return how many captured steps may run until this hook must see one, the last of them; None for any number.
+        """Return how many captured steps may run until this hook must see the last of them; None for any number.
 
-        Asked of hooks that replace an event of a step, between two steps. 1 by default: the hook sees each by itself.
+        Called between two steps, on hooks that override an event of a step. 1 by default: the hook sees every step.
         """
         return 1
 
     def notice(self, trainer: Engine) -> Callable[[], float] | None:
-        """Return a function whose number is gathered from all ranks in each step, or None; called once.
+        """Return a function whose result, a number, is gathered from all ranks in each step, or None; called once.
 
-        ``trainer.rank_notices`` gives the numbers of all ranks; nothing is exchanged for it but what a step exchanges
-        anyway. All ranks must answer alike.
+        ``trainer.rank_notices`` returns the numbers of all ranks; they travel with what a step exchanges anyway. All
+        ranks must return a function, or all None.
         """
         return None
 
     def _save_end(self, trainer: Engine) -> None:
-        """Save the state in which a front end left an epoch, where the hook saves the end of a run."""
+        """Save the state in which a front end left an epoch, if the hook saves the end of a run."""
 
     def wait_for_writes(self) -> None:
-        """Wait until all background writes of this hook are on the disk; may raise their error."""
+        """Wait until all background writes of this hook are on disk; may raise their error."""
 
     def refusal_plan(self, trainer: Engine) -> RefusalPlan | None:
         """Return the action for a step whose gradient is not finite, or None; called once, before any load."""
@@ -244,7 +244,7 @@ def listeners(hooks: Sequence[BaseHook], event: str) -> list[BaseHook]:
 
 
 def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None]:
-    """Wrap an overridden ``log`` so that every hook gets the records exactly once, whatever the override does."""
+    """Wrap an overridden ``log`` so that every hook receives the records exactly once, whatever the override does."""
 
     @functools.wraps(method)
     def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:

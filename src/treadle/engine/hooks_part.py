@@ -1,4 +1,4 @@
-"""The part of a checkpoint with the state of hooks: what they save themselves, and what users' hooks hold beside it."""
+"""Checkpoint part with the state of hooks: what they save themselves, and further attributes of users' hooks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _OF_PARTS = {*KEYS, *OPTIONAL_KEYS}
 
 
 class HookStates:
-    """What the hooks of a run hold beside the state that they save themselves, by their keys.
+    """State of a run's hooks beyond what they save themselves, by state key.
 
     Args:
-        hooks: of the run.
-        known: ids of objects that are kept elsewhere.
-        model: of the run, to whose parts they may refer.
+        hooks: hooks of the run.
+        known: ids of objects kept elsewhere.
+        model: model of the run, whose parts they may refer to.
 
     Attributes:
-        objects: of users' hooks that save nothing themselves, all that they hold.
-        attributes: of users' hooks that do, what they may leave out.
+        objects: everything held by users' hooks that save nothing themselves.
+        attributes: what users' hooks that do save state may leave out.
     """
 
     def __init__(self, hooks: Iterable[BaseHook] = (), *, known: Collection[int] = (), model: nn.Module | None = None):
@@ -55,7 +55,7 @@ def _keeps_itself(hook: BaseHook) -> bool:
 
 
 class HooksPart(StatePart):
-    """State of the hooks, by their keys or under their own."""
+    """State of the hooks, by state key or under keys of their choice."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["hooks"] = {}
@@ -78,7 +78,7 @@ class HooksPart(StatePart):
                 tree.setdefault("objects", {})[_of_hook(key)] = {"attributes": changed_here}
 
     def _add_attributes(self, engine: Engine, key: str, tree: dict[str, Any]) -> None:
-        """Add what a hook holds that keeps no state itself."""
+        """Add the attributes of a hook that saves no state itself."""
         objects = engine.state.hooks.objects.get(key)
         if objects is None:
             return
@@ -97,7 +97,7 @@ class HooksPart(StatePart):
             if type(hook).on_state_dict is not BaseHook.on_state_dict and not hook.implicit
         ]
         without = [hook for hook in stateful if "hooks" in saved.tree and hook.state_key not in kept]
-        # A user's hook may keep its state under a key of its own, beside the hooks' or among them.
+        # A user's hook may save its state under any key, at the top level or among the hooks.
         own_keys = set(saved.tree) - _OF_PARTS
         if unknown and any(not is_ours(hook) for hook in without):
             return
@@ -130,7 +130,7 @@ class HooksPart(StatePart):
 
 
 def _of_hook(key: str) -> str:
-    """Return the path under which the attributes of a hook are kept that its own state leaves out."""
+    """Return the path under which attributes are kept that the hook's own state leaves out."""
     return f"hooks.{key}"
 
 

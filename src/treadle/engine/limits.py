@@ -1,4 +1,4 @@
-"""Limits of a run: its time, its batches, and short trials of it."""
+"""Limits of a run: time, batches, and short trial runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def as_seconds(value: Duration, argument: str = "max_time") -> float:
 
     Args:
         value: see :data:`Duration`.
-        argument: how it is called, for the error.
+        argument: name of the argument, for the error.
 
     Raises:
-        ConfigError: it is no duration above 0.
+        ConfigError: it is not a duration above 0.
 
     Example:
         >>> as_seconds("00:12:30"), as_seconds("1h30m"), as_seconds({"hours": 2}), as_seconds(0.5)
@@ -65,20 +65,20 @@ def _seconds(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a run, for a trainer that takes ``limits=``; the other trainers take them by their names.
+    """Limits of a run, for a trainer that takes ``limits=``; other trainers take them as separate arguments.
 
-    An amount of batches is a whole number, or a float in (0, 1], the part of an epoch. A run that is limited resumes
-    exactly as one that is not.
+    An amount of batches is a whole number, or a float in (0, 1] as a fraction of an epoch. A limited run resumes as
+    exactly as an unlimited one.
 
     Attributes:
-        max_time: how long one call trains; it ends after the step in which the time is over, and the next call resumes
+        max_time: time limit of one call; it ends after the step in which time runs out, and the next call resumes
             there. Seconds, ``"HH:MM:SS"``, ``"DD:HH:MM:SS"``, ``"1h30m"`` or a timedelta.
         limit_train_batches: micro-batches of an epoch; the rest of the loader is not used.
-        limit_eval_batches: batches of ``evaluate`` and ``validate``, also while training; ``test`` takes all.
-        overfit_batches: train on these first batches in every epoch, read once and kept in memory, and evaluate as
-            many of the evaluation's.
-        fast_dev_run: True or a number of batches: train so many steps and evaluate so many batches, once; hooks that
-            write are left out, nothing is written, and nothing is resumed.
+        limit_eval_batches: batches of ``evaluate`` and ``validate``, also during training; ``test`` uses all.
+        overfit_batches: train on the first batches in every epoch, read once and kept in memory, and evaluate on
+            equally many.
+        fast_dev_run: True or a number of batches: train and evaluate on that many batches, once; hooks that write are
+            left out, nothing is written, and nothing is resumed.
         num_sanity_eval_steps: batches to evaluate before the first step of a fresh run; -1 evaluates all.
 
     Raises:
@@ -111,7 +111,7 @@ class Limits:
 
     @classmethod
     def of(cls, given: Limits | Mapping[str, Any] | None) -> Limits:
-        """Return limits as given, from a mapping of their names, or none.
+        """Return limits from an instance, a mapping of their names, or None.
 
         Raises:
             ConfigError: a name is unknown or a value is outside its range.
@@ -129,7 +129,7 @@ class Limits:
 
     @classmethod
     def among(cls, values: Mapping[str, Any]) -> Limits:
-        """Return the limits that are among settings of other kinds; None means the default.
+        """Pick the limits out of a mapping of settings; None means the default.
 
         Example:
             >>> Limits.among({"lr": 0.1, "fast_dev_run": 2, "max_time": None}) == Limits(fast_dev_run=2)
@@ -143,28 +143,28 @@ class Limits:
         return None if self.max_time is None else as_seconds(self.max_time)
 
     def deadline(self) -> Deadline | None:
-        """Return the deadline of a call that begins now; None without ``max_time``."""
+        """Return the deadline of a call that starts now; None without ``max_time``."""
         return None if self.seconds is None else Deadline(self.seconds)
 
     @property
     def train(self) -> Amount | None:
-        """Micro-batches of a training epoch."""
+        """Limit of micro-batches per training epoch."""
         return int(self.fast_dev_run) or self.limit_train_batches
 
     @property
     def evaluation(self) -> Amount | None:
-        """Batches of an evaluation."""
+        """Limit of batches per evaluation."""
         if self.fast_dev_run:
             return int(self.fast_dev_run)
         return self.overfit_batches if self.limit_eval_batches is None else self.limit_eval_batches
 
     @property
     def sanity(self) -> Amount | None:
-        """Batches of the evaluation before step 1; None for all."""
+        """Limit of batches for the evaluation before step 1; None for all."""
         return None if self.num_sanity_eval_steps == -1 else self.num_sanity_eval_steps
 
     def target(self, max_steps: int | None, epochs: int | None) -> tuple[int | None, int | None]:
-        """Return the target of a run, in steps and in epochs, of which one is None."""
+        """Return the target of a run in steps and in epochs; one of them is None."""
         if not self.fast_dev_run:
             return max_steps, epochs
         trial = None if max_steps is None else min(max_steps, int(self.fast_dev_run))
@@ -187,10 +187,10 @@ NAMES: Iterable[str] = tuple(field.name for field in fields(Limits))
 
 
 class Deadline:
-    """The end of the time that a call may train; it begins when it is made.
+    """Deadline of a call, counted from its creation.
 
     Args:
-        seconds: the time.
+        seconds: time until the deadline.
 
     Example:
         >>> Deadline(60.0).over
@@ -203,10 +203,10 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return now() >= self._end
 
 
 def now() -> float:
-    """Return seconds of a clock that is not set back."""
+    """Return the seconds of a monotonic clock."""
     return time.monotonic()

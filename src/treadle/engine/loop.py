@@ -53,8 +53,8 @@ class Engine(EngineBase):
     """Loop over a model, an optimizer, a task and a loader, one optimizer step at a time.
 
     Args:
-        model: on the device already.
-        optimizer: over the model's parameters.
+        model: model, already on the device.
+        optimizer: optimizer of the model's parameters.
         task: turns a batch into a loss.
         scheduler: stepped on applied steps or epochs only.
         scheduler_interval: ``"step"`` or ``"epoch"``; ReduceLROnPlateau ignores it.
@@ -64,16 +64,16 @@ class Engine(EngineBase):
         grad_clip_value: largest absolute value of a gradient's element; None or 0 off.
         accumulation_steps: micro-batches per step, >= 1.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
-        hooks: what watches the run, in order.
+        hooks: hooks of the run, in order.
         eval_seed: seeds the RNG of every evaluation.
         capture: whether the step is replayed as one CUDA graph, see ``treadle.capture``: True, False, or ``"auto"``,
-            which warns with the reason where that is impossible.
+            which warns with the reason if that is impossible.
         logger: by default ``treadle.engine``.
-        progress: False shows nothing of a run where no handler of the user's logs it.
-        limits: of time and batches, and short trials; a :class:`Limits` or a mapping of its names.
+        progress: False keeps a run silent unless the user configured a logging handler.
+        limits: limits of time and batches, and short trial runs; a :class:`Limits` or a mapping of its fields.
         face: name of the front end, written into checkpoints.
         config: plain values, written into checkpoints.
-        workspace: the folder of the run; None for none.
+        workspace: folder of the run, or None.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -161,7 +161,7 @@ class Engine(EngineBase):
         after_epoch: Callable[[], None] | None = None,
         deadline: Deadline | None = None,
     ) -> None:
-        """Train to an absolute target; see ``treadle.hooks.base`` for the loop with every event at its place.
+        """Train to an absolute target; see ``treadle.hooks.base`` for the loop with every event.
 
         Args:
             loader: any iterable of micro-batches; re-iterated for each epoch.
@@ -169,11 +169,11 @@ class Engine(EngineBase):
             epochs: epochs to have completed at the end.
             score_epoch: evaluates a complete epoch and appends its record; returns the value of the best metric.
             after_epoch: writes epoch checkpoints and calls user callbacks, after ``on_after_epoch``.
-            deadline: of a call that runs several times; None begins ``max_time`` now.
+            deadline: deadline of a call that runs several times; None starts ``max_time`` now.
 
         Raises:
             ConfigError: not exactly one target is given.
-            DataExhaustedError: the loader is empty or cannot be opened again.
+            DataExhaustedError: the loader is empty or cannot be re-iterated.
             NonFiniteError: a gradient is not finite and the retries are used up.
         """
         self._refuse_if_closed()
@@ -189,7 +189,7 @@ class Engine(EngineBase):
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
-            for ema in self.averages.values():  # the weights may have changed since the averages were made
+            for ema in self.averages.values():  # the weights may have changed since the averages were created
                 ema.restart_from(self.model)
         with training_session(self):
             while not (self.target.reached(self) or session.ranks_stop(self)):
@@ -213,11 +213,11 @@ class Engine(EngineBase):
             self.events.write_requested()
 
     def _stops_here(self) -> bool:
-        """Return whether the run stops after this step, alike on all ranks: a stop counts once they all know."""
+        """Return whether the run stops after this step, the same on all ranks: a stop counts once all know of it."""
         return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_messages)
 
     def _ahead(self) -> bool:
-        """Run captured steps ahead, as far as nobody must see one by itself; return whether the run ends there."""
+        """Run captured steps ahead while no hook must see a single one; return whether the run ends there."""
         while run_ahead(self):
             if self._stops_here() or self.target.reached(self):
                 return True
@@ -230,11 +230,11 @@ class Engine(EngineBase):
         self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
-        """Run one optimizer step over a group of micro-batches, top to bottom.
+        """Run one optimizer step over a group of micro-batches.
 
         Returns:
             ``"applied"`` if the weights changed; ``"skipped"`` if there was no loss or the fp16 scale was lowered;
-            ``"refused"`` if the gradient was not finite. Only an applied step moves schedule and averages.
+            ``"refused"`` if the gradient was not finite. Only an applied step advances schedule and averages.
         """
         weights = start_attempt(self, group)
         attempt = self.attempt
@@ -277,7 +277,7 @@ class Engine(EngineBase):
         return self.task.step(self.model, batch, totals=self.attempt.term_totals)
 
     def step_group(self, batches: Sequence[Any]) -> bool:
-        """Run one step on given micro-batches, with its events; return whether it was applied.
+        """Run one step, with its events, on the given micro-batches; return whether it was applied.
 
         Raises:
             NonFiniteError: the gradient is not finite.
@@ -300,11 +300,11 @@ class Engine(EngineBase):
         self.events.emit(self, event, *args)
 
     def log(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Hand aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
+        """Pass aggregated records to ``on_log`` of every hook; may be overridden, with or without ``super()``."""
         self.events.serve(self, "on_log", records, dry_run=dry_run)
 
     def log_images(self, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Hand nested images to ``on_log_images`` of every hook; may be overridden as ``log`` may."""
+        """Pass nested images to ``on_log_images`` of every hook; may be overridden like ``log``."""
         self.events.serve(self, "on_log_images", records, dry_run=dry_run)
 
     def request_write(self, write: Callable[[], Any]) -> None:
@@ -344,36 +344,37 @@ class Engine(EngineBase):
 
     @property
     def total_steps(self) -> int | None:
-        """The step at which the run ends, where that is known."""
+        """The step at which the run ends, if known."""
         return self.target.total_steps(self)
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the present step is the last one before the target."""
+        """Whether the current step is the last one before the target."""
         return self._stops_here() or self.target.is_last_step(self)
 
     def raise_if_refused(self, *, wait: bool = True) -> None:
-        """Raise NonFiniteError if the device refused a step and the host has not looked until now.
+        """Raise NonFiniteError if the device refused a step that the host has not checked yet.
 
         Args:
-            wait: for all steps so far, which reads the device; False looks at what has arrived on the host.
+            wait: whether to wait for all steps so far, which reads the device; False checks what has arrived on the
+                host.
         """
         late = self.guard.late_refusal(wait=wait)
         if late is not None:
             raise_late_refusal(self, late)
 
     def rank_notices(self, notice: Callable[[], float]) -> list[float]:
-        """Return the number that each rank sent for a hook in the present step; see ``BaseHook.notice``."""
+        """Return the number that each rank sent for a hook in the current step; see ``BaseHook.notice``."""
         return session.messages_of_ranks(self, notice)
 
     heard_of = rank_notices  # former name
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
-        """Return the weighted mean loss, records and epoch metrics of a task over a loader; training does not notice.
+        """Return the weighted mean loss, records and epoch metrics of a task over a loader, without affecting training.
 
         Args:
             loader: any iterable of micro-batches.
-            task: by default the training task.
+            task: task to evaluate; the training task by default.
         """
         self.raise_if_refused()
         self.state.leave_out(loader)
@@ -392,7 +393,7 @@ class Engine(EngineBase):
     # -- state ----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Collect what hooks declare, once; run before any state is made or loaded."""
+        """Collect what hooks declare, once; called before any state is collected or loaded."""
         self.num_ranks = distributed.world_size()
         if self.declared.complete:
             return
@@ -406,7 +407,7 @@ class Engine(EngineBase):
         self.guard = session.finite_guard(self)
         self.steps = self.train_step
         if self.settings.capture is not False:
-            from treadle.capture.steps import steps_of  # the one import that points up: it replays the engine's steps
+            from treadle.capture.steps import steps_of  # the only import from a higher floor: it replays steps
 
             self.steps = steps_of(self)
 
@@ -420,7 +421,7 @@ class Engine(EngineBase):
         """Restore what :meth:`state_dict` returned, in place.
 
         Raises:
-            CheckpointError: the model or optimizer does not fit.
+            CheckpointError: the state does not fit the model or optimizer.
         """
         self.prepare()
         self.state.restore(self, state_dict)

@@ -1,4 +1,4 @@
-"""Masks of graph data that a batch brings and the user's code does not read."""
+"""Masks of graph data in a batch that the user's code does not read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EVALUATED = ("val_mask", "test_mask")
 
 
 def warn_of_masks(engine: Engine, batch: Any, *, training: bool) -> None:
-    """Warn of ``train_mask``, or of ``val_mask`` and ``test_mask``, in a batch if no code of the user's names them.
+    """Warn about ``train_mask``, or ``val_mask`` and ``test_mask``, in a batch if the user's code never names them.
 
     Args:
-        engine: a task with ``reads_masks = True`` counts by them.
-        batch: the first one of a training or an evaluation.
-        training: which of the masks belong to it.
+        engine: engine of the run; a task with ``reads_masks = True`` is not warned about.
+        batch: first batch of training or of an evaluation.
+        training: whether the batch is of training, which decides the masks to look for.
     """
     wanted = ("train_mask",) if training else _EVALUATED
     found = [name for part in _parts(batch) for name in wanted if _has(part, name)]
@@ -47,7 +47,7 @@ def _has(part: Any, name: str) -> bool:
 
 
 def _names_in_user_code(engine: Engine) -> set[str]:
-    """Return the names and texts in the code of the user's trainer, task, modules and loss."""
+    """Return the names and strings in the code of the user's trainer, task, modules and loss."""
     task = engine.task
     owners = [engine, task, getattr(task, "trainer", None), *engine.model.modules()]
     waiting = [value for owner in owners for value in _methods(type(owner)) if isinstance(value, types.FunctionType)]
@@ -66,7 +66,7 @@ def _names_in_user_code(engine: Engine) -> set[str]:
 
 
 def _methods(kind: type) -> Iterable[Any]:
-    """Return what the user's classes define, without what another of them overrides."""
+    """Return the methods that the user's classes define, without overridden ones."""
     found: dict[str, Any] = {}
     for owner in reversed(kind.__mro__):
         found |= dict(vars(owner)) if is_users_class(owner) else {}

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: names, functions of outputs and targets, or objects in the manner of torchmetrics."""
+"""Evaluation metrics: names, functions of outputs and targets, or torchmetrics-like objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from treadle.errors import ConfigError, MissingExtraError, nearest
 from treadle.nested import flatten_nested_dict
 
 _log = logging.getLogger("treadle.metrics")
-# Name in torchmetrics of a class, and settings where the targets are classes.
+# Class name in torchmetrics, and settings for class targets.
 _CLASSIFICATION: dict[str, tuple[str, dict[str, Any]]] = {
     "accuracy": ("Accuracy", {"average": "micro"}),
     "auroc": ("AUROC", {"average": "macro"}),
@@ -44,7 +44,7 @@ class Metric(Protocol):
     """Metric fed batch by batch."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the state."""
 
     def update(self, prediction: Any, target: Any) -> Any:
         """Add one batch."""
@@ -54,16 +54,17 @@ class Metric(Protocol):
 
 
 class EpochMetrics:
-    """Metrics under names, fed with predictions and targets.
+    """Named metrics of predictions and targets.
 
-    A function is applied once to the outputs and targets of the whole set, joined on the CPU in the order of the loader
-    and of the ranks, so uneven batches make no difference. Objects are updated batch by batch and average as they do.
+    A function is applied once to the outputs and targets of the whole set, concatenated on the CPU in the order of the
+    loader and of the ranks, so uneven batches make no difference. Objects are updated batch by batch and average in
+    their own way.
 
     Args:
         metrics: one metric, a list, or a dict by name, or None. Each is a name of :data:`METRIC_NAMES`, a function
             ``fn(outputs, targets)``, a torchmetrics object, or a collection whose ``compute`` returns a mapping.
-        device: where the state of objects lives.
-        loss_fn: of the run; names take from it whether outputs are logits and which label is ignored.
+        device: device of the state of objects.
+        loss_fn: loss of the run; it tells named metrics whether outputs are logits and which label is ignored.
 
     Raises:
         ConfigError: a name is unknown, a function does not take two arguments, or an object lacks ``update``,
@@ -91,7 +92,7 @@ class EpochMetrics:
         return bool(self._named)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the state."""
         for metric in self._named.values():
             metric.reset()
 
@@ -102,13 +103,13 @@ class EpochMetrics:
             metric.update(prediction, target)
 
     def try_batch(self, outputs: Any) -> list[str] | None:
-        """Apply the metrics to one batch before step 1, and forget it.
+        """Apply the metrics to one batch before step 1, then discard it.
 
         Returns:
-            The names of their values, or None where they are known after a whole evaluation only.
+            The names of their values, or None if they are known only after a whole evaluation.
 
         Raises:
-            ConfigError: one fails, or returns no number.
+            ConfigError: one fails, or does not return a number.
         """
         self.reset()
         try:
@@ -122,7 +123,7 @@ class EpochMetrics:
     def _try_result(self, name: str | None, metric: Any) -> Any:
         if isinstance(metric, FunctionMetric):
             return metric.try_first_batch()
-        if distributed.world_size() > 1:  # compute() would gather
+        if distributed.world_size() > 1:  # compute() would communicate
             return None
         if isinstance(metric, ClassMetric):
             return _tried(metric.compute, name, metric)
@@ -134,7 +135,7 @@ class EpochMetrics:
             return None
 
     def compute(self) -> Mapping[str, Any]:
-        """Return the values by name: numbers, and lists where a metric gives more than one."""
+        """Return the values by name: numbers, and lists for metrics with several values."""
         values = self._flat({name: metric.compute() for name, metric in self._named.items()})
         return {name: _plain(value) for name, value in values.items()}
 
@@ -157,7 +158,7 @@ def _tried(call: Callable[[], Any], name: str | None, metric: Any) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about few rows
+            warnings.simplefilter("ignore")  # about too few rows
             return call()
     except ConfigError:
         raise
@@ -170,7 +171,7 @@ def _tried(call: Callable[[], Any], name: str | None, metric: Any) -> Any:
 
 
 class FunctionMetric:
-    """Function of all outputs and targets of an evaluation, in the order of loader and ranks.
+    """Metric that applies a function to all outputs and targets of an evaluation, in the order of loader and ranks.
 
     Args:
         function: ``function(outputs, targets)`` on the CPU; returns a number, a 0-d tensor, or a mapping of them.
@@ -199,7 +200,7 @@ class FunctionMetric:
         self._batches: list[Any] = []
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the state."""
         self._batches = []
 
     def update(self, prediction: Any, target: Any) -> None:
@@ -207,7 +208,7 @@ class FunctionMetric:
         self._batches.append(kept_outputs((prediction, target)))
 
     def compute(self) -> Any:
-        """Apply the function to all batches of all ranks, and let go of them."""
+        """Apply the function to all batches of all ranks, then release them."""
         batches = [batch for part in distributed.gather_objects(self._batches) for batch in part if batch is not None]
         self.reset()
         if not batches:
@@ -220,10 +221,10 @@ class FunctionMetric:
             return self._checked(self._function(outputs, targets))
 
     def try_first_batch(self) -> Any:
-        """Return the result on the batches so far, or None. A ValueError is a warning: few rows may lack a class.
+        """Return the result on the batches so far, or None. A ValueError only warns: a few rows may lack a class.
 
         Raises:
-            ConfigError: it fails otherwise, or returns no number.
+            ConfigError: it fails otherwise, or does not return a number.
         """
         batches = [batch for batch in self._batches if batch is not None]
         if not batches:
@@ -231,7 +232,7 @@ class FunctionMetric:
         outputs, targets = joined(batches)
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about few rows
+                warnings.simplefilter("ignore")  # about too few rows
                 return self._checked(self._function(outputs, targets))
         except ConfigError:
             raise
@@ -256,16 +257,16 @@ class FunctionMetric:
 
 
 class ClassMetric:
-    """Metric of torchmetrics by name, made for the shapes of the first batch.
+    """Named torchmetrics metric, created from the shapes of the first batch.
 
-    Targets are classes where they are whole numbers of shape (N, ...) and outputs have the shape (N, C, ...): the
-    metric is updated batch by batch. Where both have one shape, or outputs (N, 1), targets are 0 or 1 and all rows are
-    scored at once, since whether outputs are logits shows only over all of them: they are where ``loss_fn`` takes
-    logits, or any is outside [0, 1].
+    Targets are classes if they are integers of shape (N, ...) and outputs have the shape (N, C, ...): the metric is
+    updated batch by batch. If both have the same shape, or outputs (N, 1), targets are 0 or 1 and all rows are scored
+    at once, since only all of them together show whether outputs are logits: they are if ``loss_fn`` takes logits or
+    any is outside [0, 1].
 
     Args:
-        name: of a classification metric.
-        loss_fn: of the run, or None.
+        name: name of a classification metric.
+        loss_fn: loss of the run, or None.
     """
 
     def __init__(self, name: str, loss_fn: Any):
@@ -278,7 +279,7 @@ class ClassMetric:
         self._shape: tuple[str, int] | None = None
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the state."""
         self._rows.reset()
         if self._made is not None:
             self._made.reset()
@@ -287,7 +288,7 @@ class ClassMetric:
         """Add one batch.
 
         Raises:
-            ConfigError: the shapes or types of outputs and targets fit no classification.
+            ConfigError: the shapes or types of outputs and targets do not fit classification.
         """
         shape = self._shape_of(prediction, target)
         if shape[0] != "classes":
@@ -350,7 +351,7 @@ class ClassMetric:
 
 
 def _takes_logits(loss_fn: Any) -> bool | None:
-    """Return whether a loss turns outputs into probabilities by itself; None where that is not known."""
+    """Return whether a loss takes logits; None if unknown."""
     if isinstance(loss_fn, nn.BCEWithLogitsLoss) or loss_fn is nn.functional.binary_cross_entropy_with_logits:
         return True
     return False if isinstance(loss_fn, nn.BCELoss) else None

@@ -1,4 +1,4 @@
-"""Names in a user's class that nothing calls: misspelt ones, those of other libraries, and overrides on an instance."""
+"""Detection of methods that nothing calls: misspelt names, names of other libraries, overrides on an instance."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LIKE_AN_EVENT = re.compile(
 
 
 def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign: Mapping[str, str]) -> Iterator[str]:
-    """Yield warnings about methods of a class that are named almost as one that is called, or as elsewhere.
+    """Yield warnings about methods whose names are misspelt or belong to another library.
 
-    A method that another method of the class calls is the user's own.
+    A method that another method of the class calls is taken as the user's own.
 
     Args:
         kind: the user's class.
         base: the class that it extends.
-        known: methods that may be overridden.
+        known: names of methods that may be overridden.
         foreign: names of other libraries, with their counterparts here.
 
     Example:
@@ -55,7 +55,7 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
     }
     called = {name for owner in kind.__mro__[: kind.__mro__.index(base)] for name in names_used_in(owner)}
     for name in own.keys() - called:
-        if name in known:  # by a command
+        if name in known:  # called by a command
             continue
         if name in foreign:
             hint = foreign[name] if foreign[name].startswith("pass ") else f"override {foreign[name]}"
@@ -67,7 +67,7 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether a function can be called with so many arguments; True where its signature is not known.
+    """Return whether a function can be called with a number of arguments; True if its signature is unknown.
 
     Example:
         >>> takes(lambda batches, epoch: {}, 3)
@@ -83,7 +83,7 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def refuse_signatures(owner: Any, counts: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise for an override that cannot be called as the trainer calls it, before it is.
+    """Raise early for an override that does not accept the trainer's arguments.
 
     Args:
         owner: the user's trainer.
@@ -111,7 +111,7 @@ def names_used_in(owner: type) -> Iterator[str]:
 
 
 def replaces(kind: type, base: type, method: str) -> bool:
-    """Return whether a subclass has a method in place of its base's: no override of it leads to that one.
+    """Return whether a subclass replaces a method of its base: no override of it calls the base's.
 
     Args:
         kind: the user's class.
@@ -148,7 +148,7 @@ def _names_reached(function: types.FunctionType, own: Mapping[str, Any]) -> set[
 
 
 def is_own_helper(kind: type, base: type, name: str) -> bool:
-    """Return whether other methods of a user's class call a method of this name, so that it is the user's own.
+    """Return whether other methods of a user's class call a method of this name, which makes it the user's own.
 
     Example:
         >>> class Base: ...
@@ -165,7 +165,7 @@ def is_own_helper(kind: type, base: type, name: str) -> bool:
 
 
 def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str]:
-    """Yield warnings about methods that were set on an object and are looked up on its class.
+    """Yield warnings about methods set on an object although they are looked up on its class.
 
     Example:
         >>> class Mine:

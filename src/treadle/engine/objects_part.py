@@ -1,4 +1,4 @@
-"""The part of a checkpoint with the user's own objects, and where a run keeps them."""
+"""Checkpoint part with the user's own objects, and where to find them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # where a tens
 
 
 def objects_of(engine: Engine) -> OwnObjects:
-    """Return the objects on the trainer and the task, behind the schedule, and behind hooks of the model's modules."""
+    """Return the objects on the trainer and the task, and those reached through the schedule and module hooks."""
     roots = _roots(engine)
     known = {id(part) for part in parts_of(engine)}
     found = OwnObjects(
@@ -34,7 +34,7 @@ def objects_of(engine: Engine) -> OwnObjects:
 
 
 def _callables_of(engine: Engine) -> dict[str, Any]:
-    """Return what a schedule, the modules and the optimizer call: no state dict of theirs holds its state."""
+    """Return the callables of the schedule, the modules and the optimizer, whose state is in no state dict."""
     found: dict[str, Any] = {}
     for path, scheduler in schedulers_in(engine.lr_scheduler):
         for number, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
@@ -48,7 +48,7 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
     for path, owner in {**owners, **parameters, "optimizer": engine.optimizer}.items():
         held = vars(owner) if path not in parameters else {name: getattr(owner, name, None) for name in _OF_TENSORS}
         for name, value in held.items():
-            if isinstance(value, (types.FunctionType, functools.partial)):  # in the place of a method
+            if isinstance(value, (types.FunctionType, functools.partial)):  # in place of a method
                 found[f"{path}.{name}"] = value
             if name.endswith("_hooks") and isinstance(value, Mapping):
                 found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
@@ -56,11 +56,11 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
 
 
 def parts_of(engine: Engine) -> Iterator[Any]:
-    """Yield the parts of a run, which are parts of its checkpoints and no objects beside them."""
+    """Yield the parts of a run, which have parts of their own in its checkpoints."""
     yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
     yield from (scheduler for _, scheduler in schedulers_in(engine.lr_scheduler) if scheduler is engine.lr_scheduler)
     yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
-    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose place the cursor keeps
+    yield from (engine.cursor.loader, getattr(engine, "data_loader", None))  # whose position the cursor keeps
     yield from engine.model.modules()
 
 
@@ -74,7 +74,7 @@ def _roots(engine: Engine) -> dict[str, Any]:
 
 
 def warn_of_lost(engine: Engine) -> None:
-    """Warn of what has changed in the user's objects and of iterators on them, which no checkpoint holds, once."""
+    """Warn once about changes in the user's objects, and about iterators on them, that no checkpoint holds."""
     for name in engine.state.objects.lost():
         engine.state.warn_once(
             engine,

@@ -1,8 +1,8 @@
-"""Observers of every engine of this process, for tools that watch runs they did not write.
+"""Observers of every engine in this process, for tools that watch other people's runs.
 
-``treadle verify`` runs a user's own script and must see the trainer which that script makes, without a line of the
-script being changed. There are none unless such a tool registers one around the script; to watch a run of your own,
-pass a hook instead.
+``treadle verify`` runs a user's script and must see the trainer which that script creates, without a change to the
+script. There are no observers unless such a tool registers one around the script; to watch a run of your own, pass a
+hook instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Observer of an engine, called at two moments, each once."""
+    """Observer of an engine, called once at each of two moments."""
 
     def before_building(self, engine: Engine) -> None:
-        """The settings are known and nothing is built yet; the workspace may be moved. Step face only."""
+        """Called when settings are known and nothing is built yet; may move the workspace. BaseTrainer only."""
         ...
 
     def before_running(self, engine: Engine) -> None:
-        """Model, optimizer and hooks exist and nothing was asked of them; hooks may be added."""
+        """Called when model, optimizer and hooks exist but are not used yet; may add hooks."""
         ...
 
 
@@ -32,7 +32,7 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Tell an observer of every engine that is prepared inside the block.
+    """Notify an observer of every engine that is prepared inside the block.
 
     Example:
         >>> class Count:
@@ -54,19 +54,19 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def announce_building(engine: Engine) -> None:
-    """Say that an engine is about to be built."""
+    """Notify observers that an engine is about to be built."""
     for observer in _observers:
         observer.before_building(engine)
 
 
 def announce_running(engine: Engine) -> None:
-    """Say that an engine is built."""
+    """Notify observers that an engine is built."""
     for observer in _observers:
         observer.before_running(engine)
 
 
 def exchange_observers(observers: list[Observer]) -> list[Observer]:
-    """Replace the registered observers; return those before, for runs that take turns in one process.
+    """Replace the registered observers and return the previous ones, for runs that take turns in one process.
 
     Example:
         >>> before = exchange_observers([])

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint with what moves the weights: optimizer, schedule and gradient scaler."""
+"""Checkpoint parts of the optimizer, the schedule and the gradient scaler."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class SchedulerPart(StatePart):
             return
         engine.lr_scheduler.load_state_dict(as_built(engine.lr_scheduler, from_plain(state)))
         if saved.part("progress").get("applied_steps"):
-            # The optimizer did step, in another process; torch would warn of a wrong order at an epoch's end.
+            # The optimizer did step, in another process; torch would warn about a wrong order at the end of an epoch.
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
@@ -100,8 +100,8 @@ class OptimizerPart(StatePart):
         if saved.get("optimizer") is not None and saved.same_torch:
             now = optimizer_state(engine.optimizer, engine.model)
             state = {key: value for key, value in saved.part("optimizer").items() if key != "attributes"}
-            # A switch that an older torch did not have is in memory alone, with its default.
-            if "param_groups" in now and "param_groups" in state:  # else it has its own format
+            # An option that an older torch lacks exists in memory only, with its default.
+            if "param_groups" in now and "param_groups" in state:  # else its format is custom
                 now["param_groups"] = [
                     {key: value for key, value in group.items() if key in before}
                     for group, before in zip(now["param_groups"], state["param_groups"], strict=True)

@@ -1,4 +1,4 @@
-"""Origin of a run: the step and epoch at which it began, and the earlier states of its folders beyond them."""
+"""Origin of a run: the step and epoch at which it began, and states of earlier runs beyond them in its folders."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ States = Callable[[Path], Iterable[Path]]
 
 
 class _Watched(NamedTuple):
-    """A folder that one of the run's writers uses, and the function that lists its states there."""
+    """Folder used by one of the run's writers, with the function that lists its states."""
 
     folder: Path
     states: States
 
 
 class RunOrigin:
-    """Start of a run, which decides which states of its folders are of an earlier run.
+    """Start of a run, which separates its states in its folders from those of earlier runs.
 
     Attributes:
         reach: step and epoch of the state that was loaded; those of a fresh run are 0.
@@ -39,25 +39,25 @@ class RunOrigin:
         self._cleared: set[_Watched] = set()
 
     def moved(self, reach: Reach) -> None:
-        """Set where the run begins: a state was loaded."""
+        """Set the origin to a loaded state."""
         self.reach = reach
         self._cleared = set()
 
     def watch(self, folder: Path, states: States) -> None:
-        """Name a folder that the run writes states to.
+        """Register a folder that the run writes states to.
 
         Args:
-            folder: may not be there yet.
-            states: lists what a run that resumes from the folder would look at.
+            folder: the folder; need not exist yet.
+            states: lists the states that a run resuming from the folder would consider.
         """
         entry = _Watched(folder, states)
         if entry not in self._watched:
             self._watched.append(entry)
 
     def clear(self) -> None:
-        """Set aside the states of earlier runs beyond the origin, in every folder, before the run's first write.
+        """Move aside states of earlier runs beyond the origin, in every folder, before the run's first write.
 
-        Else the next resume would take one of them for the furthest of this run. All ranks call this.
+        Else the next resume would take one of them as the furthest state of this run. Collective.
 
         Raises:
             CheckpointError: one of them cannot be renamed.

@@ -24,23 +24,23 @@ _ACCUMULATION = {
 
 @runtime_checkable
 class Saves(Protocol):
-    """A hook that can save the present state at any step boundary."""
+    """Hook that can save the current state at any step boundary."""
 
     def save(self, trainer: Engine) -> None:
-        """Save it, once per step."""
+        """Save the state, once per step."""
 
     def wait_for_writes(self) -> None:
-        """Return once it is on the disk."""
+        """Wait until the state is on disk."""
 
 
 @contextlib.contextmanager
 def explaining_out_of_memory(engine: Engine) -> Iterator[None]:
-    """Turn an error for want of memory into one that names batch, setting and fix, having saved what can be saved.
+    """Save what can be saved, and turn an out-of-memory error into one that names batch, setting and fix.
 
-    The step that failed is undone: its data comes again. The saved state is that of the last finished step, except for
-    the random numbers that the failed step drew and the buffers that its forward pass changed: the run continues from
-    there, not to the bit. Once the gradients were there, or on several ranks, nothing is saved: the weights may be
-    half updated, or the state cannot be gathered.
+    The failed step is undone: its data is used again. The saved state is that of the last finished step, except for the
+    random numbers that the failed step drew and the buffers that its forward pass changed: the run continues from
+    there, but not to the bit. Once gradients exist, or on several ranks, nothing is saved: the weights may be half
+    updated, or the state cannot be gathered.
 
     Raises:
         OutOfMemoryError: memory ran out.
@@ -102,7 +102,7 @@ def _fix(engine: Engine) -> str:
 
 
 def _batch_size(engine: Engine) -> int | None:
-    """Return the samples of a micro-batch: what the forward pass counts, else the first tensor's first dimension."""
+    """Return the batch size: what the forward pass counted, else the first dimension of the first tensor."""
     counted = [output.num_samples for output in engine.attempt.outputs if output.num_samples]
     if counted:
         return int(counted[0])
@@ -120,7 +120,7 @@ def _first_size(batch: Any) -> int | None:
 
 
 def _save(engine: Engine) -> str:
-    """Save the last finished step where that is possible; return what became of it."""
+    """Save the last finished step if possible; return a description of the outcome."""
     writes = _writers(engine)
     if not writes:
         return "Nothing is saved, as no hook saves"
@@ -152,12 +152,12 @@ def _save_by(hook: Saves, engine: Engine) -> None:
 
 
 def _undo_step(engine: Engine) -> bool:
-    """Undo a step whose gradients were not there yet, and free what it held; return whether there was one."""
+    """Undo a step that has no gradients yet, and free its memory; return whether there was one."""
     info, batches = engine.attempt.info, engine.attempt.group.batches
     begun = bool(info) and "grad_norm" not in info and "step_time" not in info
-    if not begun or engine.progress.tries > 1:  # of a group that was refused before, the place in the data is not known
+    if not begun or engine.progress.tries > 1:  # after a refused group the position in the data is unknown
         return False
-    if engine.settings.capture is not False:  # while a step is recorded, weights are of a trial
+    if engine.settings.capture is not False:  # while a step is recorded, the weights are those of a trial
         return False
     engine.cursor.give_back(len(batches))
     engine.progress.undo_step(len(batches))

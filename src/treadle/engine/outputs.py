@@ -1,4 +1,4 @@
-"""Outputs of batches kept on the CPU and joined in the loader's order."""
+"""Outputs of batches, kept on the CPU and concatenated in the loader's order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treadle.errors import ConfigError
 
 
 def kept_outputs(outputs: Any) -> Any:
-    """Return the tensors of one batch's outputs on the CPU, in plain containers; other values are left out.
+    """Return the tensors of one batch's outputs on the CPU, in plain containers; other values are dropped.
 
     Example:
         >>> kept_outputs({"logits": torch.zeros(1), "cache": object()})
@@ -33,10 +33,10 @@ def kept_outputs(outputs: Any) -> Any:
 
 
 def joined(outputs: list[Any], name: str = "outputs") -> Any:
-    """Join what :func:`kept_outputs` returned for each batch along dimension 0; 0-d tensors are stacked.
+    """Concatenate the results of :func:`kept_outputs` along dimension 0; 0-d tensors are stacked.
 
     Raises:
-        ConfigError: there is nothing to join, or the batches differ in more than dimension 0.
+        ConfigError: there is nothing to concatenate, or the batches differ in more than dimension 0.
 
     Example:
         >>> joined([torch.zeros(2, 3), torch.ones(1, 3)]).shape

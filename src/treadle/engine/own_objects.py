@@ -1,4 +1,4 @@
-"""State of objects that users keep beside the parts of a run: what offers a state dict, and attributes that change."""
+"""State of users' own objects: those with a state dict, and attributes that change."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ OF_OPTIMIZERS = (
     "param_groups", "defaults",
 )  # fmt: skip
 """Attributes of every optimizer, which its state dict holds or which are no state."""
-_OF_MODULES = ("tensors", "attributes")  # what is written of their state beyond the state dict
-_LARGE = 64 * 2**20  # bytes of a frozen module above which its fingerprint is kept and not its weights
+_OF_MODULES = ("tensors", "attributes")  # keys of their state beyond the state dict
+_LARGE = 64 * 2**20  # bytes of a frozen module above which only its fingerprint is kept
 
 
 class OwnObjects:
-    """Objects of the user that a checkpoint holds under their paths.
+    """User's objects that a checkpoint holds by path.
 
-    They are found from some roots on: what offers a state dict, and the attributes of plain objects and of functions,
-    also in containers, behind methods and partials. What was built by treadle or belongs to the engine is left out:
+    They are found by a search from some roots: objects with a state dict, and the attributes of plain objects and of
+    functions, also in containers and behind methods and partials. What treadle built or the engine owns is left out:
     model, optimizer, schedule, hooks and loaders have parts of their own.
 
     Args:
-        roots: where to look, by path.
-        known: ids of objects that are left out.
-        model: of the run, to whose parts attributes may refer.
-        whole: paths of roots that are looked into though they have state dicts.
-        hidden: further roots, whose attributes are kept elsewhere: what offers a state dict in them counts alone.
+        roots: roots of the search, by path.
+        known: ids of objects to leave out.
+        model: model of the run, whose parts attributes may refer to.
+        whole: paths of roots that are searched although they have state dicts.
+        hidden: further roots, whose attributes are kept elsewhere: only objects with a state dict are taken from them.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class OwnObjects:
         hidden: Mapping[str, Any] | None = None,
     ):
         self._references = References(model)
-        self._kept = set(known)  # ids of objects that live as long as this one
+        self._kept = set(known)  # ids of objects that live at least as long as this one
         self._whole = frozenset(whole)
         self.owners: dict[str, Any] = {}
         self._attributes: dict[str, Attributes] = {}
@@ -68,19 +68,19 @@ class OwnObjects:
         self._late: set[str] = set()
         self._loaded: Mapping[str, Any] = {}
         self._roots = dict(roots)
-        self.functions: list[types.FunctionType] = []  # of the user, for the variables that they use
+        self.functions: list[types.FunctionType] = []  # the user's, for the variables that they use
         self._look(self._roots)
         self._look(hidden or {}, plain_too=False)
 
     def add(self, path: str, owner: Any) -> None:
-        """Look into one more root, and restore it from the checkpoint that was loaded before it came."""
+        """Search one more root, and restore it from the checkpoint that was loaded before it was added."""
         self._roots[path] = owner
         self.functions.clear()
         self._restore_found(self._look({path: owner}, late=True))
         self.add_variables(f"{path}.variables", [owner, *self.functions])
 
     def leave_out(self, loader: Any) -> None:
-        """Leave out a loader that a cursor reads, with its samplers and data sets; their states in checkpoints too."""
+        """Leave out a loader that a cursor reads, with its samplers and data sets, and their states in checkpoints."""
         parts = {id(part) for part in owners_of(loader).values() if isinstance(part, (Dataset, Sampler))} | {id(loader)}
         kept = {path: attributes.owner for path, attributes in self._attributes.items()} | self.owners
         for path in [path for path, owner in kept.items() if id(owner) in parts]:
@@ -89,7 +89,7 @@ class OwnObjects:
             self._carried.add(path)
 
     def add_variables(self, path: str, roots: Iterable[Any]) -> None:
-        """Add the variables that the code of some objects uses, and what has state among them."""
+        """Add the variables that the code of some objects uses, and objects with state among them."""
         known = [name for bag in self._roots.values() if isinstance(bag, Variables) for name in bag.values()]
         variables = Variables(roots, known=known)
         for name, owner in {path: variables, **variables.stateful}.items():
@@ -97,10 +97,10 @@ class OwnObjects:
             self._restore_found(self._look({name: owner}))
 
     def look_again(self) -> None:
-        """Look for objects that were made since, in hooks before training; what a checkpoint holds of them is loaded.
+        """Search for objects created since, by hooks before training, and load their states from the checkpoint.
 
         Raises:
-            CheckpointError: it holds the state of one that was not made.
+            CheckpointError: it holds the state of one that was not created.
         """
         found = self._look(self._roots, plain_too=False, late=True)
         self._late |= found & self.owners.keys()
@@ -110,12 +110,13 @@ class OwnObjects:
                 raise _missing(path)
 
     def _look(self, roots: Mapping[str, Any], *, plain_too: bool = True, late: bool = False) -> set[str]:
-        """Return the paths of what was found in some roots and was not known.
+        """Return the paths of objects newly found from some roots.
 
         Args:
-            roots: where to look.
-            plain_too: whether objects without a state dict count; those made later are written as parts of others.
-            late: whether they may be made after a checkpoint is loaded, so that nothing in it can refer to them.
+            roots: roots of the search.
+            plain_too: whether to include objects without a state dict; those created later are written as parts of
+                others.
+            late: whether they may be created after a checkpoint is loaded, so that nothing in it can refer to them.
         """
         search = Search(self._roots, known=self._kept, before=(self.owners, self._attributes), whole=self._whole)
         for path, owner in roots.items():
@@ -148,15 +149,15 @@ class OwnObjects:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Objects whose attributes are kept, by path."""
+        """Plain objects whose attributes are kept, by path."""
         return {path: attributes.owner for path, attributes in self._attributes.items()}
 
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers among them, which the user's own code steps."""
+        """Return the optimizers among the objects, which the user's own code steps."""
         return [owner for owner in self.owners.values() if isinstance(owner, Optimizer)]
 
     def collect(self) -> dict[str, Any]:
-        """Return the states by path; of a module nothing where it has not changed and cannot be trained."""
+        """Return the states by path; unchanged modules without trainable parameters are left out."""
         found: dict[str, Any] = {}
         for path, owner in self.owners.items():
             if isinstance(owner, nn.Module):
@@ -187,10 +188,10 @@ class OwnObjects:
         return {path: {"state": state}}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise for a state that no object of this run takes.
+        """Raise for a state that fits no object of this run.
 
         Raises:
-            CheckpointError: there is none under its path, or it is another frozen module.
+            CheckpointError: there is no object under its path, or a frozen module differs.
         """
         for path, entry in saved.items():
             absent = path not in self.owners
@@ -234,7 +235,7 @@ class OwnObjects:
             self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
 
     def _restore_found(self, found: Collection[str]) -> None:
-        """Restore what came after a checkpoint was loaded."""
+        """Restore objects found after a checkpoint was loaded."""
         for path in found:
             entry = self._loaded.get(path)
             if entry is not None and path in self.owners:
@@ -243,32 +244,32 @@ class OwnObjects:
                 self._attributes[path].restore(entry.get("attributes", {}))
 
     def restore_attributes(self, saved: Mapping[str, Any]) -> None:
-        """Set attributes as in an entry of :meth:`collect`, and the others as they were at the start.
+        """Set attributes as in an entry of :meth:`collect`, and reset all others to their initial values.
 
-        Those of an object come before those of what holds it, where another may be in its place.
+        Attributes of an object are set before those of its holder, which may put another object in its place.
         """
         for path, attributes in reversed(self._attributes.items()):
             if path not in self.owners:
                 attributes.restore(saved.get(path, {}).get("attributes", {}))
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes that changed, by path; of objects with a state of their own too."""
+        """Return the attributes that changed, by path, including those of objects with a state dict."""
         return {path: {"attributes": now} for path, one in self._attributes.items() if (now := one.changed())}
 
     def without_entry(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the paths of objects that have state and of which a checkpoint holds none."""
-        loaders = {path for path, owner in self.owners.items() if isinstance(owner, DataLoader)}  # a cursor may read it
+        """Return the paths of objects whose state a checkpoint lacks."""
+        loaders = {path for path, owner in self.owners.items() if isinstance(owner, DataLoader)}  # read by a cursor
         return [path for path in self.collect() if path in self.owners.keys() - loaders and path not in saved]
 
     def differences(self, saved: Mapping[str, Any]) -> Iterator[Difference]:
-        """Yield where a state, once loaded, is not what the checkpoint holds."""
+        """Yield where a state, once loaded, differs from the checkpoint."""
         for path, entry in saved.items():
             if "state" in entry and path in self.owners:
                 now = to_plain(self.owners[path].state_dict(), f"objects.{path}", encoding="odd")
                 yield from unequal(to_plain(from_plain(entry["state"]), encoding="odd"), now, f"objects.{path}")
 
     def lost(self) -> Iterator[str]:
-        """Yield the names of attributes that changed since this was last asked and that no checkpoint holds."""
+        """Yield the names of attributes that changed since the last call and that no checkpoint holds."""
         for path, attributes in self._attributes.items():
             if path not in self.owners:  # else its own state may hold them
                 names = (f"{path}.{name}".lstrip(".") for name in attributes.lost())
@@ -278,7 +279,7 @@ class OwnObjects:
 
 
 def _left_out_of(path: str, owner: Any) -> dict[str, Any]:
-    """Return what an object with a state dict may hold that its state leaves out: objects with states of their own."""
+    """Return objects with state held by an object with a state dict that may leave them out."""
     if isinstance(owner, nn.Module):
         return hidden_in(path, owner)
     if not is_users(owner):

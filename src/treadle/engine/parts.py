@@ -1,4 +1,4 @@
-"""Parts of a checkpoint: each collects its keys, refuses what does not fit, warns of changes, and loads."""
+"""Checkpoint parts: each collects its keys, refuses what does not fit, warns about changes, and loads."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class ModulesPart(StatePart):
-    """What no state dict of the model holds: trainable flags, modes, buffers that are not persistent, attributes."""
+    """State missing from the model's state dict: trainable flags, modes, non-persistent buffers, attributes."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         entry = engine.state.modules.collect(engine.model)
-        known = set(tree["base"] or ())  # frozen as they were at the start, which their fingerprints tell
+        known = set(tree["base"] or ())  # frozen and unchanged, as fingerprints show
         if entry.get("frozen") == entry.get("built_frozen") and known.issuperset(entry.get("frozen", ())):
             entry = {key: value for key, value in entry.items() if key not in ("frozen", "built_frozen")}
         if entry:
@@ -76,7 +76,7 @@ _OWN_DATA = ("opening", "generators", "loader", "objects")
 
 
 class FormatPart(StatePart):
-    """Format, configuration and versions: nothing of them is loaded but which weights were scored."""
+    """Format, configuration and versions; only the record of which weights were scored is loaded."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["format"] = {
@@ -91,7 +91,7 @@ class FormatPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         missing = [key for key in ("optimizer", "global_step", "progress", "rng", "data") if saved.get(key) is None]
         if engine.lr_scheduler is not None and saved.get("scheduler") is None and "progress" not in saved.tree:
-            missing.append("scheduler")  # of a checkpoint of treadle the scheduler's part warns
+            missing.append("scheduler")  # for a checkpoint of treadle the scheduler's part warns
         written = {key for driver in engine.state.drivers for key in driver.state_dict()}
         missing += [key for key in ("selection", "history") if key in written and key not in saved.tree]
         if missing:
@@ -114,7 +114,7 @@ class FormatPart(StatePart):
 
 
 def _device_notices(before: str | None, now: str) -> Iterator[Notice]:
-    """Yield a warning of another kind of device, or of one whose kernels may vary from run to run."""
+    """Yield a warning about another kind of device, or one whose kernels may vary from run to run."""
     if before not in (None, now):
         yield Notice(
             f"the checkpoint was written on {before} and this run is on {now}: kernels round differently, and what is "
@@ -128,7 +128,7 @@ def _device_notices(before: str | None, now: str) -> Iterator[Notice]:
 
 
 class DriversPart(StatePart):
-    """Keys of the objects around the engine: history, metrics and the best rule of an epoch driver."""
+    """Keys of the engine's drivers: history, metrics and the best rule of an epoch driver."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         for driver in engine.state.drivers:
@@ -140,7 +140,7 @@ class DriversPart(StatePart):
 
 
 class ModelPart(StatePart):
-    """Weights and buffers, but for frozen weights that are as they were at the start."""
+    """Weights and buffers, except unchanged frozen weights."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         base = engine.state.base.unchanged(engine.model)
@@ -218,7 +218,7 @@ class ProgressPart(StatePart):
 
 
 class DataPart(StatePart):
-    """Position in the data, with the random state of this rank, which an epoch is opened again under."""
+    """Position in the data, with this rank's random state under which the epoch is reopened."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["data"] = engine.cursor.state_dict()
@@ -230,10 +230,10 @@ class DataPart(StatePart):
 
 
 class RngPart(StatePart):
-    """Random state of every rank; collected after all that may draw, and loaded last."""
+    """Random state of every rank; collected after everything that may draw numbers, and loaded last."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        """Add what each rank has to itself to a tree whose other entries are alike on all ranks."""
+        """Add what differs between ranks to a tree whose other entries are the same on all ranks."""
         own = {
             "rng": RngState.capture().to_plain(),
             "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
@@ -299,7 +299,7 @@ def _attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:
-    """Return this rank's random state of a checkpoint; for another number of ranks, fresh streams made from it."""
+    """Return this rank's random state from a checkpoint; for another number of ranks, fresh streams derived from it."""
     states = saved.get("rng")
     if not states:
         return None
@@ -321,4 +321,4 @@ def _weights_at_evaluation_point(engine: Engine) -> dict[str, Any]:
 
 def _average_state(ema: Ema, base: Collection[str]) -> dict[str, Any]:
     entry = ema.snapshot()
-    return {**entry, "shadow": without(entry["shadow"], base)}  # the average of what does not move is itself
+    return {**entry, "shadow": without(entry["shadow"], base)}  # the average of a constant is itself

@@ -1,4 +1,4 @@
-"""The outputs of a model over a whole loader, in the loader's order, on the CPU."""
+"""Outputs of a model over a whole loader, in the loader's order, on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def scored_weights(engine: Engine) -> Iterator[None]:
-    """Put the weights that evaluations score into the model inside the block: the averaged ones if there are some."""
+    """Use the weights that evaluations score inside the block: the averaged ones if there are any."""
     engine.prepare()
     average = next(iter(engine.averages.values()), None)
     with at_evaluation_point(engine.optimizer) if average is None else average.swapped_into(engine.model):
@@ -25,7 +25,7 @@ def scored_weights(engine: Engine) -> Iterator[None]:
 
 
 def predicted(engine: Engine, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
-    """Return the joined outputs of ``forward(batch)`` over a loader, of the scored weights; training does not notice.
+    """Return the concatenated outputs of ``forward(batch)`` over a loader, without affecting training.
 
     Raises:
         ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.

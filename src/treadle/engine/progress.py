@@ -1,4 +1,4 @@
-"""Progress of a run: its counters, the sums of the running epoch and the learning rates of its last applied step."""
+"""Progress of a run: counters, sums of the running epoch, learning rates of its last applied step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class Progress:
         step: optimizer steps attempted.
         applied_steps: steps that changed the weights.
         micro_steps: micro-batches taken by attempts.
-        tries: groups tried for the present step, from 1.
+        tries: groups tried for the current step, from 1.
         in_step: whether a step has begun and has not been counted as applied, skipped or refused.
-        step_started: when the present step began, in seconds of ``time.perf_counter``.
+        step_started: start of the current step, in seconds of ``time.perf_counter``.
         epoch_applied_steps: applied steps of the running epoch.
-        last_lr: learning rates of the epoch's last applied step, by parameter group; of an attempt before there is one.
+        last_lr: learning rates of the epoch's last applied step, by parameter group; before there is one, of an
+            attempt.
         epoch_means: weighted means of the running epoch's losses and records, on this rank.
-        moved_settings: settings of the engine that a hook changed while it trained, by name.
+        moved_settings: settings of the engine changed by a hook during training, by name.
 
     Example:
         >>> progress = Progress()
@@ -69,7 +70,7 @@ class Progress:
         return self._rates.read(optimizer)
 
     def retry(self) -> None:
-        """Count another try at the present step."""
+        """Count another try at the current step."""
         self.tries += 1
 
     def apply(self, rates: Sequence[Any]) -> None:
@@ -88,12 +89,12 @@ class Progress:
         self.last_lr = rates
 
     def take_back(self, num_applied: int) -> None:
-        """Uncount applied steps that turn out to be refused."""
+        """Subtract applied steps that turn out to be refused."""
         self.applied_steps -= num_applied
         self.epoch_applied_steps -= num_applied
 
     def undo_step(self, num_micro_batches: int) -> None:
-        """Uncount a step that broke off before it changed anything."""
+        """Subtract a step that was aborted before it changed anything."""
         self.step -= 1
         self.micro_steps -= num_micro_batches
 
@@ -107,7 +108,7 @@ class Progress:
         self.epoch_applied_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all but ``step``, which has a key to itself in a checkpoint."""
+        """Return everything but ``step``, which has its own key in a checkpoint."""
         return {
             "applied_steps": self.applied_steps,
             "micro_steps": self.micro_steps,
@@ -121,9 +122,9 @@ class Progress:
         """Restore what :meth:`state_dict` returned.
 
         Args:
-            saved: may lack any key, as in checkpoints of other libraries.
+            saved: saved state; may lack any key, as in checkpoints of other libraries.
             step: optimizer steps attempted.
-            device: where sums on a device are kept.
+            device: device of the sums.
         """
         self.step = step
         self.applied_steps = int(saved.get("applied_steps", step))
@@ -136,7 +137,7 @@ class Progress:
             self._load_means(saved["epoch_means"], device)
 
     def _load_means(self, saved: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the sums of the running epoch; those of another number of ranks all go to the first one."""
+        """Restore the sums of the running epoch; if the number of ranks differs, rank 0 takes all of them."""
         of_ranks = saved.get("ranks") or [saved]
         if len(of_ranks) == distributed.world_size():
             self.epoch_means.load_state_dict(of_ranks[distributed.rank()], device=device)
@@ -148,21 +149,21 @@ class Progress:
         if distributed.rank() != 0:
             names = self.epoch_means.names()
             self.epoch_means.reset()
-            self.epoch_means.align_keys([names])  # sums over ranks need the same names on all
+            self.epoch_means.align_keys([names])  # sums over ranks need the same names on all ranks
 
 
 class LearningRates:
-    """Reader of an optimizer's learning rates, which are copied where a tensor holds them.
+    """Reader of an optimizer's learning rates, which copies rates that are tensors.
 
-    Such a tensor is changed in place by the schedule, so a record of a step needs its value of that step.
+    The schedule changes such a tensor in place, so the record of a step needs a copy of its value.
     """
 
     def __init__(self) -> None:
-        self._copied_from: list[Any] = []  # what was copied, in which version
+        self._copied_from: list[Any] = []  # tensors that were copied, with their versions
         self._copies: list[Any] = []
 
     def read(self, optimizer: Optimizer) -> list[Any]:
-        """Return the present rate of each parameter group."""
+        """Return the current rate of each parameter group."""
         rates = [group["lr"] for group in optimizer.param_groups]
         for rate in rates:
             if isinstance(rate, Tensor):
@@ -170,7 +171,7 @@ class LearningRates:
         else:
             return rates
         state = [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]
-        if self._copied_from != state:  # they move with the schedule, if there is one
+        if self._copied_from != state:  # they change with the schedule, if there is one
             self._copies = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
             self._copied_from = state
         return self._copies

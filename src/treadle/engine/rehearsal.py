@@ -1,4 +1,4 @@
-"""What a run will need later, tried before its first step: the schedule, the evaluation, folders, the state."""
+"""Trials before the first step of what a run needs later: schedule, evaluation, folders, state."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 
 def refuse_fsdp_1(model: nn.Module) -> None:
-    """Raise for torch's first FullyShardedDataParallel, whose ranks would each clip by their own norm.
+    """Raise for FSDP1 (``FullyShardedDataParallel``), where each rank would clip by its local norm.
 
     Raises:
-        ConfigError: a part of the model is wrapped in it.
+        ConfigError: a module of the model is wrapped in it.
     """
     for name, module in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
@@ -53,10 +53,10 @@ def refuse_fsdp_1(model: nn.Module) -> None:
 
 
 def try_schedule(engine: Engine) -> None:
-    """Move a copy of the schedule once, as the run will, over a copy of the optimizer's groups.
+    """Step a copy of the schedule once, as the run will, over a copy of the optimizer's groups.
 
     Raises:
-        ConfigError: it has no state, wants other arguments, or fails.
+        ConfigError: it has no state, takes other arguments, or fails.
     """
     scheduler = engine.lr_scheduler
     if scheduler is None:
@@ -68,7 +68,7 @@ def try_schedule(engine: Engine) -> None:
             "is; add them, or use one of torch.optim.lr_scheduler",
             argument="scheduler",
         )
-    to_plain(scheduler_state(scheduler), "scheduler", encoding="odd")  # what no checkpoint can hold is named now
+    to_plain(scheduler_state(scheduler), "scheduler", encoding="odd")  # raises now for what no checkpoint can hold
     arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
     try:
         inspect.signature(scheduler.step).bind(*arguments)
@@ -81,14 +81,14 @@ def try_schedule(engine: Engine) -> None:
         ) from error
     except ValueError:  # a function without a signature
         pass
-    # A step that was set on the object may move the object itself, whatever copy it is called on.
+    # A step set on the object may step the original, whichever copy it is called on.
     trial = None if "step" in vars(scheduler) else _copied(engine)
     if trial is None:
         return
-    before = engine.state.objects.attributes()  # a copy calls the same functions, and what they enclose moves
+    before = engine.state.objects.attributes()  # a copy calls the same functions, which may change their closures
     try:
         with warnings.catch_warnings(), forked_rng(0):
-            warnings.simplefilter("ignore")  # torch's about the order of steps, of which the trial has none
+            warnings.simplefilter("ignore")  # torch warns about the order of steps, but the trial makes none
             trial.step(*arguments)
     except Exception as error:
         raise ConfigError(
@@ -99,7 +99,7 @@ def try_schedule(engine: Engine) -> None:
 
 
 def _copied(engine: Engine) -> Any:
-    """Return a copy of the schedule that moves copies of the optimizer's groups, or None where it cannot be copied."""
+    """Return a copy of the schedule over copies of the optimizer's groups, or None if it cannot be copied."""
     optimizer = engine.optimizer
     shadow = copy.copy(optimizer)
     groups = [
@@ -116,10 +116,10 @@ def _copied(engine: Engine) -> Any:
 
 
 def check_length_of_schedule(engine: Engine) -> None:
-    """Raise for a schedule that raises before the run has reached its target; warn of one that ends before.
+    """Raise for a schedule that would raise before the run reaches its target; warn about one that ends earlier.
 
     Raises:
-        ConfigError: a OneCycleLR has fewer moves left than the run has steps.
+        ConfigError: a OneCycleLR has fewer steps left than the run.
     """
     scheduler, moves = engine.lr_scheduler, _moves_left(engine)
     if scheduler is None or moves is None or engine.state.length_checked:
@@ -150,7 +150,7 @@ def check_length_of_schedule(engine: Engine) -> None:
 
 
 def _moves_left(engine: Engine) -> int | None:
-    """Return how often the schedule moves until the target, or None where that is not known."""
+    """Return how many steps the schedule makes until the target, or None if unknown."""
     if engine.scheduler_interval == "epoch":
         return None if engine.target.epochs is None else engine.target.epochs - engine.epoch
     total = engine.target.total_steps(engine)
@@ -163,7 +163,7 @@ def _one_cycle(scheduler: Any) -> Iterator[tuple[str, int, str]]:
 
 
 def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, str]]:
-    """Yield schedules of torch that end, with the number of moves after which they do and what follows."""
+    """Yield torch schedules of finite length, with their number of steps and what follows."""
     if isinstance(scheduler, CosineAnnealingLR):
         yield f"CosineAnnealingLR(T_max={scheduler.T_max})", start + scheduler.T_max, "rises again"
     elif isinstance(scheduler, PolynomialLR):
@@ -176,10 +176,10 @@ def _lengths(scheduler: Any, start: int = 0) -> Iterator[tuple[str, int, str]]:
 
 
 def try_folders(engine: Engine) -> None:
-    """Look whether the folders into which hooks will write can be made.
+    """Check that the folders into which hooks will write can be created.
 
     Raises:
-        ConfigError: a file is in the place of a folder, or a folder is not writable.
+        ConfigError: a file is in place of a folder, or a folder is not writable.
     """
     for hook in engine.hooks:
         for name, value in vars(hook).items() if hook.writes and not hook._may_fail_to_write else ():
@@ -195,15 +195,15 @@ def try_folders(engine: Engine) -> None:
 
 
 def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> list[str] | None:
-    """Read the first batch of a loader and evaluate it, with the metrics if there are any; keep nothing of it.
+    """Read and evaluate the first batch of a loader, with the metrics if there are any; discard the result.
 
     Args:
-        engine: whose model and random numbers the evaluation takes.
-        loader: of the evaluation; where it cannot be opened twice, nothing is tried.
-        task: turns a batch into a loss, and has the metrics; None only collates the batch.
+        engine: engine whose model and random state the evaluation uses.
+        loader: loader of the evaluation; if it cannot be iterated twice, nothing is tried.
+        task: turns a batch into a loss, and holds the metrics; None only collates the batch.
 
     Returns:
-        The names of records and metrics; None where they are not known.
+        The names of records and metrics; None if unknown.
     """
     if isinstance(loader, Iterator):
         return None

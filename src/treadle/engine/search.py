@@ -1,4 +1,4 @@
-"""Search for objects of users: what has state, and what holds it, from some roots on."""
+"""Search for users' objects with state, starting from given roots."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from treadle.distributed.state_names import clean_name
 _DEEPEST = 6
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SCALARS = (bool, int, float, str, type(None))
-_MOST = 256  # items of a container that are looked at
-_WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # of the standard library
+_MOST = 256  # items of a container that are searched
+_WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # modules of the standard library
 
 OF_TRAINERS = frozenset({
     "model", "optimizer", "lr_scheduler", "scheduler", "task", "precision", "settings", "logger", "config", "hooks",
@@ -45,18 +45,18 @@ OF_TRAINERS = frozenset({
 
 
 class Search:
-    """Search from some roots on, through attributes, containers, methods, partials and closures.
+    """Search from given roots through attributes, containers, methods, partials and closures.
 
     Args:
-        roots: paths from which objects are ever searched; what is there is looked into each time.
-        known: ids of objects that are left out, or were found before.
-        before: paths of objects that were found before: those with state dicts, and the others.
-        whole: paths of roots that are looked into though they have state dicts.
+        roots: paths of the roots, which are searched each time.
+        known: ids of objects that are left out or already found.
+        before: paths of objects found before: those with state dicts, and the others.
+        whole: paths of roots that are searched although they have state dicts.
 
     Attributes:
-        owners: objects with state dicts that were found, by path.
-        plain: other objects of users, whose attributes are their state.
-        functions: of users, for the variables that they use.
+        owners: objects found with state dicts, by path.
+        plain: other objects of the user, whose attributes are their state.
+        functions: functions of the user, for the variables that they use.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Search:
         self._seen: set[int] = set()
 
     def walk(self, path: str, owner: Any, depth: int = _DEEPEST) -> None:
-        """Look at an object and at what it holds."""
+        """Search an object and everything it holds."""
         if depth == 0 or id(owner) in self._seen:
             return
         if isinstance(owner, types.FunctionType) and is_users(owner):
@@ -120,11 +120,11 @@ class Search:
 
 
 def hidden_in(path: str, model: nn.Module) -> dict[str, Any]:
-    """Return the attributes of users' modules that may hold objects with state which are not registered, as in a list.
+    """Return attributes of users' modules that may hold unregistered objects with state, as in a list.
 
     Args:
-        path: of the model.
-        model: whose modules are looked at.
+        path: path of the model.
+        model: model whose modules are searched.
     """
     return {
         f"{path}.{clean_name(f'{inner}.{name}'.lstrip('.'))}": value
@@ -147,12 +147,12 @@ def is_ours(owner: Any) -> bool:
 
 
 def _is_written_whole(item: Any) -> bool:
-    """Return whether an item of a container is a user's plain object that is written as part of the container."""
+    """Return whether a container's item is a user's plain object that is written as part of the container."""
     return is_plain_object(item) and encode(item, deep=True) is not OPAQUE
 
 
 def _is_looked_into(owner: Any) -> bool:
-    """Return whether an object is a user's, whose attributes may hold others."""
+    """Return whether an object is the user's, so that its attributes are searched."""
     if isinstance(owner, types.FunctionType):
         return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
     if isinstance(owner, Named):

@@ -1,4 +1,4 @@
-"""Session of a run: checks before it, hooks opened and closed around it, signals acted on at its boundaries."""
+"""Session of a run: checks before it, opening and closing of hooks, signals at step boundaries."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Declared:
-    """Declarations of the hooks of a run, collected once before any state is made or loaded.
+    """Declarations of a run's hooks, collected once before any state is collected or loaded.
 
     Attributes:
-        hooks: the hooks that were asked.
+        hooks: the hooks that were queried.
         averages: averaged models, by name.
         messages: callables whose values are exchanged between ranks in every step.
-        complete: whether the hooks have been asked.
+        complete: whether the hooks have been queried.
     """
 
     hooks: Sequence[BaseHook] = ()
@@ -83,7 +83,7 @@ def declared_by_hooks(engine: Engine) -> Declared:
 
 
 def leave_out_writers(engine: Engine) -> None:
-    """Take out the hooks that write, and the workspace, of a run that is a short trial."""
+    """Remove writing hooks and the workspace from a short trial run."""
     engine.workspace = None
     left_out = [hook for hook in engine.hooks if hook.writes and not hook.writes_in_workspace_alone]
     engine.hooks = [hook for hook in engine.hooks if hook not in left_out]
@@ -99,7 +99,7 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
     """Return the plan of the hook that decides about non-finite gradients, or None.
 
     Raises:
-        ConfigError: two hooks decide.
+        ConfigError: two hooks return a plan.
     """
     plans = {hook.state_key: plan for hook in engine.hooks if (plan := hook.refusal_plan(engine)) is not None}
     if len(plans) > 1:
@@ -110,7 +110,7 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
 
 
 def finite_guard(engine: Engine) -> FiniteGuard:
-    """Return the guard of the weights: on the device, unless a refused step must be known at once."""
+    """Return the guard of the weights: on the device, unless the host must know of a refused step at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
@@ -118,7 +118,7 @@ def finite_guard(engine: Engine) -> FiniteGuard:
 
 
 def resume_from_hooks(engine: Engine) -> None:
-    """Load what a hook names, before any event of the first run; a state loaded by hand wins."""
+    """Load the checkpoint that a hook names, before any event of the first run; a manually loaded state wins."""
     state = engine.state
     if state.resumed or (engine.progress.step > 0 and not state.loaded):
         return  # this object continues from where it is
@@ -128,12 +128,12 @@ def resume_from_hooks(engine: Engine) -> None:
             engine.logger.warning("%s: a state was loaded already and wins", type(hook).__name__)
         elif tree is not None:
             engine.load_state_dict(tree)
-    state.record_resumed()  # not before: after an error here, the next run must not start from nothing
+    state.record_resumed()  # not before: after an error here, the next run must not start from scratch
 
 
 @contextlib.contextmanager
 def training_session(engine: Engine) -> Iterator[None]:
-    """Open the hooks and signal handlers for a run and close them whatever happens."""
+    """Open hooks and signal handlers for a run, and always close them."""
     with speaking(engine), contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
         plans = engine.signals.plans
@@ -144,18 +144,18 @@ def training_session(engine: Engine) -> Iterator[None]:
             if distributed.rank() == 0:
                 seconds = time.perf_counter() - started
                 engine.logger.info(end_line(engine, first_step, seconds), extra={"topic": "end"})
-            if outermost and engine.signals.received and plans:  # what the run ended with is saved
+            if outermost and engine.signals.received and plans:  # the final state is saved
                 _exit(plans, engine.signals.received)
 
 
 @contextlib.contextmanager
 def _opened_hooks(engine: Engine) -> Iterator[None]:
-    """Open the hooks, leave on a signal at the end of the block, and close them whatever happens."""
+    """Open the hooks, exit on a signal at the end of the block, and always close them."""
     opened: list[BaseHook] = []
     failure: BaseException | None = None
     try:
         with failing_by_name(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
-            with contextlib.suppress(EvaluationAbandoned):  # of a callback, or of a hook before the first step
+            with contextlib.suppress(EvaluationAbandoned):  # raised in a callback, or in a hook before the first step
                 for hook in engine.hooks:
                     opened.append(hook)
                     hook.on_before_train(engine)
@@ -164,7 +164,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
                 into_training_mode(engine)
                 engine.state.begin_run(engine)
                 yield
-            leave_on_signal(engine)  # one that came after the last boundary must not be lost
+            leave_on_signal(engine)  # a signal after the last boundary must not be lost
     except BaseException as error:
         failure = error
         raise
@@ -180,7 +180,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_by_hooks(engine: Engine) -> Iterator[None]:
-    """Hold inside the block what the hooks of an engine hold for a run."""
+    """Hold, inside the block, what the hooks of an engine claim for a run."""
     with contextlib.ExitStack() as held:
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))
@@ -188,10 +188,10 @@ def held_by_hooks(engine: Engine) -> Iterator[None]:
 
 
 class BetweenRuns:
-    """Signals noted around the runs of a front end, and in what it does before, between and after them.
+    """Handling of signals around the runs of a front end, and before, between and after them.
 
     Args:
-        engine: that runs.
+        engine: the running engine.
     """
 
     def __init__(self, engine: Engine):
@@ -208,7 +208,7 @@ class BetweenRuns:
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """Save and leave, at the end of the block, for a signal that arrived so far; evaluations are abandoned."""
+        """Save and exit, at the end of the block, if a signal has arrived; evaluations are abandoned."""
         self._engine.signals.expect(self._plans)
         try:
             with contextlib.suppress(EvaluationAbandoned):
@@ -219,9 +219,9 @@ class BetweenRuns:
 
 
 def into_training_mode(engine: Engine) -> None:
-    """Put every module into training mode, and warn of layers with frozen running statistics.
+    """Put every module into training mode, and warn about layers with frozen running statistics.
 
-    A model that is in eval mode as a whole was loaded for inference; no part of it was frozen on purpose.
+    A model entirely in eval mode was loaded for inference; no part of it was frozen on purpose.
     """
     model = engine.model
     frozen = [
@@ -241,10 +241,10 @@ def into_training_mode(engine: Engine) -> None:
 
 
 def check_added_hooks(engine: Engine) -> None:
-    """Raise for a hook that came too late for what it declares.
+    """Raise for a hook that was added too late for what it declares.
 
     Raises:
-        ConfigError: it keeps averages, or decides about gradients that are not finite.
+        ConfigError: it keeps averages, or has a plan for non-finite gradients.
     """
     late = [hook for hook in engine.hooks if all(hook is not asked for asked in engine.declared.hooks)]
     for hook in late:
@@ -257,7 +257,7 @@ def check_added_hooks(engine: Engine) -> None:
 
 
 def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
-    """Check a run and take what hooks hold for it, before any event; return the signals that hooks wait for."""
+    """Check a run and enter the claims of its hooks, before any event; return the signals to listen to."""
     with failing_by_name(engine):
         check_added_hooks(engine)
         for hook in engine.hooks:
@@ -281,7 +281,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
 
 
 def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException | None) -> None:
-    """Close hooks in reverse order; an error in one does not keep the others open, nor hide ``failure``."""
+    """Close hooks in reverse order; an error in one neither keeps others open nor hides ``failure``."""
     first: BaseException | None = None
     for hook in reversed(opened):
         try:
@@ -294,11 +294,11 @@ def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException |
 
 
 def check_before_training(engine: Engine) -> None:
-    """Raise or warn about what would train a wrong model in silence.
+    """Raise or warn about what would silently train a wrong model.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised, the optimizer wants a closure or holds no parameter of the
-            model, or the scheduler moves another optimizer's learning rate.
+        ConfigError: a lazy parameter is not initialised, the optimizer needs a closure or holds no parameter of the
+            model, or the scheduler belongs to another optimizer.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -311,7 +311,7 @@ def check_before_training(engine: Engine) -> None:
     if engine.target.score_epoch is None:
         check_plateau(engine.lr_scheduler, "train_loss", "min")
     warn_of_lost(engine)
-    engine.state.objects.collect()  # a state that no checkpoint can hold is named now and not at the first save
+    engine.state.objects.collect()  # raises now, not at the first save, for a state that no checkpoint can hold
     refuse_hidden_tensors(engine.optimizer)
     if engine.progress.step == 0 and engine.num_ranks == 1 and not is_of_torch(engine.optimizer):
         try_optimizer(engine.optimizer)
@@ -349,7 +349,7 @@ _OF_A_TASK = ("step", "weights", "new_metrics", "prepare_batch", "replayed", "wi
 
 
 def _warn_of_uncalled(engine: Engine) -> None:
-    """Warn of methods of the user's task whose names are almost those that are called."""
+    """Warn about methods of the user's task with misspelt names."""
     kind = type(engine.task)
     if is_users_class(kind) and not engine.progress.step and not engine.state.num_runs:
         for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
@@ -357,7 +357,7 @@ def _warn_of_uncalled(engine: Engine) -> None:
 
 
 def _warn_of_half_sums(engine: Engine) -> None:
-    """Warn where gradients of several micro-batches are summed in a type that drops small ones."""
+    """Warn if gradients of several micro-batches accumulate in a dtype that drops small ones."""
     half = {torch.bfloat16, torch.float16}
     kinds = {p.dtype for group in engine.optimizer.param_groups for p in group["params"] if p.dtype in half}
     if kinds and engine.settings.accumulation_steps > 1:
@@ -370,13 +370,13 @@ def _warn_of_half_sums(engine: Engine) -> None:
 
 
 def own_messages(engine: Engine) -> list[float]:
-    """Return the numbers that this rank sends in each step: a signal, whether it is to stop, those of hooks."""
+    """Return the numbers that this rank sends in each step: a signal, whether to stop, those of hooks."""
     own = [float(engine.signals.received or 0), float(engine.should_stop)]
     return own + [message() for message in engine.declared.messages]
 
 
 def messages_of_ranks(engine: Engine, message: Callable[[], float]) -> list[float]:
-    """Return the number that each rank sent for a hook in the present step."""
+    """Return the number that each rank sent for a hook in the current step."""
     if distributed.world_size() == 1:
         return [message()]
     column = 2 + engine.declared.messages.index(message)
@@ -384,13 +384,13 @@ def messages_of_ranks(engine: Engine, message: Callable[[], float]) -> list[floa
 
 
 def ranks_stop(engine: Engine) -> bool:
-    """Return whether any rank is to stop, between two epochs, and stop this one too."""
+    """Return whether any rank stops between two epochs, and stop this one too."""
     engine.should_stop = bool(distributed.agree(int(engine.should_stop)))
     return engine.should_stop
 
 
 def leave_after_step(engine: Engine) -> None:
-    """Leave as :func:`leave_on_signal` does, by the messages of the step: nothing more is exchanged."""
+    """Exit like :func:`leave_on_signal`, based on the messages of the step, without further communication."""
     if engine.num_ranks == 1 or engine.events.abandoned:
         leave_on_signal(engine)
     elif engine.signals.plans:
@@ -400,8 +400,8 @@ def leave_after_step(engine: Engine) -> None:
 def interruption(engine: Engine) -> Callable[[], bool] | None:
     """Return a callable that is True once a signal should abandon the evaluation; None if none should.
 
-    No evaluation is abandoned inside a step: a hook that was cut short there would leave other gradients than it meant
-    to, and a step that has begun has no state to be saved.
+    No evaluation is abandoned inside a step: a hook cut short there would leave wrong gradients, and an unfinished step
+    has no state to save.
     """
     if not engine.signals.plans or engine.progress.in_step:
         return None
@@ -409,7 +409,7 @@ def interruption(engine: Engine) -> Callable[[], bool] | None:
 
 
 def leave_on_signal(engine: Engine) -> None:
-    """Save by each hook's plan, wait, and raise SystemExit, if a signal arrived on any rank."""
+    """If a signal arrived on any rank, save by each hook's plan, wait, and raise SystemExit."""
     if engine.signals.plans:
         _leave(engine, distributed.agree(engine.signals.received or 0))
 
@@ -428,7 +428,7 @@ def _leave(engine: Engine, received: int) -> None:
 
 
 def _exit(plans: Sequence[ExitPlan], received: int) -> NoReturn:
-    """Leave by the first of the plans."""
-    if received == signal.SIGINT and hasattr(sys, "ps1"):  # a prompt or a notebook, which is to stay
+    """Exit by the first of the plans."""
+    if received == signal.SIGINT and hasattr(sys, "ps1"):  # an interactive prompt or notebook, which must stay open
         raise KeyboardInterrupt
     raise SystemExit(plans[0].exit_code(received))

@@ -1,4 +1,4 @@
-"""Settings of an engine and the checks of their ranges."""
+"""Settings of an engine, with range checks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class EngineSettings:
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None is 0.
         eval_seed: seeds the random state of every evaluation.
         capture: True, False or ``"auto"``.
-        progress: whether a run shows its log where no handler of the user's does; see ``treadle.engine.voice``.
-        limits: of time and batches.
+        progress: whether a run shows its log if the user's handlers do not; see ``treadle.engine.voice``.
+        limits: limits of time and batches.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -88,16 +88,16 @@ class EngineSettings:
 
 
 def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:
-    """Raise ConfigError unless it is a number of micro-batches that a step can have."""
+    """Raise ConfigError unless it is a valid number of micro-batches per step."""
     if not isinstance(steps, int) or steps < 1:
         raise ConfigError("a step needs a whole number of micro-batches, >= 1", argument=argument, value=steps)
 
 
 def check_capture(capture: Any) -> Capture:
-    """Return the setting.
+    """Return a checked capture setting.
 
     Raises:
-        ConfigError: it is another value.
+        ConfigError: the value is unknown.
 
     Example:
         >>> check_capture("auto")

@@ -1,4 +1,4 @@
-"""Signals: a handler that only notes a number, and the plan of what happens at the next boundary."""
+"""Signals: a handler that only records the number, and the plan for the next step boundary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ExitCode = Literal["128+signal"] | int
 
 @dataclass(frozen=True)
 class ExitPlan:
-    """What a hook asks for when one of its signals arrives.
+    """Action of a hook for its signals.
 
     Attributes:
         signals: the signals to listen to.
@@ -53,7 +53,7 @@ def exit_plan(
     code: ExitCode = "128+signal",
     wait: float | timedelta = 0.0,
 ) -> ExitPlan | None:
-    """Check the arguments a user gave and return a plan, or None when no signal is named.
+    """Check a user's arguments and return a plan, or None if no signal is named.
 
     Raises:
         ConfigError: ``code`` is another string, ``wait`` is negative, or a signal cannot be handled.
@@ -75,25 +75,25 @@ def exit_plan(
 
 
 _LISTENING, _LEAVING, _OVER = 0, 1, 2
-_SECONDS_FOR_MAIN = 5.0  # a signal to the group reaches the main process late if it is inside a long kernel
+_SECONDS_FOR_MAIN = 5.0  # a signal to the group reaches the main process late while it waits for a long kernel
 
 
 def _shared_byte() -> mmap.mmap:
-    return mmap.mmap(-1, 1)  # shared with processes that are forked from this one
+    return mmap.mmap(-1, 1)  # shared with forked processes
 
 
 class SignalListener:
-    """Listener that notes the first signal that arrives.
+    """Listener that records the first signal.
 
-    A second signal is noted too but changes nothing, so that a running save can finish; a third is handed to the
+    A second signal is recorded too but has no effect, so that a running save can finish; a third is passed to the
     handler that was installed before.
 
     Forked data workers inherit the handler. A signal to the whole process group must not end them while the main
-    process needs a last batch and saves; a signal to a worker alone must end it, or nothing could.
+    process needs a last batch and saves; a signal to a single worker must end it, or nothing could.
 
     Attributes:
         received: the first signal, or None.
-        plans: what hooks ask for at their signals; empty outside a run.
+        plans: exit plans of the hooks; empty outside a run.
     """
 
     def __init__(self) -> None:
@@ -114,10 +114,10 @@ class SignalListener:
     def listening(self, signals: Sequence[int]) -> Iterator[bool]:
         """Install the handlers inside the block and restore the earlier ones afterwards.
 
-        Inside another such block it does nothing: what was noted there stays noted.
+        Inside another such block it is a no-op: what was recorded there stays recorded.
 
         Yields:
-            Whether it is inside no other such block.
+            Whether this is the outermost block.
         """
         if self._inside:
             yield False
@@ -145,7 +145,7 @@ class SignalListener:
     @contextlib.contextmanager
     def _handled(self, signals: Sequence[int]) -> Iterator[None]:
         self._owner = os.getpid()
-        self._phase = _shared_byte()  # workers of an earlier run keep theirs, which is set to over
+        self._phase = _shared_byte()  # workers of an earlier run keep theirs, whose run is over
         try:
             for number in dict.fromkeys(signals):
                 self._previous[number] = signal.signal(number, self._note)
@@ -155,7 +155,7 @@ class SignalListener:
             _restore(self._previous)
 
     def note(self, number: int) -> None:
-        """Note a signal that a relay received for this run."""
+        """Record a signal that a relay received for this run."""
         if self.received is None:
             self.received = number
 
@@ -182,7 +182,7 @@ class SignalListener:
 
 
 class SignalRelay:
-    """Handlers in the main thread for runs in other threads that take turns with it.
+    """Signal handlers in the main thread on behalf of runs in other threads that take turns with it.
 
     Attributes:
         active: the relay of this process, or None.
@@ -209,7 +209,7 @@ class SignalRelay:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Serve the runs of other threads inside the block, and restore the handlers that they asked for."""
+        """Serve the runs of other threads inside the block, then restore the previous handlers."""
         before, SignalRelay.active = SignalRelay.active, self
         try:
             yield
@@ -219,7 +219,7 @@ class SignalRelay:
 
     @contextlib.contextmanager
     def serving(self, listener: SignalListener, signals: Sequence[int]) -> Iterator[None]:
-        """Hand signals to a listener inside the block."""
+        """Pass signals to a listener inside the block."""
         entry = (listener, frozenset(signals), threading.current_thread())
         self._listeners.append(entry)
         new = [number for number in entry[1] if number not in self._previous]
@@ -233,7 +233,7 @@ class SignalRelay:
             self._listeners.remove(entry)
 
     def serves(self, thread: threading.Thread) -> bool:
-        """Return whether a run in a thread leaves by its own plan at the signal that was received."""
+        """Return whether a run in a thread exits by its own plan on the received signal."""
         return any(owner is thread and self.received in signals for _, signals, owner in self._listeners)
 
     def _install(self, numbers: Sequence[int]) -> None:
@@ -253,7 +253,7 @@ class SignalRelay:
 
 
 def _restore(previous: dict[int, Any]) -> None:
-    """Restore the handlers from before, and forget them."""
+    """Restore and forget the previous handlers."""
     for number, handler in previous.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
     previous.clear()

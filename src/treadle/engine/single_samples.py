@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explaining_single_samples(engine: Engine) -> Iterator[None]:
-    """Turn the error of a batch of one sample in a BatchNorm layer into one that names batch and fix.
+    """Turn BatchNorm's error about a batch of one sample into one that names batch and fix.
 
     Raises:
-        ConfigError: a step failed on such a batch.
+        ConfigError: a step failed on a batch of one sample.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def explaining_single_samples(engine: Engine) -> Iterator[None]:
         if found is None:
             raise
         batch, layer = found
-        step = engine.step + (not engine.progress.in_step)  # a loop of the user's counts it once it is made
+        step = engine.step + (not engine.progress.in_step)  # a user's loop counts a step only after it
         raise ConfigError(
             f"batch {batch} of epoch {engine.epoch + 1} (step {step}) has one sample, and {layer} normalises "
             "over the samples of a batch in training: one has no variance. Pass drop_last=True to the loader, another "
@@ -39,7 +39,7 @@ def explaining_single_samples(engine: Engine) -> Iterator[None]:
 
 
 def _single_sample(engine: Engine, error: BaseException) -> tuple[int, str] | None:
-    """Return the number of the micro-batch with one sample and the layer that cannot take it, if a step failed so."""
+    """Return the micro-batch with one sample and the layer that refuses it, if a step failed that way."""
     layers: dict[nn.Module, str] = {
         module: f"{clean_name(name)} ({type(module).__name__})"
         for name, module in engine.model.named_modules()
@@ -53,7 +53,7 @@ def _single_sample(engine: Engine, error: BaseException) -> tuple[int, str] | No
     done = len(engine.attempt.outputs)
     if engine.progress.in_step and done < len(batches):
         number, samples = engine.cursor.position - len(batches) + done + 1, _num_samples(batches[done])
-    else:  # in a step or a loop of the user's, which the engine cannot look into
+    else:  # in a user's step or loop, which the engine cannot inspect
         number, samples = engine.cursor.position, None if failed is None else len(failed[1])
     return None if layer is None or samples != 1 else (number, layer)
 
@@ -68,7 +68,7 @@ def _failed_layer(error: BaseException) -> tuple[nn.Module, Tensor] | None:
 
 
 def _num_samples(batch: Any) -> int | None:
-    """Return the size of the first tensor's first dimension; of a batch that counts its graphs, their number."""
+    """Return the first dimension of the first tensor, or the number of graphs of a graph batch."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
     graphs = getattr(batch, "num_graphs", None)

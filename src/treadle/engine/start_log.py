@@ -1,4 +1,4 @@
-"""The block of decisions that a run logs when it starts, each with its reason, and the line at its end."""
+"""Log block with the decisions at the start of a run and their reasons, and the line at its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def start_block(engine: Engine) -> str:
-    """Return what was decided for a run and why, one line each, hooks in the order in which they are called."""
+    """Return the decisions of a run and their reasons, one line each, hooks in calling order."""
     lines = {
         "device": f"{engine.device} ({_why_device(engine)})",
         "precision": _precision(engine),
@@ -31,7 +31,7 @@ def start_block(engine: Engine) -> str:
 
 
 def start_line(engine: Engine) -> str:
-    """Return the block in one line: where a run starts, on what, and where it is to end."""
+    """Return the block in one line: where a run starts, on which device, and where it will end."""
     where = f"on {engine.device}, to {engine.target}"
     if not engine.progress.step:
         return f"training starts {where}"
@@ -40,11 +40,11 @@ def start_line(engine: Engine) -> str:
 
 
 def end_line(engine: Engine, first_step: int, seconds: float) -> str:
-    """Return why a run ended, where, after how long, with the best value and the last checkpoint.
+    """Return a line with why and where a run ended, its duration, the best value and the last checkpoint.
 
     Args:
-        engine: at the end of its run.
-        first_step: the step at which this process took it up.
+        engine: engine at the end of its run.
+        first_step: the step at which this process started.
         seconds: time since then.
     """
     place = f"step {engine.progress.step}, epoch {engine.epoch}"
@@ -61,7 +61,7 @@ def end_line(engine: Engine, first_step: int, seconds: float) -> str:
 
 
 def best_rules(engine: Engine) -> list[tuple[BestRule, str]]:
-    """Return the rules in force that select a state, each with what it counts in, ``"epoch"`` or ``"step"``."""
+    """Return the active rules that select a state, each with its unit, ``"epoch"`` or ``"step"``."""
     rules = [(getattr(driver, "best", None), "epoch") for driver in engine.state.drivers]
     rules += [(getattr(hook, "best_rule", None), "step") for hook in engine.hooks]
     return [(rule, place) for rule, place in rules if isinstance(rule, BestRule)]

@@ -1,7 +1,7 @@
 """State of a run: all parts of a checkpoint, collected and loaded in one order.
 
-Four loops over the parts do everything: collect, check, warn, load. Checks come before anything is changed, so a state
-that does not fit leaves the run as it was; the random state is loaded last.
+Four loops over the parts do everything: collect, check, warn, load. Checks come before any change, so a state that does
+not fit leaves the run unchanged; the random state is loaded last.
 """
 
 from __future__ import annotations
@@ -38,50 +38,51 @@ if TYPE_CHECKING:
 
 
 class Driver(Protocol):
-    """Object around an engine that adds top-level keys to its checkpoints, as the epoch driver does."""
+    """Object that adds top-level keys to an engine's checkpoints, like the epoch driver."""
 
     @property
     def finished(self) -> bool:
-        """Whether this driver wants no more training."""
+        """Whether this driver's training is finished."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the keys and their values."""
+        """Return the driver's keys and their values."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore them from a whole checkpoint tree."""
+        """Restore the keys from a whole checkpoint tree."""
         ...
 
 
 class RunState:
-    """State table of an engine, and where its present state came from.
+    """State table of an engine, and where its current state came from.
 
     Args:
-        options: parts left out of a state, or allowed to be missing from a loaded one.
+        options: parts to leave out of a state, or allowed to be missing from a loaded one.
 
     Attributes:
-        drivers: objects around the engine that add keys to the state.
-        writers: of files that belong to a state, such as the best weights; a later state is written after them.
+        drivers: objects that add keys to the state.
+        writers: writers of files that belong to a state, such as the best weights; a later state is written after them.
         base: fingerprints of frozen weights that checkpoints leave out.
         loaded: whether a state was loaded, by hand or by a hook.
-        resumed: whether hooks were asked for a checkpoint to resume from.
-        closed: why nothing may be trained; None where it may.
-        searched: whether a front end chose the state among those of all hooks too, so that hooks need not look.
+        resumed: whether hooks were queried for a checkpoint to resume from.
+        closed: why training is refused, or None.
+        searched: whether a front end has already chosen the state among those of all hooks, so that hooks need not
+            search.
         source: the checkpoint that the run resumed from, for the log.
         saved: the newest checkpoint that this process wrote, for the log; None before one.
         saved_step: the step of its state.
         origin: where the run began.
         scored: the weights that the last evaluation scored, ``"model"`` or ``"ema"``; None before one.
-        num_loads: how often a state was loaded; tensors of the optimizer are in other memory after each.
+        num_loads: how often a state was loaded; each load moves the optimizer's tensors to other memory.
         training: whether a run takes steps.
-        num_runs: runs that took steps, of this object.
-        length_checked: whether the length of the schedule was compared with that of the run.
-        modules: state of the model that its state dict does not hold.
+        num_runs: runs of this object that took steps.
+        length_checked: whether the length of the schedule was checked against that of the run.
+        modules: state of the model that is not in its state dict.
         built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
-        hooks: what users' hooks hold beside the state that they save themselves.
-        optimizer_attributes: plain attributes of an optimizer that is not torch's.
+        hooks: state of users' hooks beyond what they save themselves.
+        optimizer_attributes: plain attributes of a third-party optimizer.
     """
 
     base: FrozenBase
@@ -116,7 +117,7 @@ class RunState:
         self._settings: EngineSettings | None = None
 
     def prepare(self, engine: Engine) -> None:
-        """Take fingerprints of the frozen weights, and note how the user's objects were built."""
+        """Fingerprint the frozen weights, and record the initial state of the user's objects."""
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
         self.built = Built(engine)
@@ -127,32 +128,32 @@ class RunState:
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
 
     def leave_out(self, loader: Any) -> None:
-        """Leave a loader that a cursor reads out of the user's objects."""
+        """Exclude a loader that a cursor reads from the user's objects."""
         for objects in (self.objects, *self.hooks.objects.values()):
             objects.leave_out(loader)
 
     def warn_once(self, engine: Engine, text: str) -> None:
-        """Log a warning about state that is lost, once."""
+        """Log a warning about lost state, once."""
         if text not in self._warned:
             self._warned.add(text)
             engine.logger.warning("%s", text, extra={"topic": "state that is lost"})
 
     def warn_of_lost(self, engine: Engine, name: str, advice: str) -> None:
-        """Log a warning about something that changed and is in no checkpoint, once."""
+        """Log a warning about a change that no checkpoint holds, once."""
         text = f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on it. "
         self.warn_once(engine, text + advice)
 
     def look_again(self) -> None:
-        """Look for objects that hooks made before training.
+        """Search for objects that hooks created before training.
 
         Raises:
-            CheckpointError: the checkpoint that was loaded holds one that was not made.
+            CheckpointError: the loaded checkpoint holds one that was not created.
         """
         for objects in (self.objects, *self.hooks.objects.values()):
             objects.look_again()
 
     def try_before_step_1(self, trial: Callable[[], None]) -> None:
-        """Have something tried before the first step of a run that begins; one that was resumed has done it before."""
+        """Register a trial to run before the first step of a fresh run; a resumed run has passed it before."""
         self._trial = trial
 
     def run_trial(self, engine: Engine) -> None:
@@ -162,14 +163,14 @@ class RunState:
             self.isolated(engine, trial)
 
     def isolated(self, engine: Engine, trial: Callable[[], None]) -> None:
-        """Run something, and put back what it changed in buffers and in the user's objects."""
+        """Call a function, and undo its changes to buffers and to the user's objects."""
         modules, objects = self.modules.collect(engine.model), self.objects.attributes()
         trial()
         self.modules.restore(engine.model, modules, ready=False)
         self.objects.restore_attributes(objects)
 
     def signature(self, engine: Engine) -> Any:
-        """Return what the user's code changes between steps, as a plain tree, to compare two moments."""
+        """Return the state that the user's code may change between steps, as a plain tree for comparison."""
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in engine.optimizer.param_groups]  # fmt: skip
         written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
@@ -178,7 +179,7 @@ class RunState:
         return to_plain([self.objects.collect(), modules, groups, written, settings], encoding="odd")
 
     def record_length_checked(self) -> None:
-        """Record that the schedule was found long enough for this run, or was named."""
+        """Record that the length of the schedule was checked for this run."""
         self.length_checked = True
 
     def begin_run(self, engine: Engine) -> None:
@@ -190,27 +191,27 @@ class RunState:
         self.length_checked = False
 
     def record_moved_settings(self, engine: Engine) -> None:
-        """Record which settings a hook has changed since the run began; the progress keeps them."""
+        """Record in the progress which settings a hook has changed since the run began."""
         for name in MOVABLE if self.training else ():
             if getattr(engine.settings, name) != getattr(self._settings, name):
                 engine.progress.moved_settings[name] = getattr(engine.settings, name)
 
     def end_run(self, engine: Engine) -> None:
-        """Record that no more steps are taken, and the modes that the modules were left in."""
+        """Record that no more steps are taken, and the current modes of the modules."""
         self.record_moved_settings(engine)
         self.modules.end(engine.model)
         self.built.end_watch()
         self.training = False
 
     def collect(self, engine: Engine, buffers: HostBuffers | None = None, *, parts: bool = False) -> dict[str, Any]:
-        """Return the checkpoint tree: plain values and CPU copies that a following step cannot change.
+        """Return the checkpoint tree: plain values and CPU copies that later steps cannot change.
 
-        All ranks take part. Of a sharded model, rank 0 gets the whole tensors and the others tensors without memory.
+        Collective. For a sharded model, rank 0 gets the whole tensors and the other ranks meta tensors.
 
         Args:
             engine: the engine of this state.
-            buffers: memory for the copies; None takes fresh memory.
-            parts: each rank gets its own part of the tensors that are spread over ranks.
+            buffers: memory for the copies; None allocates new memory.
+            parts: each rank gets its own shards of sharded tensors.
         """
         wait_for_work(engine.device)
         tree: dict[str, Any] = dict.fromkeys(KEYS)
@@ -235,7 +236,7 @@ class RunState:
         return plain
 
     def restore(self, engine: Engine, tree: Mapping[str, Any]) -> None:
-        """Load a checkpoint tree, in place.
+        """Load a checkpoint tree in place.
 
         Raises:
             CheckpointError: a part does not fit; nothing was changed.
@@ -247,10 +248,10 @@ class RunState:
         self.origin.moved(Reach(engine.progress.step, engine.epoch))
 
     def _refuse_what_differs(self, engine: Engine, saved: Saved) -> None:
-        """Collect the state again and compare it with the checkpoint that was loaded.
+        """Collect the state again and compare it with the loaded checkpoint.
 
         Raises:
-            CheckpointError: it is not the same.
+            CheckpointError: they differ.
         """
         if not self.options.strict:
             return
@@ -263,10 +264,11 @@ class RunState:
                 )
 
     def roll_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
-        """Load what a step changes: weights, optimizer, schedule, scaler, averages. Data and random numbers stay.
+        """Load what a step changes: weights, optimizer, schedule, scaler, averages. Keep the position in the data and
+        RNG.
 
-        The count of attempted steps stays too, so that no file or log point is numbered twice; that of applied steps is
-        the checkpoint's, since those after it are undone.
+        The count of attempted steps is kept too, so that no file or log point is numbered twice; that of applied steps
+        is the checkpoint's, since later ones are undone.
 
         Raises:
             CheckpointError: the model or the optimizer does not fit.
@@ -299,7 +301,7 @@ class RunState:
         self.saved, self.saved_step = str(path), step
 
     def record_resumed(self) -> None:
-        """Record that hooks were asked for a checkpoint."""
+        """Record that hooks were queried for a checkpoint."""
         self.resumed = True
 
     def record_scored(self, weights: str | None) -> None:

@@ -1,4 +1,4 @@
-"""What a run asks for of its states: torch's ``StateDictOptions``, as far as they mean something here."""
+"""Options of a run's states: the subset of torch's ``StateDictOptions`` that applies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class StateOptions:
-    """Parts left out of a state, parts that may be missing when one is loaded, and whether files are whole.
+    """Options of which parts a state omits, which may be missing on load, and whether files are whole.
 
     Attributes:
         full_state_dict: checkpoints of a sharded model are single files.
-        ignore_frozen_params: leave out parameters that are frozen and as they were at the start, but for a fingerprint.
-        strict: refuse a state whose names are not those of the model.
+        ignore_frozen_params: leave out unchanged frozen parameters except for a fingerprint.
+        strict: refuse a state whose names differ from the model's.
 
     Example:
         >>> StateOptions().strict
@@ -38,12 +38,12 @@ class StateOptions:
 
 
 def state_options(asked: StateDictOptions | None) -> StateOptions:
-    """Return what torch's options ask for.
+    """Convert torch's ``StateDictOptions``.
 
-    ``cpu_offload`` is implied: a state is on the CPU, and its whole tensors on rank 0.
+    ``cpu_offload`` is implied: a state is on the CPU, with whole tensors on rank 0.
 
     Raises:
-        ConfigError: an option that has no meaning here.
+        ConfigError: an option is not supported.
 
     Example:
         >>> from torch.distributed.checkpoint.state_dict import StateDictOptions

@@ -1,4 +1,4 @@
-"""One part of a checkpoint, a checkpoint as a run loads it, and where the two differ."""
+"""Interface of a checkpoint part, a checkpoint being loaded, and comparison of states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Difference = tuple[str, str]
 
 
 class Notice(NamedTuple):
-    """A warning about a state that is loaded, with the topic of its log record."""
+    """Warning about a loaded state, with the topic of its log record."""
 
     text: str
     topic: str | None = None
@@ -31,11 +31,11 @@ class Notice(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint as a run loads it.
+    """Checkpoint being loaded into a run.
 
     Attributes:
         tree: the checkpoint, without what ``strict=False`` leaves out.
-        kept: names of weights that stay as they are, since the checkpoint leaves them out on purpose.
+        kept: names of weights that are not loaded, since the checkpoint omits them on purpose.
     """
 
     tree: Mapping[str, Any]
@@ -43,10 +43,10 @@ class Saved:
 
     @classmethod
     def for_engine(cls, engine: Engine, tree: Mapping[str, Any]) -> Saved:
-        """Return a checkpoint as it fits an engine's model; changes nothing.
+        """Return a checkpoint fitted to an engine's model, without changing anything.
 
         Raises:
-            CheckpointError: it has no model, or its frozen weights are others than the model's.
+            CheckpointError: it has no model, or its frozen weights differ from the model's.
         """
         if "model" not in tree:
             raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
@@ -56,7 +56,7 @@ class Saved:
         return cls(*common_state(engine, tree, kept))
 
     def get(self, key: str) -> Any:
-        """Return an entry; None if it is missing."""
+        """Return an entry, or None if it is missing."""
         return self.tree.get(key)
 
     @property
@@ -65,33 +65,33 @@ class Saved:
         return bool(self.part("versions").get("torch") == str(torch.__version__))
 
     def part(self, key: str) -> Mapping[str, Any]:
-        """Return an entry that is a mapping; an empty one if it is missing."""
+        """Return a mapping, or an empty one if it is missing."""
         return self.tree.get(key) or {}
 
 
 class StatePart:
-    """One part of a checkpoint. The base class keeps nothing, accepts everything and warns of nothing."""
+    """Part of a checkpoint; the base class saves nothing, accepts everything and never warns."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         """Write the part's keys into a tree."""
 
     def check(self, engine: Engine, saved: Saved) -> None:
-        """Raise CheckpointError if the part cannot be loaded; changes nothing."""
+        """Raise CheckpointError if the part cannot be loaded, without changing anything."""
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         """Yield warnings about what differs between the checkpoint and this run."""
         yield from ()
 
     def load(self, engine: Engine, saved: Saved) -> None:
-        """Restore the part, in place."""
+        """Restore the part in place."""
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
-        """Yield where the part, once loaded, is not what the checkpoint holds."""
+        """Yield where the part, once loaded, differs from the checkpoint."""
         yield from ()
 
 
 def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Iterator[Difference]:
-    """Yield where a state in memory differs from a saved one; of tensors over ranks, this rank's parts count."""
+    """Yield where a state in memory differs from a saved one; sharded tensors are compared on local shards."""
     for key, value in saved.items():
         if key not in now:
             yield f"{path}.{key}", "nothing there after loading"

@@ -1,4 +1,4 @@
-"""The target of a run, in steps or in epochs, and the distance to it."""
+"""Target of a run in steps or epochs, and the distance to it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """An absolute target and what happens when an epoch is complete.
+    """Absolute target, with callbacks for complete epochs.
 
     Attributes:
         max_steps: optimizer steps to have attempted at the end.
         epochs: epochs to have completed at the end.
         score_epoch: evaluates a complete epoch; returns the value of the best metric.
         after_epoch: writes epoch checkpoints and calls user callbacks.
-        deadline: the end of the time that the call may train; None for no end.
+        deadline: deadline of the call, or None.
 
     Raises:
-        ConfigError: not exactly one target is given, or it is no whole number >= 0.
+        ConfigError: not exactly one target is given, or it is not a whole number >= 0.
     """
 
     max_steps: int | None = None
@@ -50,11 +50,11 @@ class Target:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether the time that the call may train is over."""
+        """Whether the call's deadline has passed."""
         return self.deadline is not None and self.deadline.over
 
     def reached(self, engine: Engine) -> bool:
-        """Return whether nothing is left to do."""
+        """Return whether the target is reached."""
         if self.max_steps is not None:
             return engine.progress.step >= self.max_steps
         stopped_early = any(driver.finished for driver in engine.state.drivers)
@@ -67,13 +67,13 @@ class Target:
         return self.epochs is not None or not engine.should_stop
 
     def is_last_step(self, engine: Engine) -> bool:
-        """Return whether no step follows the present one."""
+        """Return whether the current step is the last one."""
         if self.max_steps is not None:
             return engine.progress.step >= self.max_steps
         return self.epochs is not None and engine.cursor.ended and engine.epoch + 1 >= self.epochs
 
     def total_steps(self, engine: Engine) -> int | None:
-        """Return the step at which the run ends, where that is known."""
+        """Return the step at which the run ends, or None if unknown."""
         if self.max_steps is not None:
             return self.max_steps
         length = engine.cursor.length

@@ -14,10 +14,11 @@ from treadle.seed import RngState, mix_seed
 
 
 def separate_streams() -> None:
-    """Derive a random stream per rank from rank 0's, for ranks that would draw the same numbers.
+    """Derive a random stream per rank from rank 0's, if ranks would draw the same numbers.
 
-    Python's, numpy's and torch's generators each; what a user seeded apart stays. Rank 0 draws as one process does.
-    Called once at the start of a run, when the weights are there, so that they may be drawn alike on all ranks.
+    This covers Python's, numpy's and torch's generators; generators that already differ are kept. Rank 0 draws as a
+    single process does. Called once at the start of a run, after the weights exist, so that they can be initialized
+    identically on all ranks.
     """
     if distributed.world_size() == 1:
         return

@@ -1,4 +1,4 @@
-"""Trial steps: run on the real model and data, with everything that they change put back."""
+"""Trial steps on the real model and data, with every change undone."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class TrialSteps:
     """Steps of an engine on a loader, with a copy of its optimizer.
 
     Args:
-        engine: inside :func:`undone`.
-        loader: micro-batches; opened again where it ends.
+        engine: engine inside :func:`undone`.
+        loader: loader of micro-batches; restarted at its end.
 
     Attributes:
-        optimizer: the copy; its rates may be set between steps.
+        optimizer: copy of the optimizer; its learning rates may be set between steps.
     """
 
     def __init__(self, engine: Engine, loader: Iterable[Any]):
@@ -44,7 +44,7 @@ class TrialSteps:
         self.optimizer = engine.optimizer
 
     def run(self) -> Tensor | None:
-        """Run one step and return its loss, 0-d; None if it was not applied.
+        """Run one step and return its 0-d loss, or None if it was not applied.
 
         Raises:
             ConfigError: the loader is empty.
@@ -66,14 +66,14 @@ class TrialSteps:
 
 @contextlib.contextmanager
 def undone(engine: Engine, loader: Iterable[Any]) -> Iterator[TrialSteps]:
-    """Let trial steps run inside the block; weights, buffers, random numbers and data are put back after it, exactly.
+    """Run trial steps inside the block, then restore weights, buffers, RNG and data position exactly.
 
-    No hook, schedule or average takes part, and the optimizer is a copy. The user's own objects on the trainer with
-    ``state_dict``, such as second optimizers, are put back too.
+    Hooks, schedule and averages are not involved, and the optimizer is a copy. The user's own objects on the trainer
+    with ``state_dict``, such as second optimizers, are restored too.
 
     Args:
-        engine: outside a run.
-        loader: of the trial.
+        engine: engine outside a run.
+        loader: loader of the trial.
 
     Raises:
         ConfigError: the engine is training, or there are several ranks.
@@ -111,7 +111,7 @@ def _kept_model(engine: Engine) -> Iterator[None]:
         for parameter in model.parameters():
             parameter.grad = None
         for tensor, value in zip(tensors, copies, strict=True):
-            if not torch.equal(tensor, value):  # one that was never written to must not look changed
+            if not torch.equal(tensor, value):  # an unwritten tensor must not look modified
                 tensor.copy_(value)
         for module, training in modes:
             module.training = training
@@ -130,7 +130,7 @@ def _kept_objects(engine: Engine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_workers(loader: Any) -> Iterator[None]:
-    """End persistent workers that a trial started: those of the run must draw their seeds as if there was none."""
+    """End persistent workers that a trial started: the run's workers must draw their seeds as if there was no trial."""
     before = getattr(loader, "_iterator", None)
     try:
         yield
@@ -145,6 +145,6 @@ def _copied(optimizer: Any) -> Any:
     memo = {id(p): p for group in optimizer.param_groups for p in group["params"]} | {id(optimizer): double}
     own = dict(vars(optimizer))
     if hasattr(own.get("step"), "_wrapped_by_lr_sched"):
-        del own["step"]  # it would step the original, whose scheduler counts its steps
+        del own["step"]  # a scheduler's wrapper, which would step the original
     double.__dict__.update(copy.deepcopy(own, memo))
     return double

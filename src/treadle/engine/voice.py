@@ -1,8 +1,8 @@
-"""Voice of a run: shows the library's log on stderr where no handler of the user's shows it.
+"""Console output of a run: shows the library's log on stderr if no handler of the user does.
 
-The library configures no logging when it is imported. While a run is prepared or trained, and only then, its log lines
-from INFO on are written to stderr by rank 0, unless a handler of the user's shows them already, ``progress=False`` was
-given, or the environment variable ``TREADLE_PROGRESS`` is 0. Records reach the user's handlers as they always do.
+The library configures no logging when it is imported. While a run is prepared or trained, and only then, rank 0 writes
+log lines at INFO and above to stderr, unless a handler of the user already shows them, ``progress=False`` was given, or
+the environment variable ``TREADLE_PROGRESS`` is 0. Records reach the user's handlers as usual.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 VARIABLE = "TREADLE_PROGRESS"
 _OFF = ("0", "off", "false", "no")
 _LIBRARY = "treadle"
-_BURST = 10.0  # lines of epochs that may come at once; from then on one a second, after an hour one a minute
+_BURST = 10.0  # burst of epoch lines; then one per second, after an hour one per minute
 
 
 class Screen(Protocol):
-    """Place on a terminal or in a notebook that is redrawn, above which lines are printed."""
+    """Live display in a terminal or notebook, above which lines are printed."""
 
     def print_above(self, text: str) -> None:
-        """Print a line above it."""
+        """Print a line above the display."""
         ...
 
 
 def turned_off() -> bool:
-    """Return whether the environment variable turns the voice off.
+    """Return whether the environment variable disables console output.
 
     Example:
         >>> import os
@@ -48,12 +48,12 @@ def turned_off() -> bool:
 
 
 class Voice(logging.Handler):
-    """Handler that shows log records on stderr while a run speaks; there is one in a process.
+    """Handler that shows log records on stderr during a run; one per process.
 
     Attributes:
         screen: the live display, or None.
-        replaces_lines: whether that shows what the lines of a ProgressHook show.
-        speaker: name of the run that logs at present, where several take turns; of these, only warnings are shown.
+        replaces_lines: whether the display replaces the lines of a ProgressHook.
+        speaker: name of the current run where several take turns; only their warnings are shown.
     """
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class Voice(logging.Handler):
         self._opened = self._refilled = 0.0
 
     def speaks(self) -> bool:
-        """Return whether a run speaks at present."""
+        """Return whether a run is currently shown."""
         return self._logger is not None and not self._muted
 
     @contextlib.contextmanager
     def scope(self, logger: logging.Logger, *, wanted: bool) -> Iterator[None]:
         """Show the records of a logger and of the library inside the block, unless another handler does.
 
-        A block inside another one belongs to it: the outermost shows one start and one end.
+        Nested blocks belong to the outermost one, which shows one start and one end.
         """
         self._depth += 1
         self._muted += not wanted
@@ -99,7 +99,7 @@ class Voice(logging.Handler):
         self._started, self._end, self._tokens = False, None, _BURST
         self._opened = self._refilled = time.monotonic()
         owner.setLevel(min(owner.getEffectiveLevel(), logging.INFO))
-        owner.propagate = False  # forwarded by hand, by the rules that hold without this handler
+        owner.propagate = False  # forwarded manually, by the same rules as without this handler
         owner.addHandler(self)
 
     def _detach(self) -> None:
@@ -112,7 +112,7 @@ class Voice(logging.Handler):
             self._write(self._end)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a record, and hand it to the handlers that get it without this one."""
+        """Show a record, and forward it to the handlers that would receive it without this one."""
         if self._logger is None:
             return
         try:
@@ -139,16 +139,16 @@ class Voice(logging.Handler):
                 return
             text, self._started = getattr(record, "short", text), True
         elif topic == "end":
-            self._end = text  # shown when the outermost block is left: several runs may make one
+            self._end = text  # shown at the end of the outermost block, which may contain several runs
             return
         elif topic == "resumed" or (topic == "progress" and self.replaces_lines):
-            return  # the start line and the live display have the same
+            return  # the start line and the live display show the same
         elif topic == "epoch" and not self._has_token():
             return
         self._write(text)
 
     def _has_token(self) -> bool:
-        """Return whether one more of the lines may be shown of which there can be thousands."""
+        """Return whether the rate limit allows one more line."""
         now = time.monotonic()
         rate = max(min(1.0, 60 / max(now - self._opened, 1.0)), 1 / 60)
         self._tokens = min(_BURST, self._tokens + rate * (now - self._refilled))
@@ -171,12 +171,12 @@ VOICE = Voice()
 
 
 def speaking(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Show the log of an engine inside the block where no handler of the user's does; on rank 0 only."""
+    """Show the log of an engine inside the block if no handler of the user does; on rank 0 only."""
     return VOICE.scope(engine.logger, wanted=engine.settings.progress and distributed.rank() == 0)
 
 
 def is_shown(logger: logging.Logger, level: int = logging.INFO) -> bool:
-    """Return whether a handler of the user's shows records of a logger.
+    """Return whether a handler of the user shows a logger's records.
 
     Example:
         >>> is_shown(logging.Logger("alone"))
@@ -196,7 +196,7 @@ def _shows(logger: logging.Logger, level: int, *, skip: logging.Handler | None =
 
 
 def _is_quiet(logger: logging.Logger) -> bool:
-    """Return whether the user raised the level of a logger, or of one above it but the root, over INFO."""
+    """Return whether the user set the level of a logger or a non-root ancestor above INFO."""
     if logger.manager.disable >= logging.INFO:
         return True
     owner: logging.Logger | None = logger

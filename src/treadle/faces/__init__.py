@@ -1,3 +1,3 @@
-"""The front ends that the core offers: the step face, and the epoch driver that the other faces use."""
+"""Front ends of the core: the step-based BaseTrainer, and the epoch driver that the other front ends use."""
 
 from __future__ import annotations

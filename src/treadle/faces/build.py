@@ -1,4 +1,4 @@
-"""The engine of a face: its model on a device, its default hooks, its settings; and the counters of a face."""
+"""Construction of a front end's engine: model on its device, default hooks, settings; and its counters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from treadle.task import Task
 
 
 class Placed(NamedTuple):
-    """A model on its device, compiled and spread as asked, with its optimizer."""
+    """Model on its device, compiled and parallelized as requested, with its optimizer."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -47,20 +47,20 @@ def place(
     gradient_checkpointing: Checkpointing = False,
     parallel: ParallelConfig | Mapping[str, Any] | str | None = None,
 ) -> Placed:
-    """Move a model and the state of its optimizer to a device, compile and spread the model.
+    """Move a model and its optimizer's state to a device, then compile and parallelize the model.
 
     Args:
         model: moved in place.
-        optimizer: over its parameters, or a function that makes one for the moved model.
+        optimizer: optimizer of its parameters, or a function that creates one for the moved model.
         device: None takes CUDA, then MPS, then the CPU.
-        scheduler: must be built over the optimizer; None is not checked.
-        compile: as :func:`treadle.compile_model` takes it.
-        gradient_checkpointing: as :func:`treadle.checkpoint_model` takes it.
-        parallel: as :func:`treadle.parallelize` takes it; None for one process.
+        scheduler: must be built for the optimizer; None is not checked.
+        compile: see :func:`treadle.compile_model`.
+        gradient_checkpointing: see :func:`treadle.checkpoint_model`.
+        parallel: see :func:`treadle.parallelize`; None for a single process.
 
     Raises:
-        ConfigError: the device is not available, the scheduler moves another optimizer, or ``compile`` or ``parallel``
-            is refused.
+        ConfigError: the device is not available, the scheduler belongs to another optimizer, or ``compile`` or
+            ``parallel`` is refused.
 
     Example:
         >>> placed = place(nn.Linear(1, 1), lambda model: torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
@@ -80,7 +80,7 @@ def place(
 
 
 class EngineArguments(TypedDict, total=False):
-    """Arguments that a face passes on to :class:`Engine` as they are."""
+    """Arguments that a front end passes unchanged to :class:`Engine`."""
 
     scheduler: LRScheduler | None
     scheduler_interval: Literal["step", "epoch"]
@@ -111,23 +111,23 @@ def build_engine(
     log_every: int | None = None,
     make: Callable[..., Engine] = Engine,
 ) -> Engine:
-    """Build the engine of a face, with the hooks of the face, the user's, the trackers and the default ones, in order.
+    """Build the engine of a front end, with its hooks, the user's, trackers and default hooks, in this order.
 
     Args:
-        face: its name, also that of its logger: ``treadle.<face>``.
-        model: as :func:`place` returned it.
-        optimizer: the same.
+        face: name of the front end; its logger is ``treadle.<face>``.
+        model: model from :func:`place`.
+        optimizer: optimizer from :func:`place`.
         task: turns a batch into a loss.
-        arguments: further ones of the engine.
-        own_hooks: hooks of the face.
-        hooks: the user's.
-        trackers: as :func:`treadle.with_trackers` takes them.
-        progress: False shows nothing of a run where no handler of the user's logs it.
-        log_every: steps between log lines, unless one of the user's hooks shows progress; None or 0 off.
-        make: the class of the engine.
+        arguments: further arguments of the engine.
+        own_hooks: hooks of the front end.
+        hooks: hooks of the user.
+        trackers: see :func:`treadle.with_trackers`.
+        progress: False keeps a run silent unless the user configured a logging handler.
+        log_every: steps between log lines, unless one of the user's hooks shows progress; None or 0 turns them off.
+        make: class of the engine.
 
     Raises:
-        ConfigError: a value is outside its range, or there is no such tracker.
+        ConfigError: a value is outside its range, or a tracker is unknown.
     """
     given = with_trackers(hooks, trackers)
     lines = [ProgressHook(log_every)] if log_every and not shows_progress(given) else []
@@ -137,7 +137,7 @@ def build_engine(
 
 
 class EngineCounters:
-    """The counters of a face, which are those of its engine."""
+    """Counters of a front end, read from its engine."""
 
     _engine: Engine
 
@@ -153,7 +153,7 @@ class EngineCounters:
 
     @property
     def applied_steps(self) -> int:
-        """Step that changed the weights."""
+        """Steps that changed the weights."""
         return self._engine.applied_steps
 
     @property

@@ -1,4 +1,4 @@
-"""Methods of every face of epochs for a trained model: validate, test and save."""
+"""Methods of every epoch-based front end for a trained model: validate, test and save."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from treadle.faces.folder import CheckpointFolder
 
 
 class EpochFace(EngineCounters):
-    """Trainer of epochs, made of an engine and an epoch driver."""
+    """Epoch-based trainer with an engine and an epoch driver."""
 
     _epochs: EpochTrainer
     _folder: CheckpointFolder
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return the results over a loader, as an epoch's validation has them; training does not notice.
+        """Return the results over a loader, like an epoch's validation, without affecting training.
 
-        The averaged weights are scored if there is an average, and ``limit_eval_batches`` counts.
+        The averaged weights are evaluated if there are any, and ``limit_eval_batches`` applies.
 
         Args:
-            loader: batches; of a dict each loader, with its name before those of its results.
+            loader: batches, or a dict of loaders, whose names prefix the names of their results.
 
         Raises:
             ConfigError: a loader is empty.
@@ -34,7 +34,7 @@ class EpochFace(EngineCounters):
         return self._epochs.evaluate_each(loader)
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return the results over the whole loader, as :meth:`validate` does without a limit.
+        """Return the results over the whole loader, like :meth:`validate` without a limit.
 
         Raises:
             ConfigError: a loader is empty.
@@ -43,43 +43,43 @@ class EpochFace(EngineCounters):
             return self._epochs.evaluate_each(loader)
 
     def save(self, path: str | Path) -> Path:
-        """Write a checkpoint of everything that a run needs to resume exactly; all ranks take part.
+        """Write a checkpoint of everything that a run needs to resume exactly; collective.
 
         Returns:
-            The file; another name beside it where the weights are not finite.
+            The path of the file, under another name in the same folder if the weights are not finite.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         return save_state(self._engine, path)
 
     def load_from(self, tree: Mapping[str, Any], source: Path, *, folder: Path | None) -> None:
-        """Restore a state and set the folder to write to.
+        """Restore a state and set the output folder.
 
         Args:
-            tree: of a checkpoint.
-            source: its file.
+            tree: checkpoint tree.
+            source: file of the checkpoint.
             folder: the folder of the run; None writes nothing.
 
         Raises:
-            CheckpointError: the model or the optimizer does not fit.
+            CheckpointError: the state does not fit the model or the optimizer.
         """
         self._folder.use(folder)
         self._folder.restore(tree, source)
 
 
 def save_state(engine: Engine, path: str | Path) -> Path:
-    """Write the whole state of a run to one file; all ranks take part.
+    """Write the whole state of a run to one file; collective.
 
     Args:
-        engine: to save.
+        engine: engine to save.
         path: the file.
 
     Returns:
-        The file; another name beside it where the weights are not finite.
+        The path of the file, under another name in the same folder if the weights are not finite.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     tree = engine.state_dict()
     return on_rank_0(lambda: save_checkpoint(tree, Path(path)))

@@ -1,4 +1,4 @@
-"""The epoch driver: train, evaluate, best rule, history. It runs on the engine and adds no loop."""
+"""Epoch driver: train, evaluate, best rule, history. It runs on the engine and adds no training loop."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class EpochTrainer:
 
     Args:
         engine: runs the steps.
-        best: selects the best epoch and stops early; None does neither.
-        prefix: goes before the names of evaluation results in a record.
+        best: rule that selects the best epoch and stops early; None does neither.
+        prefix: prefix of the names of evaluation results in a record.
 
     Attributes:
         history: list of records; each has ``epoch`` (1-based), ``train_loss``, the evaluation results and ``lr``.
-        metrics: the last evaluation's results, without the prefix; None before.
+        metrics: results of the last evaluation, without the prefix; None before the first.
         improved: whether the last epoch was an improvement.
-        loss_name: what records call the loss, after ``train_`` or the prefix; a face may choose another name.
+        loss_name: name of the loss in records, after ``train_`` or the prefix; a front end may change it.
 
     Example:
         >>> # trainer = EpochTrainer(engine, best=BestRule("val_loss"))
@@ -54,8 +54,8 @@ class EpochTrainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] | None = None
         self.improved = False
-        self.scoring = False  # whether an evaluation runs, or has failed
-        self.deadline: Deadline | None = None  # of a call that runs the engine several times
+        self.scoring = False  # whether an evaluation is running or has failed
+        self.deadline: Deadline | None = None  # deadline of a call that runs the engine several times
         engine.state_parts.append(self)
 
     def fit(
@@ -70,15 +70,16 @@ class EpochTrainer:
 
         Args:
             train_loader: micro-batches for training.
-            val_loader: micro-batches for evaluation, or None; of a dict each loader is evaluated under its name.
+            val_loader: micro-batches for evaluation, a dict of loaders evaluated under their names, or None.
             epochs: absolute target.
-            after_epoch: called with the epoch's record after ``on_after_epoch``: checkpoints and user callbacks.
+            after_epoch: called with the epoch's record after ``on_after_epoch``, for checkpoints and user callbacks.
 
         Returns:
             The history.
 
         Raises:
-            ConfigError: a plateau scheduler goes by the other direction than the best rule's metric, or the loss.
+            ConfigError: the mode of a ReduceLROnPlateau contradicts the direction of the best rule's metric or of the
+                loss.
         """
         metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
         check_plateau(self.engine.lr_scheduler, metric, mode)
@@ -109,7 +110,7 @@ class EpochTrainer:
         return means
 
     def train_step(self, batch: Any) -> None:
-        """Run one optimizer step on one micro-batch, with its hooks; between two epochs it belongs to neither.
+        """Run one optimizer step on one micro-batch, with its hooks; between two epochs it counts toward neither.
 
         Raises:
             NonFiniteError: the gradient is not finite.
@@ -121,10 +122,10 @@ class EpochTrainer:
             engine.progress.end_epoch()
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Return the weighted means over a loader: of the averaged weights if the engine keeps an average.
+        """Return the weighted means over a loader, using averaged weights if the engine keeps an average.
 
         Raises:
-            ConfigError: the loader is empty, on every rank.
+            ConfigError: the loader is empty on every rank.
         """
         with self.scored_weights():
             values = self.engine.evaluate(loader)
@@ -134,7 +135,7 @@ class EpochTrainer:
         return values
 
     def evaluate_each(self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return the results over a loader, or over each of a dict with the names before those of the results."""
+        """Return the results over a loader, or over each loader of a dict, prefixed with its name."""
         return self._each(loaders, self.evaluate)
 
     def _each(
@@ -146,16 +147,16 @@ class EpochTrainer:
         return {f"{name}_{key}": value for name, values in results.items() for key, value in values.items()}
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return the results over a loader, or each of a dict, as an epoch's validation has them."""
+        """Return the results over a loader, or over each of a dict, like an epoch's validation."""
         return self.evaluate_each(loader)
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return the results over the whole loader, or each of a dict, without ``limit_eval_batches``."""
+        """Return the results over the whole loader, or over each of a dict, without ``limit_eval_batches``."""
         with self.engine.evaluations_limited_to(None):
             return self.evaluate_each(loader)
 
     def predict(self, loader: Iterable[Any], forward: Callable[[Any], Any]) -> Any:
-        """Return the joined outputs of ``forward(batch)`` over a loader, by the rules of an evaluation."""
+        """Return the concatenated outputs of ``forward(batch)`` over a loader, under the rules of an evaluation."""
         return predicted(self.engine, loader, forward)
 
     def _try_before_step_1(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> None:
@@ -169,10 +170,10 @@ class EpochTrainer:
         self.engine.logger.info("evaluated before step 1: %s", results, extra={"topic": "sanity"})
 
     def _check_names(self, names: Mapping[str, list[str] | None]) -> None:
-        """Raise for a metric to select by that no epoch's record will have, as far as that is known before step 1.
+        """Raise if the metric to select by is missing from epoch records, as far as known before step 1.
 
         Raises:
-            ConfigError: it is not among the results of the first batches.
+            ConfigError: the metric is not among the results of the first batches.
         """
         if self.best is None or type(self) is not EpochTrainer or None in names.values():
             return
@@ -186,7 +187,7 @@ class EpochTrainer:
             )  # fmt: skip
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
-        """Return the names of results, of one batch before step 1; only read it where a subclass evaluates itself."""
+        """Return the names of results on one batch before step 1; only read it if a subclass evaluates itself."""
         owners = [_owner(type(self), "evaluate"), _owner(type(self.engine), "evaluate")]
         own = owners[0] is not EpochTrainer or is_users_class(owners[1])
         names = self._try_batch(val_loader, None if own else self.engine.task)
@@ -201,11 +202,11 @@ class EpochTrainer:
             return try_evaluation(self.engine, val_loader, task)
 
     def scored_weights(self) -> AbstractContextManager[None]:
-        """Put the weights that evaluations score into the model inside the block."""
+        """Use the weights that evaluations score inside the block."""
         return scored_weights(self.engine)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the training part of an epoch's record: ``train_loss``; a face may add to it."""
+        """Return the training part of an epoch's record: ``train_loss``; a front end may add to it."""
         return {"train_loss": means.get("loss", math.nan)}
 
     def _score(self, val_loader: Iterable[Any] | Mapping[str, Iterable[Any]] | None) -> float:
@@ -214,7 +215,7 @@ class EpochTrainer:
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
-            self.scoring = True  # and so it stays if the evaluation fails
+            self.scoring = True  # stays True if the evaluation fails
             self.metrics = dict(results_of("evaluate", self.evaluate_each(val_loader)))
             self.scoring = False
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
@@ -253,7 +254,7 @@ class EpochTrainer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore them from a checkpoint tree."""
+        """Restore the entries from a checkpoint tree."""
         selection = state_dict.get("selection")
         if self.best is not None and selection is not None:
             self.best.load_state_dict(selection)
@@ -264,7 +265,7 @@ class EpochTrainer:
 
 
 def _owner(kind: type, method: str) -> type:
-    """Return the class that a method of another comes from."""
+    """Return the class that defines a method of another class."""
     return next(owner for owner in kind.__mro__ if method in vars(owner))
 
 
@@ -273,7 +274,7 @@ def _as_float(value: float | Tensor) -> float:
 
 
 def numbers_of(record: Mapping[str, Any]) -> str:
-    """Return the numbers of an epoch's record for a line of a log.
+    """Format the numbers of an epoch's record for a log line.
 
     Example:
         >>> numbers_of({"epoch": 1, "train_loss": 0.5, "lr": 1e-3})

@@ -1,4 +1,4 @@
-"""Finders of a learning rate and of a batch size, which leave every bit of the run as it was."""
+"""Learning rate and batch size finders that leave the run unchanged to the bit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SMOOTHING = 0.9
 
 @dataclass(frozen=True)
 class LearningRates:
-    """Losses of a trial with growing learning rates.
+    """Losses of a trial with increasing learning rates.
 
     Attributes:
-        rates: of the optimizer's first group, a step each.
-        losses: smoothed, as long.
-        suggestion: the rate at which the loss falls fastest over the logarithm of the rate; None where it never falls.
+        rates: learning rates of the optimizer's first group, one per step.
+        losses: smoothed losses, one per step.
+        suggestion: the rate at which the loss falls fastest over the logarithm of the rate; None if it never falls.
 
     Example:
         >>> LearningRates([0.1, 1.0, 10.0], [3.0, 1.0, 5.0]).suggestion
@@ -38,7 +38,7 @@ class LearningRates:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the loss falls fastest over a tenth of the steps; the first tenth is too noisy."""
+        """Rate at which the loss falls fastest over a tenth of the steps; the noisy first tenth is skipped."""
         width = max(1, len(self.losses) // 10)
         lowest = min(range(len(self.losses)), key=self.losses.__getitem__, default=0)
         first = width if lowest >= 3 * width else 0
@@ -60,25 +60,25 @@ def find_learning_rate(
     num_steps: int = 100,
     divergence: float = 4.0,
 ) -> LearningRates:
-    """Try steps with learning rates that grow from step to step, and put everything back, to the bit.
+    """Try steps with increasing learning rates, then restore everything to the bit.
 
-    Groups keep the ratios of their rates. A trial ends early where the smoothed loss is ``divergence`` times its lowest
-    value, or a gradient is not finite. A run after it equals a run without it: weights, buffers, optimizer, random
-    numbers and the order of the data.
+    Parameter groups keep the ratios of their rates. A trial ends early if the smoothed loss exceeds ``divergence``
+    times its minimum, or a gradient is not finite. A later run equals a run without the trial in weights, buffers,
+    optimizer, random numbers and order of the data.
 
     Args:
         trainer: any trainer, before it trains; its clipping, precision and accumulation are used.
         loader: micro-batches; None takes the data loader of a BaseTrainer.
-        lowest: the first rate of the optimizer's first group, > 0.
-        highest: the last one, > ``lowest``.
-        num_steps: steps, >= 2.
-        divergence: ends the trial, > 1.
+        lowest: first rate of the optimizer's first group, > 0.
+        highest: last rate, > ``lowest``.
+        num_steps: number of steps, >= 2.
+        divergence: ratio to the minimal loss that ends the trial, > 1.
 
     Returns:
         Rates and losses; ``suggestion`` is a rate to start from.
 
     Raises:
-        ConfigError: a value is out of its range, there is no loader, or training runs.
+        ConfigError: a value is outside its range, there is no loader, or training is running.
 
     Example:
         >>> from treadle import Trainer
@@ -126,21 +126,21 @@ def find_batch_size(
     largest: int | None = None,
     num_steps: int = 2,
 ) -> int:
-    """Return the largest batch size whose steps fit into memory, and put everything back, to the bit.
+    """Return the largest batch size whose steps fit into memory, and restore everything to the bit.
 
-    The size is doubled until memory runs out, then narrowed down to an eighth. Leave some room: activations of later
+    The size is doubled until memory runs out, then refined to an eighth. Leave some headroom: activations of later
     batches may be larger, and evaluations need memory too.
 
     Args:
         trainer: any trainer, before it trains.
-        make_loader: returns a loader with batches of a size.
+        make_loader: returns a loader with the given batch size.
         start: the first size, >= 1.
-        largest: the last size to try; None ends where a loader has a single batch.
-        num_steps: steps with each size, >= 1; the second one has the optimizer's state.
+        largest: the last size to try; None ends once a loader has a single batch.
+        num_steps: steps with each size, >= 1; from the second one on the optimizer has state.
 
     Raises:
-        ConfigError: a value is out of its range, or a loader without a length has no ``largest``.
-        OutOfMemoryError: not even ``start`` fits; as torch raises it.
+        ConfigError: a value is outside its range, or a loader without a length has no ``largest``.
+        OutOfMemoryError: not even ``start`` fits; raised by torch.
 
     Example:
         >>> from treadle import Trainer
@@ -181,7 +181,7 @@ def _fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) ->
             raise
         fits = False
     if not fits:
-        gc.collect()  # the error's frames held tensors
+        gc.collect()  # the error's frames hold tensors
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
     return fits

@@ -1,4 +1,4 @@
-"""The folder of a run: held by one process, read when a run resumes."""
+"""Folder of a run: locked by one process, read when a run resumes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def loss_name(loss_fn: Any) -> str:
 
 
 def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterable[str]) -> None:
-    """Warn of a checkpoint that was trained on another loss: the run would mix the values of both.
+    """Warn if a checkpoint was trained on another loss, since the run would mix the values of both.
 
     Args:
-        engine: with the settings of this run in its ``config``.
-        tree: of the checkpoint.
+        engine: engine with the settings of this run in its ``config``.
+        tree: checkpoint tree.
         settings: keys of the config that describe the loss.
     """
     saved, own = tree.get("config") or {}, engine.config or {}
@@ -51,11 +51,11 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
 
 
 class CheckpointFolder:
-    """Checkpoints of a trainer, to find and load; a subclass gives their names.
+    """Checkpoints of a trainer, to find and load; a subclass defines their names.
 
     Args:
-        engine: whose state they hold.
-        argument: how the trainer calls the folder, for messages.
+        engine: engine whose state they hold.
+        argument: name of the trainer's argument for the folder, for messages.
 
     Attributes:
         path: the folder; None writes nothing.
@@ -72,7 +72,7 @@ class CheckpointFolder:
         self.path: Path | None = None
 
     def use(self, path: str | Path | None) -> None:
-        """Name the folder, where it is now: a callback may change the working directory. None for none."""
+        """Set the folder, resolved now, since a callback may change the working directory; None for no folder."""
         trial = self.engine.settings.limits.fast_dev_run
         before, self.path = self.path, None if path is None or trial else Path(path).absolute()
         self.engine.workspace = self.path
@@ -82,10 +82,10 @@ class CheckpointFolder:
             self.engine.state.origin.watch(self.path, self.states)
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the folder for this run inside the block; all ranks enter it. One that is replayed is let alone.
+        """Lock the folder for this run inside the block, unless the run is replayed; collective.
 
         Raises:
-            CheckpointError: another process holds it; on all ranks.
+            CheckpointError: another process holds the lock; raised on all ranks.
         """
         if self.path is not None:
             self.engine.prepare()  # an observer may be about to replay the run
@@ -98,20 +98,20 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Hold the folder inside the block and write the state that it ended with, which signals wait for."""
+        """Lock the folder inside the block and write the final state at its end, for which signals wait."""
         with self.held():
-            self.engine.prepare()  # which leaves out hooks that write, of a short trial
+            self.engine.prepare()  # removes writing hooks from a short trial run
             with BetweenRuns(self.engine) as between:
                 yield
                 with between.acting():
                     self.write_end()
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Return the trainer's own checkpoints in a folder; of equally far ones, the first is resumed from."""
+        """Return the trainer's own checkpoints in a folder; among equally far ones, the first is resumed from."""
         raise NotImplementedError
 
     def states(self, folder: Path) -> list[Path]:
-        """Return every state in a folder: the trainer's own, then those that a CheckpointingHook wrote there."""
+        """Return every state in a folder: the trainer's own, then those written by a CheckpointingHook."""
         by_step = [state for place in (folder, folder / "checkpoints") for state in step_states(place)]
         return [*self.candidates(folder), *by_step]
 
@@ -125,19 +125,19 @@ class CheckpointFolder:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def before_write(self) -> None:
-        """Set aside states of earlier runs that the coming one could be taken for; all ranks call it."""
+        """Move aside states of earlier runs that could be mistaken for the coming one; collective."""
         self.engine.state.origin.clear()
 
     def record_written(self) -> None:
-        """Record that a file holds the present state."""
+        """Record that a file holds the current state."""
         self._on_disk = Reach(self.engine.step, self.engine.epoch)
 
     def name_state(self, path: Path, *, best: bool) -> None:
-        """Points ``checkpoints/best.pt`` or ``checkpoints/last.pt``, which every face has, to a state; on rank 0.
+        """Point ``checkpoints/best.pt`` or ``checkpoints/last.pt``, which every front end has, to a state; on rank 0.
 
         Args:
             path: the state, in the folder.
-            best: which of the two.
+            best: whether to set the best or the last one.
         """
         folder = self.path
         if folder is None or folder.name == _INNER or path.parent != folder or is_aside(path):
@@ -145,25 +145,25 @@ class CheckpointFolder:
         name_also(path, folder / _INNER / ("best.pt" if best else "last.pt"))
 
     def name_best_and_last(self, best: Path, last: Path) -> None:
-        """Points both names to states, as far as these are there; on rank 0."""
+        """Point both names to states that exist; on rank 0."""
         for path, is_best in ((best, True), (last, False)):
             if path.exists():
                 self.name_state(path, best=is_best)
 
     def named_source(self) -> list[Path]:
-        """Return the file that the user named to resume from, which no rule deletes; none if it was found."""
+        """Return the file that the user named to resume from, which no rule deletes; None if it was found."""
         state = self.engine.state
         return [] if state.source is None or state.searched else [Path(state.source)]
 
     def write_end(self) -> None:
-        """Write the state that a run ended with if no file holds it; all ranks call it."""
+        """Write the final state of a run if no file holds it; collective."""
         now = Reach(self.engine.step, self.engine.epoch)
         if self.path is not None and now not in (self._on_disk, self.engine.state.origin.reach):
             self.write_last()
             self.record_written()
 
     def write_last(self) -> None:
-        """Write the present state to a file that :meth:`candidates` has; all ranks take part."""
+        """Write the current state to a file that :meth:`candidates` lists; collective."""
         raise NotImplementedError
 
     def resume(self, source: str | Path | None) -> Path | None:
@@ -174,7 +174,7 @@ class CheckpointFolder:
 
         Raises:
             ConfigError: ``"auto"`` without a folder.
-            CheckpointError: files are there and none is intact, or the named one is not.
+            CheckpointError: there are files but none is intact, or the named file is not intact.
         """
         if source is None or self._replayed or self.engine.settings.limits.fast_dev_run:
             return None
@@ -207,15 +207,15 @@ class CheckpointFolder:
         return None
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Write the files that a kill after ``source`` prevented, on rank 0; none by default.
+        """Write the files that a kill after ``source`` prevented, on rank 0; a no-op by default.
 
         Args:
             tree: the state that the run resumes from.
-            source: its file.
+            source: file of the state.
         """
 
     def find(self, path: str | Path) -> Path:
-        """Return a path as given, or if there is no such file, inside the folder."""
+        """Return the path as given, or inside the folder if there is no such file."""
         path = Path(path)
         inside = path if self.path is None else self.path / path
         return inside if inside.exists() and not path.exists() else path
@@ -241,7 +241,7 @@ class CheckpointFolder:
 
 
 def write_best_and_last(tree: Mapping[str, Any], folder: Path, *, is_best: bool, last_name: str = "last.pt") -> None:
-    """Write ``best.pt`` if it is the best, then the last, so that after a kill the furthest file records the best."""
+    """Write ``best.pt`` if improved, then the last, so that after a kill the furthest file records the best."""
     best, last = folder / "best.pt", folder / last_name
     if is_best and save_checkpoint(tree, best) == best:
         copy_checkpoint(best, last)

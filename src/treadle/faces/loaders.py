@@ -1,4 +1,4 @@
-"""Loaders that an epoch face is given: refused before the first step where they do not fit, and what they measure."""
+"""Checks of an epoch-based trainer's loaders before the first step, and names of the results over them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EvalLoaders: TypeAlias = Iterable[Any] | Mapping[str, Iterable[Any]]
 
 
 def check_loader(loader: Any, argument: str) -> None:
-    """Raise ConfigError for a data set, or several loaders in a list, where a loader belongs.
+    """Raise ConfigError for a data set or a list of loaders in place of a loader.
 
     Args:
-        loader: as the user gave it.
-        argument: how it is called.
+        loader: the user's argument.
+        argument: name of the argument.
     """
     refuse_dataset(loader, argument)
     if isinstance(loader, (str, bytes)) or (loader is None and argument.startswith("train")):
@@ -34,11 +34,11 @@ def check_loader(loader: Any, argument: str) -> None:
 
 
 def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
-    """Raise ConfigError for a loader, or one of a dict, that cannot be evaluated, and for a dict without names.
+    """Raise ConfigError for a loader, or one of a dict, that cannot be evaluated, and for an empty dict.
 
     Args:
-        loaders: as the user gave them.
-        argument: how it is called.
+        loaders: the user's argument.
+        argument: name of the argument.
     """
     if not isinstance(loaders, Mapping):
         _check_eval_loader(loaders, argument)
@@ -50,12 +50,12 @@ def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
 
 
 def refuse_used_up(loaders: EvalLoaders | None, argument: str, *, times: int) -> None:
-    """Raise ConfigError for an iterator, which can be read once, where a loader is read several times.
+    """Raise ConfigError for an iterator, which can be read only once, if it would be read several times.
 
     Args:
-        loaders: as the user gave them.
-        argument: how it is called.
-        times: how often it will be read.
+        loaders: the user's argument.
+        argument: name of the argument.
+        times: number of times it will be read.
     """
     named = loaders.values() if isinstance(loaders, Mapping) else [loaders]
     if times > 1 and any(isinstance(loader, Iterator) for loader in named):
@@ -78,11 +78,11 @@ def _check_eval_loader(loader: Any, argument: str) -> None:
 
 
 def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list[str]:
-    """Return the names that results have in an evaluation: as they are, or behind the name of each loader of a dict.
+    """Return the names of results in an evaluation: unchanged, or prefixed with the name of each loader of a dict.
 
     Args:
         results: names of the results over one loader.
-        loaders: to evaluate; None has no results.
+        loaders: loaders to evaluate; None has no results.
 
     Example:
         >>> results_by_name(["loss", "mae"], {"near": [], "far": []})
@@ -95,7 +95,7 @@ def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list
 
 
 def selected_by(metric: str, loaders: EvalLoaders | None) -> str:
-    """Return the result that a metric means: of a dict without the name of a loader, that of the first loader.
+    """Return the result that a metric refers to; without a loader's name, that of the first loader of a dict.
 
     Example:
         >>> selected_by("loss", {"near": [], "far": []}), selected_by("far_loss", {"near": [], "far": []})
@@ -107,7 +107,7 @@ def selected_by(metric: str, loaders: EvalLoaders | None) -> str:
 
 
 def without_loader(metric: str, loaders: EvalLoaders | None) -> str:
-    """Return a metric without the name of the loader that it was measured over.
+    """Return a metric without the name of its loader.
 
     Example:
         >>> without_loader("far_mae", {"near": [], "far": []}), without_loader("mae", None)
@@ -118,9 +118,9 @@ def without_loader(metric: str, loaders: EvalLoaders | None) -> str:
 
 
 def mode_over(metric: str, loaders: EvalLoaders | None) -> Mode | None:
-    """Return the direction of a metric by its name, without that of the loader it is measured over.
+    """Return the direction that a metric's name implies, ignoring the name of its loader.
 
-    None where a dict of loaders is not evaluated, or the name does not tell: the rule decides by the whole name.
+    None if there is no dict of loaders or the name implies no direction: then the rule decides by the whole name.
 
     Example:
         >>> mode_over("far_accuracy", {"near": [], "far": []}), mode_over("far_score", {"far": []})

@@ -1,4 +1,4 @@
-"""One setting for several ranks: replicas (DistributedDataParallel) or a sharded model (FSDP2), by torch's classes."""
+"""Data parallelism as one setting: replicas (DistributedDataParallel) or a sharded model (FSDP2)."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 @checked
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is spread over ranks, as a face takes it by ``parallel=``.
+    """Configuration of data parallelism, as trainers take it by ``parallel=``.
 
     Attributes:
-        kind: ``"ddp"``: every rank has the whole model. ``"fsdp"``: every rank has a part of each parameter.
-        blocks: modules that are compiled, and gathered one at a time when sharded: modules, their classes or their
+        kind: ``"ddp"``: every rank has the whole model. ``"fsdp"``: every rank has a shard of each parameter.
+        blocks: modules to compile, and to gather one at a time when sharded: modules, their classes or their class
             names. None takes the items of the model's ModuleLists.
-        param_dtype: ``"fsdp"``: the type in which weights are gathered and computed with: a torch dtype, ``"bf16"``,
-            ``"fp16"`` or ``"fp32"``; None keeps theirs.
-        reduce_dtype: ``"fsdp"``: the type in which gradients are reduced; None takes ``param_dtype``.
+        param_dtype: ``"fsdp"``: dtype of gathered weights and of compute: a torch dtype, ``"bf16"``, ``"fp16"`` or
+            ``"fp32"``; None keeps the parameters' dtype.
+        reduce_dtype: ``"fsdp"``: dtype of gradient reduction; None takes ``param_dtype``.
         reshard_after_forward: ``"fsdp"``: free a block's gathered weights after its forward pass and gather them again
-            for its backward pass: less memory for more messages.
-        replicas: ``"fsdp"``: groups of ranks that each hold a whole sharded model (HSDP); None makes one group.
+            for its backward pass: less memory, more communication.
+        replicas: ``"fsdp"``: number of groups of ranks that each hold a whole sharded model (HSDP); None makes one
+            group.
         compile_blocks: compile each block in place; names in files stay the same.
 
     Raises:
@@ -70,7 +71,7 @@ class ParallelConfig:
 
 
 def as_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> ParallelConfig | None:
-    """Return the setting of a face as a ParallelConfig; None stays None.
+    """Convert a ``parallel=`` setting to a ParallelConfig; None stays None.
 
     Raises:
         ConfigError: an unknown name, key or kind.
@@ -101,21 +102,22 @@ def parallelize(
     optimizer: Optimizer | None = None,
     **settings: Any,
 ) -> nn.Module:
-    """Spread a model over the ranks of the process group and return it.
+    """Replicate or shard a model over the ranks of the process group and return it.
 
     All ranks start from the weights and buffers of rank 0; tied weights stay tied. ``"ddp"`` returns a
-    DistributedDataParallel for an engine, which exchanges the gradients itself: a backward pass anywhere else raises.
+    DistributedDataParallel for an engine, which all-reduces the gradients itself: a backward pass anywhere else raises.
     ``"fsdp"`` shards the model in place and returns it.
 
     Args:
-        model: on its device, the same on every rank but for its values.
+        model: model on its device, the same on every rank except for its values.
         kind: ``"ddp"``, ``"fsdp"`` or a whole :class:`ParallelConfig`.
-        optimizer: made before over the model's parameters; continues with the sharded ones, in the same groups.
-        settings: those of :class:`ParallelConfig`, with a ``kind`` in words.
+        optimizer: optimizer already built from the model's parameters; continues with the sharded ones, in the same
+            groups.
+        settings: fields of :class:`ParallelConfig`, if ``kind`` is a string.
 
     Raises:
-        ConfigError: no process group, a model that is spread already or differs between the ranks, a parameter that
-            cannot be sharded, an optimizer that has a state already, or ranks that cannot be grouped as asked.
+        ConfigError: there is no process group, the model is already parallelized or differs between ranks, a parameter
+            cannot be sharded, the optimizer already has state, or the ranks cannot be grouped as requested.
 
     Example:
         >>> # torchrun --nproc_per_node=2 train.py, with torch.distributed.init_process_group() in it
@@ -146,7 +148,7 @@ def parallelize(
 def spread(
     model: nn.Module, parallel: ParallelConfig | Mapping[str, Any] | str | None, optimizer: Optimizer
 ) -> nn.Module:
-    """Return the model spread by the ``parallel=`` of a face; None leaves it as it is.
+    """Return the model parallelized by a ``parallel=`` setting; None leaves it unchanged.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -158,9 +160,9 @@ def spread(
 
 
 def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
-    """Wrap a model without the buckets of torch's reducer, which has nothing to do in an engine's step.
+    """Wrap a model in DDP without the buckets of torch's reducer, which an engine's step does not use.
 
-    They would be as large as the gradients. The wrapper makes them for the parameters that are trainable at that
+    They would be as large as the gradients. The wrapper allocates them for the parameters that are trainable at that
     moment, so all but the smallest parameter are frozen meanwhile.
     """
     _check_alike(model)
@@ -173,13 +175,13 @@ def _replicas(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     finally:
         for parameter in frozen_meanwhile:
             parameter.requires_grad_(True)
-    replicas.register_comm_hook(None, lambda state, bucket: _refuse_own_loop())  # it refuses annotations in words
+    replicas.register_comm_hook(None, lambda state, bucket: _refuse_own_loop())  # it refuses string annotations
     return replicas
 
 
 def _check_alike(model: nn.Module) -> None:
-    """Raise on every rank unless the parameters have the same names, shapes and types on all."""
-    # DistributedDataParallel only checks parameters that it makes buckets for.
+    """Raise on every rank unless parameters have the same names, shapes and dtypes on all ranks."""
+    # DistributedDataParallel only checks parameters that have buckets.
     described = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_parameters()]
     mark = zlib.crc32(repr(described).encode())
     device = distributed.collective_device(next(model.parameters()).device)
@@ -195,7 +197,7 @@ def _check_alike(model: nn.Module) -> None:
 
 
 def _refuse_own_loop() -> torch.futures.Future[Tensor]:
-    """Is called when torch's reducer is to exchange gradients, which no engine lets it do."""
+    """Raise when torch's reducer would all-reduce gradients, which an engine never lets it do."""
     raise ConfigError(
         "='ddp': a backward pass was run outside an engine's step, so that nobody would exchange its "
         "gradients; for your own loop, wrap the model in DistributedDataParallel yourself, or use the model's "
@@ -254,9 +256,9 @@ def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
 
 @torch.no_grad()
 def _start_equal(model: nn.Module) -> None:
-    """Give every rank the weights and buffers of rank 0, as DistributedDataParallel does.
+    """Broadcast the weights and buffers of rank 0, as DistributedDataParallel does.
 
-    Weights become contiguous, as FSDP2 wants them.
+    Weights become contiguous, as FSDP2 requires.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.contiguous()
@@ -280,10 +282,10 @@ def _mesh(device_type: str, replicas: int | None) -> Any:
 
 
 def _blocks(model: nn.Module, asked: Sequence[Block] | None) -> list[nn.Module]:
-    """Return the blocks, those inside others first.
+    """Return the blocks, nested ones first.
 
     Raises:
-        ConfigError: a block is no part of the model, or there is none of a class.
+        ConfigError: a block is not in the model, or the model has no module of a class.
     """
     if asked is None:
         return repeated_blocks(model)

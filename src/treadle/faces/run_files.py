@@ -1,4 +1,4 @@
-"""Hooks that every face adds: RunFilesHook, for the logs and settings in the run folder, and the shown progress."""
+"""Hooks of every front end: RunFilesHook, which writes logs and settings into the run folder, and the progress."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class RunFilesHook(BaseHook):
-    """Hook that writes ``steps.jsonl``, ``sessions.jsonl`` and ``settings.json``; every face adds it.
+    """Hook that writes ``steps.jsonl``, ``sessions.jsonl`` and ``settings.json``; added by every front end.
 
-    They are what ``treadle report`` and ``treadle runs`` show. Where a StepLogHook or a SessionLogHook is given, that
-    one writes its file. A trainer without a workspace writes nothing. The hook has no part in a checkpoint.
+    ``treadle report`` and ``treadle runs`` show these files. A StepLogHook or SessionLogHook, if given, writes its own
+    file instead. A trainer without a workspace writes nothing. The hook saves nothing in checkpoints.
     """
 
     state_key = "RunFilesHook"
@@ -64,7 +64,7 @@ class RunFilesHook(BaseHook):
                     set_aside(trainer, self._settings)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Log the step; after the first one, whose loader is known, write the settings."""
+        """Log the step; after the first one, once the loader is known, write the settings."""
         if self._settings is not None:
             path, self._settings = self._settings, None
             with self._guard(trainer, self, "writing the settings"):
@@ -75,7 +75,7 @@ class RunFilesHook(BaseHook):
             self._sessions.on_after_step(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run once the first is logged."""
+        """Allow any number of steps once the first is logged."""
         return 1 if self._settings is not None else None
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
@@ -86,7 +86,7 @@ class RunFilesHook(BaseHook):
             self._sessions.on_after_steps(trainer, block)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Write the steps that a run which resumes from this state would not see again."""
+        """Write the steps that a run resumed from this state would not repeat."""
         if self._steps is not None:
             self._steps.flush(trainer)
 
@@ -99,7 +99,7 @@ class RunFilesHook(BaseHook):
 
 
 def settings_of(trainer: Engine) -> dict[str, Any]:
-    """Return the settings of a run as plain values: trainer, data, model, optimizer, schedule, versions, commit."""
+    """Return the settings of a run as plain values: trainer, data, model, optimizer, scheduler, versions, commit."""
     model, scheduler = distributed.unwrap(trainer.model), trainer.lr_scheduler
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     found: dict[str, Any] = {
@@ -127,7 +127,7 @@ def settings_of(trainer: Engine) -> dict[str, Any]:
     return found
 
 
-# Arguments of torch's schedulers; the rest of their state moves with the run.
+# Arguments of torch's schedulers; the rest of their state changes during the run.
 _FIXED = {
     "step_size", "gamma", "milestones", "T_max", "eta_min", "T_0", "T_mult", "start_factor", "end_factor",
     "total_iters", "power", "factor", "patience", "mode", "threshold", "cooldown", "total_steps", "max_lrs",
@@ -153,7 +153,7 @@ def _data(loader: Any, accumulation: int) -> dict[str, Any]:
 
 
 def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the class and the plain values of each group; the learning rate is the one before any schedule."""
+    """Return the class and the plain values of each group, with the initial learning rate."""
     groups = {}
     for index, group in enumerate(optimizer.param_groups):
         values = {key: _plain(value) for key, value in group.items() if key not in ("params", "initial_lr")}
@@ -175,7 +175,7 @@ def _script_folder() -> Path:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit that is checked out in the repository of a folder, read from its files; None outside one.
+    """Return the checked-out commit of a folder's git repository, read from its files; None outside a repository.
 
     Example:
         >>> git_commit(Path("/")) is None
@@ -184,7 +184,7 @@ def git_commit(folder: Path) -> str | None:
     try:
         for place in (folder, *folder.parents):
             git = place / ".git"
-            if git.is_file():  # a worktree names its folder
+            if git.is_file():  # in a worktree, a file that names the folder
                 git = (place / git.read_text(encoding="utf-8").partition("gitdir: ")[2].strip()).resolve()
             if (git / "HEAD").is_file():
                 return _commit_in(git)
@@ -212,11 +212,11 @@ def _commit_in(git: Path) -> str | None:
 
 
 def with_default_hooks(hooks: Sequence[BaseHook], *, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
-    """Return hooks with the default ones behind them.
+    """Return hooks with the default ones appended.
 
     Args:
-        hooks: all of the run.
-        given: those of them that the user gave; one that shows progress replaces the default one.
+        hooks: all hooks of the run.
+        given: hooks given by the user; one that shows progress replaces the default one.
         progress: whether the run shows its progress.
 
     Example:

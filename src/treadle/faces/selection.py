@@ -1,4 +1,4 @@
-"""An epoch driver whose best rule is chosen by each call that trains, and continues from the known best."""
+"""Epoch driver whose best rule is set by each training call and continues from the known best."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from treadle.faces.epochs import EpochTrainer
 
 
 class SelectingEpochs(EpochTrainer):
-    """Epoch driver that keeps its selection from call to call, also through calls that select nothing.
+    """Epoch driver that keeps its selection between calls, also through calls that select nothing.
 
     Args:
         engine: runs the steps.
-        prefix: goes before the names of evaluation results in a record.
+        prefix: prefix of the names of evaluation results in a record.
     """
 
     def __init__(self, engine: Engine, *, prefix: str = "val_"):
         super().__init__(engine, prefix=prefix)
         self._make_rule: Callable[[], BestRule] | None = None
-        self._kept: dict[str, Any] | None = None  # state of a rule that is not in force
+        self._kept: dict[str, Any] | None = None  # state of an inactive rule
 
     @property
     def selection(self) -> dict[str, Any] | None:
-        """The state of the best rule, also of one that is not in force at present; None before there was any."""
+        """State of the best rule, even if inactive; None before there was any."""
         return self._kept if self.best is None else self.best.state_dict()
 
     def select_by(self, make_rule: Callable[[], BestRule] | None) -> None:
-        """Put a rule in force that continues from the known best, or none."""
+        """Activate a rule that continues from the known best, or none."""
         self._kept = self.selection
         self._make_rule = make_rule
         self.best = None if make_rule is None else self._informed(make_rule())
         self.improved = False
 
     def prepare_alone(self) -> None:
-        """Make ready for an epoch that is asked for by itself: nothing is selected, and nothing ends it early.
+        """Prepare for a single epoch, without selection or early stopping.
 
-        What hooks load is loaded here, before the target is set, which is one epoch beyond it.
+        Hooks load their checkpoint here, before the target is set, which is one epoch beyond it.
         """
         self.select_by(None)
         self.engine.prepare()
@@ -58,7 +58,7 @@ class SelectingEpochs(EpochTrainer):
                 "history", rule.metric, rule.mode, known["metric"], known["mode"],
             )  # fmt: skip
         for record in self.history:
-            with contextlib.suppress(ConfigError):  # an epoch that was not evaluated
+            with contextlib.suppress(ConfigError):  # no evaluation in this epoch
                 rule.update(record["epoch"], rule.value_in(record))
         return rule
 
@@ -73,7 +73,7 @@ class SelectingEpochs(EpochTrainer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore them from a checkpoint tree; a rule that is in force takes over the tree's state."""
+        """Restore the entries from a checkpoint tree; an active rule takes over the tree's state."""
         self.best, self._kept = None, state_dict.get("selection")
         super().load_state_dict(state_dict)
         if self._make_rule is not None:

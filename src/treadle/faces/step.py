@@ -1,4 +1,4 @@
-"""The step face: subclass it, say how things are built and how a batch becomes a loss, and call ``train()``."""
+"""BaseTrainer: a step-based trainer to subclass with ``build_*`` methods and ``forward``."""
 
 from __future__ import annotations
 
@@ -65,45 +65,46 @@ _ARGUMENTS = {**dict.fromkeys(_OVERRIDABLE[:6], (0,)), "forward": (1,), "train_s
 
 
 class BaseTrainer(Engine):
-    """Trainer to ``max_steps`` optimizer steps; the loop is written down in ``treadle.hooks.base``.
+    """Trainer to ``max_steps`` optimizer steps; the loop is documented in ``treadle.hooks.base``.
 
     Implement ``build_data_loader``, ``build_model``, ``build_optimizer`` and ``forward``. The constructor builds
-    nothing and touches no file; everything is built once, on the first of ``train()``, ``state_dict()`` and
+    nothing and touches no file; everything is built once, on the first call of ``train()``, ``state_dict()`` or
     ``load_state_dict()``.
 
     Args:
         max_steps: absolute target, >= 0. An epoch that ends with the last step is completed only when the run
-            continues, so that the checkpoint of the last step is the state that the run ends with.
+            continues, so that the checkpoint of the last step is the final state of the run.
         grad_clip: total 2-norm; None or 0 off.
         grad_clip_value: largest absolute value of a gradient's element; None or 0 off. Not together with ``grad_clip``.
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None or 0: none.
         mixed_precision: None, ``"bf16"`` or ``"fp16"``.
         gradient_accumulation_steps: micro-batches per step, >= 1; None = 1.
-        workspace: folder for what hooks write; None if they write nothing relative. A URL such as ``s3://bucket/run``
-            is mirrored by a :class:`treadle.hooks.RemoteWorkspaceHook` from a local folder below ``TREADLE_STAGING``.
+        workspace: folder for the output of hooks; None if they write no relative paths. A URL such as
+            ``s3://bucket/run`` is mirrored by a :class:`treadle.hooks.RemoteWorkspaceHook` from a local folder below
+            ``TREADLE_STAGING``.
         device: None takes CUDA, then MPS, then the CPU.
         no_sync_accumulate: exchange gradients between ranks with the last micro-batch of a step only.
-        state_dict_options: torch's options, of any model: ``ignore_frozen_params`` leaves frozen weights out of states
-            but for a fingerprint, ``strict=False`` loads what fits and warns about the rest, ``full_state_dict`` makes
-            checkpoints of a sharded model single files. Whole tensors are on the CPU of rank 0 anyway.
+        state_dict_options: torch's options, for any model: ``ignore_frozen_params`` reduces frozen weights in states to
+            a fingerprint, ``strict=False`` loads what fits and warns about the rest, ``full_state_dict`` makes
+            checkpoints of a sharded model single files. Whole tensors are always on the CPU of rank 0.
         logger: by default ``treadle.trainer``.
         scheduler_interval: ``"step"`` or ``"epoch"``.
-        hooks: come after those of ``build_hooks``.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
-        gradient_checkpointing: True computes activations of the model's blocks again in the backward pass, or names of
+        hooks: hooks called after those of ``build_hooks``.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns if it cannot be, True raises.
+        gradient_checkpointing: True recomputes activations of the model's blocks in the backward pass; or names of
             modules; see :func:`treadle.checkpoint_model`.
-        compile: True compiles what ``build_model`` returns, in place; ``"blocks"`` each of its repeated blocks.
-        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
-        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
-        max_time: how long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta.
-        limit_train_batches: micro-batches of an epoch, or a float, the part of it.
-        limit_eval_batches: batches of ``evaluate`` and ``validate``, also while training, or a float.
-        overfit_batches: batches at the start of the loader that make every epoch, read once.
-        fast_dev_run: True or a number: so many steps and batches of an evaluation; nothing is written or resumed.
+        compile: True compiles the model from ``build_model`` in place; ``"blocks"`` each of its repeated blocks.
+        trackers: experiment trackers, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False keeps a run silent unless you configured a logging handler, like ``TREADLE_PROGRESS=0``.
+        max_time: time limit of one call of ``train``: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta.
+        limit_train_batches: micro-batches per epoch, or a float, a fraction of it.
+        limit_eval_batches: batches of ``evaluate`` and ``validate``, also during training, or a float.
+        overfit_batches: number of batches from the start of the loader that make up every epoch, read once.
+        fast_dev_run: True or a number of steps and of batches per evaluation; nothing is written or resumed.
         num_sanity_eval_steps: batches that a ValidationHook evaluates before step 1 of a fresh run; -1 for all.
 
     Raises:
-        ConfigError: a value is outside its range, or one of ``state_dict_options`` has no meaning here.
+        ConfigError: a value is outside its range, or one of ``state_dict_options`` is not supported.
 
     Example:
         >>> class Fit(BaseTrainer):
@@ -174,8 +175,8 @@ class BaseTrainer(Engine):
         self.compile_setting = check_compile(compile)
         self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
         self._given_hooks = check_hooks(hooks)
-        with_trackers([], trackers)  # refuses a wrong name
-        # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not put it below itself once more.
+        with_trackers([], trackers)  # raises for an unknown name
+        # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not nest it below the workspace again.
         self.workspace, self._remote = local_workspace(workspace)
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
@@ -186,7 +187,7 @@ class BaseTrainer(Engine):
         )  # fmt: skip
 
     def _described(self, *, gradient_checkpointing: Checkpointing, **given: Any) -> dict[str, Any]:
-        """Return the settings that a checkpoint records, as they were given; later ones only where set."""
+        """Return the settings that a checkpoint records, as given; newer ones only if set."""
         own = self.settings
         later = {"grad_clip_value": own.grad_clip_value, "gradient_checkpointing": gradient_checkpointing}
         return {
@@ -204,7 +205,7 @@ class BaseTrainer(Engine):
         self.data_loader: Any = None
 
     def train(self) -> None:
-        """Train to ``max_steps``; a finished run is a no-op. An exception leaves unchanged."""
+        """Train to ``max_steps``; a finished run is a no-op. Exceptions propagate unchanged."""
         if "max_steps" not in vars(self):
             raise ConfigError(
                 f"{type(self).__name__}.__init__() did not call super().__init__(max_steps=...); call it, before "
@@ -218,7 +219,7 @@ class BaseTrainer(Engine):
         """Return the weighted mean loss, records and epoch metrics over a loader; see :meth:`Engine.evaluate`.
 
         Raises:
-            ConfigError: nothing is built yet.
+            ConfigError: the parts are not built yet.
         """
         self._refuse_unbuilt("evaluate")
         return super().evaluate(loader, task)
@@ -231,14 +232,14 @@ class BaseTrainer(Engine):
             )
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return the results over a loader, of the averaged weights if there is an average; training does not notice.
+        """Return the results over a loader, using averaged weights if there are any, without affecting training.
 
         Args:
-            loader: batches, limited by ``limit_eval_batches``; of a dict each loader, with its name before those
-                of its results.
+            loader: batches, limited by ``limit_eval_batches``; or a dict of loaders, whose names prefix the names of
+                their results.
 
         Raises:
-            ConfigError: nothing is built yet, or a loader is empty.
+            ConfigError: the parts are not built yet, or a loader is empty.
         """
         self._refuse_unbuilt("validate")
         if isinstance(loader, Mapping):
@@ -250,23 +251,23 @@ class BaseTrainer(Engine):
         return values
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return the results over the whole loader, as :meth:`validate` does without a limit.
+        """Return the results over the whole loader, like :meth:`validate` without a limit.
 
         Raises:
-            ConfigError: nothing is built yet, or a loader is empty.
+            ConfigError: the parts are not built yet, or a loader is empty.
         """
         with self.evaluations_limited_to(None):
             return BaseTrainer.validate(self, loader)
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Return the outputs of ``predict_step(input)`` of the subclass for a loader, in eval mode, in its order.
+        """Return the outputs of the subclass's ``predict_step(input)`` over a loader, in eval mode and in order.
 
         Returns:
-            The outputs of all batches joined along dimension 0 on the CPU, of the averaged weights if there is an
-            average: a tensor (N, ...), or tuples and dicts of such.
+            The outputs of all batches concatenated along dimension 0 on the CPU, from averaged weights if there are
+            any: a tensor (N, ...), or tuples and dicts of tensors.
 
         Raises:
-            ConfigError: nothing is built yet, the trainer has no ``predict_step``, or the loader is empty.
+            ConfigError: the parts are not built yet, the trainer has no ``predict_step``, or the loader is empty.
         """
         self._refuse_unbuilt("predict")
         step = getattr(self, "predict_step", None)
@@ -279,38 +280,38 @@ class BaseTrainer(Engine):
         return predicted(self, loader, step)
 
     def save(self, path: str | Path) -> Path:
-        """Write a checkpoint of everything that a run needs to resume exactly; all ranks take part.
+        """Write a checkpoint of everything that a run needs to resume exactly; collective.
 
         Returns:
-            The file; another name beside it where the weights are not finite.
+            The path of the file, under another name in the same folder if the weights are not finite.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the file cannot be written.
         """
         return save_state(self, path)
 
     # -- to implement ---------------------------------------------------------------------------------------------
 
     def build_data_loader(self) -> Iterable[Any]:
-        """Return any iterable of micro-batches; a finite one is opened again for each epoch."""
+        """Return any iterable of micro-batches; a finite one is re-iterated for each epoch."""
         raise self._missing("build_data_loader")
 
     def build_model(self) -> nn.Module:
-        """Return the model, moved to ``self.device`` and wrapped or compiled as you like.
+        """Return the model on ``self.device``, wrapped or compiled as you like.
 
-        On the ranks of a process group, ``treadle.parallelize(model, "ddp")`` or ``"fsdp"`` spreads it.
+        In a process group, use ``treadle.parallelize(model, "ddp")`` or ``"fsdp"``.
         """
         raise self._missing("build_model")
 
     def build_optimizer(self) -> Optimizer:
-        """Return the optimizer; ``self.model`` exists."""
+        """Return the optimizer; ``self.model`` already exists."""
         raise self._missing("build_optimizer")
 
     def forward(self, input: Any) -> Any:
         """Return ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; run under autocast.
 
         Args:
-            input: the loader's item, untouched.
+            input: the loader's item, unchanged.
         """
         raise self._missing("forward")
 
@@ -339,10 +340,10 @@ class BaseTrainer(Engine):
         return not self.settings.syncs_each
 
     def prepare(self) -> None:
-        """Build data loader, model, optimizer, scheduler, scaler and hooks, in this order, the first time.
+        """Build data loader, model, optimizer, scheduler, scaler and hooks, in this order, on the first call.
 
         Raises:
-            ConfigError: a subclass has assigned an attribute under the name of a part or a method of the engine.
+            ConfigError: a subclass has assigned an attribute with the name of a part or a method of the engine.
         """
         if self.hooks is None:
             self._refuse_replaced_parts()
@@ -350,9 +351,9 @@ class BaseTrainer(Engine):
             for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
                 self.logger.warning("%s", warning)
             announce_building(self)
-            # A helper that a subclass calls itself has the name by chance.
+            # A helper that a subclass calls itself shares the name by chance.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
-            self._refuse_replaced_parts()  # the methods that build may assign too
+            self._refuse_replaced_parts()  # build methods may assign too
             if self.hooks is None:
                 raise ConfigError(
                     f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call it, "
@@ -361,7 +362,7 @@ class BaseTrainer(Engine):
         super().prepare()
 
     def _build(self) -> None:
-        """Build every part; a subclass may do something around ``super()._build()``."""
+        """Build every part; a subclass may wrap ``super()._build()``."""
         self.data_loader = self._built("build_data_loader")
         self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
         compile_model(self.model, self.compile_setting)
@@ -378,7 +379,7 @@ class BaseTrainer(Engine):
         self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
 
     def _refuse_own_loop(self) -> None:
-        """Raise ConfigError for a ``_run_step`` of mini's or trainloop's, which nothing here would call."""
+        """Raise ConfigError for a ``_run_step`` as in mini or trainloop, which nothing here would call."""
         kind = type(self)
         if hasattr(kind, "_run_step") and not is_own_helper(kind, BaseTrainer, "_run_step"):
             raise ConfigError(
@@ -394,7 +395,7 @@ class BaseTrainer(Engine):
                     f"{type(self).__name__}.{name}={value!r}: the engine keeps its {kind.__name__} under this name; "
                     "give the attribute of the subclass another one"
                 )
-        functions = (types.FunctionType, types.MethodType, partial)  # which may replace a method on purpose
+        functions = (types.FunctionType, types.MethodType, partial)  # may replace a method on purpose
         for name, value in vars(self).items():
             if callable(getattr(BaseTrainer, name, None)) and not isinstance(value, functions):
                 raise ConfigError(
@@ -410,7 +411,7 @@ class BaseTrainer(Engine):
 
     @staticmethod
     def unwrap(module: nn.Module) -> nn.Module:
-        """Peel ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting."""
+        """Unwrap ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting."""
         return unwrap(module)
 
     @property
@@ -420,7 +421,7 @@ class BaseTrainer(Engine):
 
 
 class _ForwardTask:
-    """Task by which evaluations use the trainer's own ``forward``; training calls it directly."""
+    """Task that lets evaluations use the trainer's ``forward``; training calls it directly."""
 
     def __init__(self, trainer: BaseTrainer):
         self.trainer = trainer

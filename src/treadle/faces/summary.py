@@ -25,9 +25,9 @@ class SummaryRow:
     Attributes:
         name: path of the module; empty for the model itself.
         kind: name of its class.
-        num_parameters: elements of all parameters in it, each once.
-        num_trainable: those of them that require gradients.
-        shape: of its output, or nested shapes; None where it was not called.
+        num_parameters: number of elements of all its parameters, each counted once.
+        num_trainable: number of elements that require gradients.
+        shape: shape of its output, or nested shapes; None if it was not called.
     """
 
     name: str
@@ -42,8 +42,8 @@ class ModelSummary:
     """Table of the modules of a model.
 
     Attributes:
-        rows: one a module, the model itself first.
-        num_bytes: of parameters and buffers.
+        rows: one per module, the model itself first.
+        num_bytes: size of parameters and buffers.
     """
 
     rows: list[SummaryRow]
@@ -51,12 +51,12 @@ class ModelSummary:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, each once."""
+        """Number of elements of all parameters, each counted once."""
         return self.rows[0].num_parameters
 
     @property
     def num_trainable(self) -> int:
-        """Elements of the parameters that require gradients."""
+        """Number of elements that require gradients."""
         return self.rows[0].num_trainable
 
     def __str__(self) -> str:
@@ -82,11 +82,11 @@ class ModelSummary:
 def summary(model: nn.Module, input: Any = None, *, depth: int | None = 2) -> ModelSummary:
     """Return a table of the modules of a model; print it.
 
-    With an input the model is called once, in eval mode without gradients; random numbers and modes are put back.
+    With an input, the model is called once, in eval mode without gradients; RNG and modes are restored.
 
     Args:
         model: wrapped or not.
-        input: a batch of inputs: called as ``model(**input)`` for a mapping, ``model(*input)`` for a tuple, else
+        input: a batch of inputs, passed as ``model(**input)`` for a mapping, ``model(*input)`` for a tuple, else
             ``model(input)``; None shows no shapes.
         depth: levels of modules below the model; None for all.
 

@@ -98,7 +98,7 @@ def check_log_every(log_every: int | None) -> None:
 
 
 def check_epochs(epochs: Any) -> None:
-    """Raise ConfigError unless it is a whole number >= 0."""
+    """Raise ConfigError unless it is an integer >= 0."""
     check_whole(0, epochs=epochs)
 
 

@@ -52,7 +52,7 @@ def predict_smiles(
         pe_config: the encodings that they were trained with.
         task_type: ``"regression"``, or ``"multilabel"``, whose logits become probabilities.
         batch_size: molecules of a batch.
-        device: None takes CUDA, then MPS, then the CPU.
+        device: None selects CUDA, then MPS, then the CPU.
 
     Raises:
         ConfigError: there are no models or molecules, or the task is another.

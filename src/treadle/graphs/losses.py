@@ -140,7 +140,7 @@ def get_loss_fn(
         loss_type: ``"mse"``, ``"mae"`` or ``"huber"`` (smooth L1 with beta 1) for regression; ``"bce_logits"``,
             ``"bce"`` (of probabilities) or ``"cross_entropy"`` for classification with one logit or two columns, where
             two columns are read as the logit z1 - z0; ``"cross_entropy"`` for more classes; ``"bce_logits"`` or
-            ``"bce"`` for multilabel; ``"bce_logits"`` for edge_prediction. None takes the first that fits.
+            ``"bce"`` for multilabel; ``"bce_logits"`` for edge_prediction. None uses the first that fits.
         num_classes: outputs of the model; 1 is one logit. None: 2 for classification, whatever the target has else.
         class_weights: one weight >= 0 for each class (two for one logit), for multilabel one for each label.
 

@@ -100,7 +100,7 @@ class DistantNodeFeatureProbe:
 
         Args:
             data: a graph with float ``x``.
-            num_samples: draws so many of the nodes; None takes all.
+            num_samples: draws so many of the nodes; None uses all.
             seed: of the draw.
         """
         at = hop_distances(data.edge_index, data.num_nodes) == self.distance

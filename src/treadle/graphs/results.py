@@ -185,7 +185,7 @@ def _escaped(text: str) -> str:
 
 
 def export_table(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
-    """Write a table to a ``.tex`` or ``.csv`` file, whole or not at all.
+    """Write a table to a ``.tex`` or ``.csv`` file, atomically.
 
     Raises:
         ConfigError: the name ends in neither.

@@ -100,8 +100,8 @@ def predict_file(
         stored: of one task, with the same targets and encodings.
         file: of comma-separated values, with a line of names and a column of SMILES.
         column: that of SMILES; None finds it by its name.
-        batch_size: None takes that of the training.
-        device: None takes CUDA, then MPS, then the CPU.
+        batch_size: None uses that of the training.
+        device: None selects CUDA, then MPS, then the CPU.
 
     Returns:
         The columns of the file, for each target ``<name>_mean``, and with several models ``<name>_std``, their standard

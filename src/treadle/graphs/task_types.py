@@ -28,7 +28,7 @@ def outputs_of(task_type: str, num_classes: int | None) -> int | None:
     """Return how many outputs a task needs: 2 for classification by default, 1 for pairs, else as given.
 
     Raises:
-        ConfigError: the number is no whole number >= 1, or the task cannot have it.
+        ConfigError: the number is no integer >= 1, or the task cannot have it.
 
     Example:
         >>> outputs_of("classification", None), outputs_of("edge_prediction", None), outputs_of("regression", None)

@@ -66,7 +66,7 @@ class GraphTrainer(EpochFace):
         scheduler: stepped at each ``scheduler_interval``.
         loss_fn: a loss of `get_loss_fn`, or any function (prediction, target) -> mean; None: that of the task.
         metrics: an object with ``reset``, ``update`` and ``compute``; None: those of the task.
-        device: None takes CUDA, then MPS, then the CPU.
+        device: None selects CUDA, then MPS, then the CPU.
         task_type: ``"regression"``, ``"classification"``, ``"multilabel"`` or ``"edge_prediction"``.
         num_classes: outputs of the model. None: any; of a classification ``model.num_classes`` if there is one, else 2.
         grad_clip: total 2-norm to clip to; None or 0 off.

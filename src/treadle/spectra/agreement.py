@@ -168,7 +168,7 @@ def _result(width: int, matching: int, pairs: int, covered: int, counts: tuple[i
     if len(counts) == 1:
         reasons.append("single_class")
     score = math.nan
-    if not reasons:  # in whole numbers: near chance 1 the difference of two quotients would be rounding
+    if not reasons:  # in integers: near chance 1 the difference of two quotients would be rounding
         same, total = sum(count * (count - 1) for count in counts), n * (n - 1)
         score = (matching * total - pairs * same) / (pairs * (total - same))
     return LLAWindowResult(

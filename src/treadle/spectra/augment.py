@@ -26,7 +26,7 @@ class SpectraAugmenter:
     Args:
         max_shift: Largest shift in channels, either way, at least 0.
         max_angle: Largest rotation in radians, 0 to pi.
-        generator: CPU generator of the draws; None takes torch's global CPU generator, the one whose state a
+        generator: CPU generator of the draws; None uses torch's global CPU generator, the one whose state a
             checkpoint stores. All draws are made on the CPU, so one seed gives the same rows on every device.
 
     Raises:

@@ -48,7 +48,7 @@ class TrainerConfig:
     out_dir: str | Path = "runs"
     """Folder of checkpoints, history and exports; created when training starts."""
     device: torch.device | str | int | None = None
-    """None takes CUDA, then MPS, then the CPU."""
+    """None selects CUDA, then MPS, then the CPU."""
     amp: bool = True
     """Mixed precision, on every device type."""
     amp_dtype: Literal["bf16", "fp16"] = "bf16"

@@ -62,7 +62,7 @@ class Tester:
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.
-        cfg: settings; None takes the defaults.
+        cfg: settings; None uses the defaults.
 
     Example:
         >>> # loss = Tester(model, TesterConfig(out_dir="run"))(test_loader)
@@ -143,7 +143,7 @@ class Extractor:
 
     Args:
         model: has ``encoder(x, visible_mask) -> z`` as :class:`ChemoMAE` does.
-        cfg: settings; None takes the defaults.
+        cfg: settings; None uses the defaults.
 
     Example:
         >>> # latents_ND = Extractor(model)(loader)

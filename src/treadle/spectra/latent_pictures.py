@@ -143,7 +143,7 @@ def plot_cluster_map(
 
     Args:
         latent2d: (N, 2) coordinates; (N, D) is projected on two principal components.
-        cluster: (N,) whole numbers; the names 0, 1, ... are shown as they are.
+        cluster: (N,) integers; the names 0, 1, ... are shown as they are.
         spectra: (N, L) in SNV units.
         wavelengths: (L,) in `wavelength_unit`.
         path: where to write, ending in `.png`.

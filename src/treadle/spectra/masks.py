@@ -223,7 +223,7 @@ class MaskedAutoencoder(nn.Module):
             n_mask: Blocks or patches to hide, 0 to all; None means the model's ``n_mask``, and for
                 :class:`treadle.spectra.ResidualMAE` a mixture of blocks, bands, and all but a band.
             device: Where the mask is put; None means the device of the model.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
+            generator: CPU generator of the draw; None uses torch's global CPU generator.
 
         Returns:
             (B, L) bool, **True = seen**.
@@ -269,7 +269,7 @@ class CountedMasksAutoencoder(MaskedAutoencoder):
                 device by the host; a given mask is counted once. Of patches each is all True or all False.
             n_mask: Blocks or patches to hide in the drawn mask, 0 to all; None means the model's ``n_mask``. Not used
                 when ``visible_mask`` is given.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
+            generator: CPU generator of the draw; None uses torch's global CPU generator.
             visible_count: The number of True in every row of a given mask, if the caller knows it; it is trusted.
 
         Returns:

@@ -178,7 +178,7 @@ class PatchMAE(CountedMasksAutoencoder):
         return dataclasses.replace(self._config, **now).to_dict()  # type: ignore[arg-type]
 
     def save(self, path: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write configuration and weights into one file, whole or not at all; chemomae 0.2 reads it too.
+        """Write configuration and weights into one file, atomically; chemomae 0.2 reads it too.
 
         Args:
             path: the file; its folder is created.
@@ -211,7 +211,7 @@ class PatchMAE(CountedMasksAutoencoder):
         """Read a file of :meth:`save`, or an ``.artifact.pt`` of chemomae 0.2, into a model in eval mode.
 
         Raises:
-            CheckpointError: it is missing, damaged, another kind of file, or its weights do not fit or are not finite.
+            CheckpointError: it is missing, damaged or of another type, or its weights do not fit or are not finite.
             ConfigError: its configuration is incomplete or out of range.
         """
         payload = load_checkpoint(path)

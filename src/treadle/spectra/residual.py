@@ -297,7 +297,7 @@ class ResidualMAE(MaskedAutoencoder):
             x: (B, L) spectra.
             visible_mask: (B, L) bool, True = seen; a row may be all False. None draws one by :meth:`make_visible`.
             n_mask: As in :meth:`make_visible`.
-            generator: CPU generator of the draw; None takes torch's global CPU generator.
+            generator: CPU generator of the draw; None uses torch's global CPU generator.
             with_uncertainty: Return an :class:`Uncertainty` as a fourth value.
 
         Returns:

@@ -77,7 +77,7 @@ class SpectraTrainer(EpochFace):
         train_loader: batches (B, L), or tuples whose first item is one.
         val_loader: the same for validation, or None; of a dict each loader, as ``val_<name>_loss``.
         scheduler: stepped by ``scheduler_interval``.
-        cfg: settings; None takes the defaults. It is not changed.
+        cfg: settings; None uses the defaults. It is not changed.
         device: wins over ``cfg.device``.
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
         hooks: further hooks.
@@ -87,7 +87,7 @@ class SpectraTrainer(EpochFace):
         augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
         parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
         best_model_metric: the validation loss that selects, such as ``"val_far_loss"``, where ``cfg.selection`` is
-            ``"best"``; None takes that of the first loader.
+            ``"best"``; None uses that of the first loader.
 
     Raises:
         ConfigError: a loader or ``best_model_metric`` does not fit, ``device`` and ``cfg.device`` differ, a device is
@@ -245,7 +245,7 @@ class SpectraTrainer(EpochFace):
             ``{"best": {"epoch", "val_loss"}, "epochs": epochs completed}``.
 
         Raises:
-            ConfigError: ``epochs`` is no whole number >= 0.
+            ConfigError: ``epochs`` is no integer >= 0.
             CheckpointError: another process trains in ``out_dir``, or no checkpoint of it is intact.
         """
         check_whole(0, epochs=epochs)

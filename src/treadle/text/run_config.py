@@ -63,7 +63,7 @@ class DataConfig:
     split_seed: int = 0
     """Decides which topics go where."""
     max_topics: int | None = None
-    """Take only the shortest so many topics; None takes all 79."""
+    """Take only the shortest so many topics; None uses all 79."""
 
     def __post_init__(self) -> None:
         check_least(2, data__block_length=self.block_length)

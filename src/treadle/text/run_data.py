@@ -46,7 +46,7 @@ class Part:
         return shared_rows(self.blocks.tensors, batch_size, shuffle=True, seed=seed)
 
     def eval_loader(self, batch_size: int | None = None) -> TensorLoader:
-        """Return a loader for evaluation; None takes the batch size of a run's own evaluations."""
+        """Return a loader for evaluation; None uses the batch size of a run's own evaluations."""
         return shared_rows(self.blocks.tensors, batch_size or _EVAL_BATCH)
 
 

@@ -1,4 +1,4 @@
-"""Files of processed graphs: written whole or not at all, used only for the very settings they were made with."""
+"""Files of processed graphs: written atomically, used only for the very settings they were made with."""
 
 from __future__ import annotations
 

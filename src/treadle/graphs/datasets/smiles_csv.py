@@ -120,7 +120,7 @@ def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list
     Args:
         path: ``.smi`` or ``.txt``: one SMILES a line, and what else is behind it; else comma-separated values, with a
             line of names.
-        smiles: the column of SMILES; None takes the only one whose name has "smiles" in it, in capitals or not.
+        smiles: the column of SMILES; None uses the only one whose name has "smiles" in it, in capitals or not.
 
     Raises:
         ConfigError: the file is not there, has no rows or no such column, or a row has too few fields.

@@ -194,7 +194,7 @@ def _plain_edges(edge_indices: Sequence[Tensor], num_nodes: int) -> tuple[Tensor
 
 
 def check_graph(edge_index: Tensor, num_nodes: int, *, where: str = "") -> None:
-    """Raise ConfigError unless the edges are whole numbers of shape (2, E) that name nodes of the graph.
+    """Raise ConfigError unless the edges are integers of shape (2, E) that name nodes of the graph.
 
     Example:
         >>> check_graph(torch.tensor([[0], [3]]), 3, where="graph 7: ")

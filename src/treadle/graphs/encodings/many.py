@@ -28,7 +28,7 @@ _MOST_GRAPHS = 256
 class EncodedGraphs:
     """The encodings of many graphs, in a compact form: ``encoded[i]`` is a copy of those of graph i.
 
-    Pair encodings are kept dense, codes as whole numbers, and are listed and made one-hot when a graph is asked for.
+    Pair encodings are kept dense, codes as integers, and are listed and made one-hot when a graph is asked for.
 
     Attributes:
         config: what they were made with.

@@ -205,7 +205,7 @@ def _role(graphs: PlainGraphs, config: RoleConfig) -> Tensor:
 
 
 def _clustering(graphs: PlainGraphs) -> Tensor:
-    """Triangles at a node over pairs of its neighbours, whole numbers both; 0 where there is no pair."""
+    """Triangles at a node over pairs of its neighbours, integers both; 0 where there is no pair."""
     adjacency_BNN = graphs.adjacency_BNN
     twice_triangles_BN = ((adjacency_BNN @ adjacency_BNN) * adjacency_BNN).sum(dim=-1)
     degrees_BN = graphs.degrees_BN

@@ -1,6 +1,6 @@
 """Encodings of pairs of nodes: hop distance, diffusion, effective resistance, distance to landmarks.
 
-Pairs of one graph are kept dense: a whole number where a pair has one of a few codes (``spd``, ``bfs``), else a
+Pairs of one graph are kept dense: an integer where a pair has one of a few codes (``spd``, ``bfs``), else a
 vector. :func:`listed` turns either into the list of pairs that a model reads. A one-hot code takes a hundred times the
 memory of its number, so whole data sets are kept as numbers (:class:`EncodedGraphs`).
 

@@ -65,8 +65,8 @@ class SpectraAugmenter(nn.Module):
     """Random shifts and turns of rows in training mode; in eval mode the input is returned.
 
     Args:
-        config: settings; None takes the defaults.
-        generator: of the draws, on the device of the spectra; None takes torch's global one.
+        config: settings; None uses the defaults.
+        generator: of the draws, on the device of the spectra; None uses torch's global one.
 
     Raises:
         TypeError: ``generator`` is something else.

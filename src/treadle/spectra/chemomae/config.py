@@ -85,7 +85,7 @@ class TrainerConfig:
 
     out_dir: str | Path = "runs"
     device: str | torch.device | None = None
-    """None takes the device of the model."""
+    """None uses the device of the model."""
     amp: bool = False
     amp_dtype: str = "bf16"
     enable_tf32: bool = False

@@ -72,7 +72,7 @@ class ExtractorConfig:
     """
 
     device: str | torch.device | None = None
-    """None takes the device of the model."""
+    """None uses the device of the model."""
     amp: bool = False
     amp_dtype: Literal["bf16", "fp16"] = "bf16"
     representation: Representation = "latent"
@@ -104,7 +104,7 @@ class Extractor:
 
     Args:
         model: has ``encode(x, representation=)`` as :class:`treadle.spectra.chemomae.ChemoMAE` does.
-        cfg: settings; None takes the defaults.
+        cfg: settings; None uses the defaults.
         augmenter: changes the spectra before they are encoded.
 
     Example:
@@ -207,7 +207,7 @@ class Tester(inference.Tester):
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.
-        cfg: settings; None takes the defaults.
+        cfg: settings; None uses the defaults.
         augmenter: changes the model's input, not the target.
 
     Raises:

@@ -31,7 +31,7 @@ def set_global_seed(seed: int = 42, *, fix_cudnn: bool = True) -> None:
     """Seed python, NumPy and torch, and set ``PYTHONHASHSEED`` for processes started later.
 
     Args:
-        seed: a whole number.
+        seed: an integer.
         fix_cudnn: choose deterministic cuDNN kernels.
 
     Example:

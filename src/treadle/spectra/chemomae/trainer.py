@@ -55,7 +55,7 @@ class Trainer(SpectraTrainer):
         train_loader: batches (B, L), tuples whose first item is one, or :class:`PreparedBatch`.
         scheduler: stepped after every applied step.
         augmenter: changes the model's input, not the target.
-        cfg: settings; None takes the defaults.
+        cfg: settings; None uses the defaults.
 
     Raises:
         ConfigError: a setting is refused.
@@ -188,7 +188,7 @@ class Trainer(SpectraTrainer):
             and ``amp_skips``.
 
         Raises:
-            ConfigError: ``epochs`` is no whole number >= 1.
+            ConfigError: ``epochs`` is no integer >= 1.
         """
         if type(epochs) is not int or epochs < 1:
             raise ConfigError("must be a whole number >= 1", argument="epochs", value=epochs)

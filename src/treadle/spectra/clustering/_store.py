@@ -1,4 +1,4 @@
-"""Small files of plain tensors and numbers: written whole or not at all, read without unpickling objects."""
+"""Small files of plain tensors and numbers: written atomically, read without unpickling objects."""
 
 from __future__ import annotations
 

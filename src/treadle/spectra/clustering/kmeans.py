@@ -186,7 +186,7 @@ class CosineKMeans(Estimator):
             strict_k: True refuses a file whose K differs from `n_components`; False takes over its K.
 
         Raises:
-            ValueError: another kind of file, centroids that are not finite (K, D), or another K when strict.
+            ValueError: unsupported file type, centroids that are not finite (K, D), or another K when strict.
         """
         payload = load_plain(path, kind=_KIND, keys=("centroids", "inertia"))
         centroids_KD = payload["centroids"]

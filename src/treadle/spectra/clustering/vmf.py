@@ -96,7 +96,7 @@ class VMFMixture(Estimator):
 
     Args:
         n_components: number of components K, at least 1 and at most N.
-        d: number of columns, at least 2; None takes it from the first `fit`.
+        d: number of columns, at least 2; None infers it from the first `fit`.
         device: where blocks of rows are worked on; None means CUDA, then MPS, then CPU.
         random_state: seed of the object's own generator; the global generators are not touched.
         tol: stops when the mean log-likelihood per row gains less than this, >= 0.
@@ -249,7 +249,7 @@ class VMFMixture(Estimator):
         """Return the mixture saved at `path`, on `map_location` (None: CUDA, then MPS, then CPU).
 
         Raises:
-            ValueError: another kind of file, or one that lacks an entry.
+            ValueError: unsupported file type, or one that lacks an entry.
         """
         names = ("n_components", "d", "random_state", "tol", "max_iter", "init")
         payload = load_plain(path, kind=_KIND, keys=(*names, "mus", "kappas", "logpi"))
