@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.engine.masks import warn_of_masks
-from treadle.engine.session import leave_after_step, own_messages
+from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
+from treadle.engine.signals import leave_after_step
 from treadle.errors import NonFiniteError
 from treadle.means import RunningMeans
 from treadle.nested import map_nested_tensor

@@ -37,9 +37,10 @@ from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
-from treadle.engine.rehearsal import check_length_of_schedule, refuse_fsdp_1
-from treadle.engine.session import leave_on_signal, resume_from_hooks, training_session
+from treadle.engine.preflight import check_length_of_schedule, refuse_fsdp_1
+from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
+from treadle.engine.signals import interruption, leave_on_signal
 from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
 from treadle.errors.arguments import check_argument, checked
@@ -386,7 +387,7 @@ class Engine(EngineBase):
                 precision=self.precision,
                 eval_seed=self.settings.eval_seed,
                 cursor=self.eval_cursor,
-                interrupted=session.interruption(self),
+                interrupted=interruption(self),
                 limit=self.settings.limits.evaluation,
             )
 

@@ -23,8 +23,8 @@ from treadle.engine.evaluation import EvaluationAbandoned, enclosed_kept, try_ov
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.predictions import scored_weights
-from treadle.engine.rehearsal import try_evaluation
-from treadle.engine.session import leave_on_signal
+from treadle.engine.preflight import try_evaluation
+from treadle.engine.signals import leave_on_signal
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, to_json
