@@ -18,7 +18,7 @@ from torch import Tensor
 
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_whole, checked
+from treadle.errors.arguments import checked
 
 logger = logging.getLogger("treadle.astro")
 
@@ -103,7 +103,8 @@ def check_sample_k(k: int) -> int:
     Raises:
         ConfigError: it is not.
     """
-    check_whole(1, sample_k=k)
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+        raise ConfigError("at least one position must be drawn; give a whole number >= 1", argument="sample_k", value=k)
     return int(k)
 
 

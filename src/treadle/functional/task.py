@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor, nn
 
-from treadle.data.rows import LastRows
-from treadle.data.tensors import TensorLoader, packed
 from treadle.engine.evaluation import results_of
 from treadle.engine.metrics import EpochMetrics
-from treadle.functional.batches import num_samples, split_batch, tensors_in
+from treadle.functional.batches import num_samples, split_batch
 from treadle.functional.losses import counted_labels, model_loss, num_counted
+from treadle.functional.row_counts import RowCounts
 from treadle.means import Total, Weighted
 from treadle.nested import map_nested_tensor
 from treadle.optim.loss_weights import without_empty
@@ -26,67 +23,14 @@ if TYPE_CHECKING:
     from treadle.functional.trainer import Trainer
 
 
-class RowCounts:
-    """Counts of the labels of every row of a loader, made once; those of each batch are added up on the host.
-
-    Labels on a device would have to be counted, and waited for, in every step.
-
-    Args:
-        mask_of: gets inputs, outputs and targets and returns which labels count, samples first, or None.
-
-    Example:
-        >>> import torch
-        >>> from treadle.functional.losses import counted_labels
-        >>> counts = RowCounts(lambda inputs, outputs, targets: targets != -100)
-        >>> loader = TensorLoader(torch.zeros(4, 1), torch.tensor([1, -100, 2, 3]), batch_size=2)
-        >>> [counts.of(batch, loader, loader.last_ids()) for batch in loader]
-        [1.0, 2.0]
-    """
-
-    def __init__(self, mask_of: Callable[[Any, Any, Any], Tensor | None]):
-        self._mask_of = mask_of
-        self._key: Any = None
-        self._loader: weakref.ref[TensorLoader] | None = None  # its tensors may be large
-        self._counts: np.ndarray[Any, Any] | None = None
-
-    def of(self, batch: Any, loader: Any, ids: Any, *, outputs: Any = None, rule: Any = None) -> float | None:
-        """Return how many labels of a batch count; None where it is not known to be as the loader gave it.
-
-        Args:
-            batch: of the loader.
-            loader: it.
-            ids: of the samples of the batch, from the loader.
-            outputs: of the model, or a stand-in for them.
-            rule: whatever else decides which labels count; another one counts again.
-        """
-        if type(loader) is not TensorLoader or not isinstance(ids, LastRows):
-            return None
-        if not all(map(ids.gave, tensors_in(batch))) or any(tensor.is_inference() for tensor in loader.tensors):
-            return None
-        key = model_loss(outputs) is None, rule, *(tensor._version for tensor in loader.tensors)
-        if self._loader is None or self._loader() is not loader or key != self._key:
-            self._loader, self._key, self._counts = weakref.ref(loader), key, self._counted(loader, outputs)
-        if self._counts is None:
-            return None
-        rows = ids()
-        chosen = self._counts[rows.numpy() if isinstance(rows, Tensor) else slice(rows.start, rows.stop)]
-        return float(chosen.sum())
-
-    def _counted(self, loader: TensorLoader, outputs: Any) -> np.ndarray[Any, Any] | None:
-        """Return the counts of all rows, read from their device here and not again."""
-        inputs, targets = split_batch(packed(loader.names, loader.tensors))
-        mask = self._mask_of(inputs, outputs, targets)
-        if mask is None:
-            return None
-        counts: np.ndarray[Any, Any] = mask.reshape(len(mask), -1).sum(1).cpu().numpy()
-        return counts
-
-
 class TrainerTask:
     """A batch becomes a loss through ``_prepare_batch``, ``_forward_pass``, ``_compute_loss`` and ``_loss_weight``.
 
     Args:
         trainer: has the methods.
+
+    Example:
+        >>> # Engine(model, optimizer, TrainerTask(trainer))
     """
 
     def __init__(self, trainer: Trainer):
