@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import nn
 
 from treadle import ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
-from treadle.hooks import EmaHook
+from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StuckRankHook
+from treadle.hooks.base import capturable
 from treadle.optim.precision import Precision
 
 pytestmark = [
@@ -164,12 +167,104 @@ def test_other_settings_have_the_bits_of_eager_steps(options):
     assert same(run(False, 60, **options), run(True, 60, **options))
 
 
-def test_a_step_is_captured_in_an_epoch_of_two_batches():
-    def two(capture):
-        loader = TensorLoader(*rows(32), batch_size=16, shuffle=True, device="cuda", num_buffers=1)
-        return run(capture, 12, loader=loader)
+UNFUSED = ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
-    assert same(two(False), two(True))
+
+def unfused(name):
+    def make(model):
+        rate = torch.tensor(0.01, device="cuda")
+        return getattr(torch.optim, name)(model.parameters(), lr=rate, capturable=True)
+
+    return make
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_optimizers_that_are_capturable_and_not_fused_have_the_bits_of_eager_steps(name):
+    eager, captured = (run(capture, 40, make=unfused(name)) for capture in (False, True))
+    assert captured.steps._steps
+    assert same(eager, captured)
+    for first, then in itertools.product((False, True), repeat=2):
+        state = run(first, 20, make=unfused(name)).state_dict()
+        assert same(eager, run(then, 40, make=unfused(name), state=state))
+
+
+def test_a_captured_run_whose_rate_was_a_number_goes_on_eagerly_with_the_same_bits():
+    def make(model):
+        return torch.optim.Adam(model.parameters(), lr=0.01, capturable=True)
+
+    captured = run(True, 40, make=make)
+    assert same(captured, run(False, 40, make=make, state=run(True, 20, make=make).state_dict()))
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_a_nan_leaves_the_state_of_optimizers_that_are_not_fused(name):
+    (one, error), (other, seen) = (run_to_the_error(capture, make=unfused(name)) for capture in (False, True))
+    assert (seen.step, seen.epoch) == (error.step, error.epoch)
+    assert equal(list(one.model.parameters()), list(other.model.parameters()))
+    assert equal(one.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
+
+
+class Halves(BaseHook):
+    @capturable
+    def on_before_optimizer_step(self, trainer):
+        for parameter in trainer.model.parameters():
+            parameter.grad.mul_(0.5)
+
+
+def test_a_hook_that_is_marked_is_captured_with_the_bits_of_eager_steps():
+    eager, captured = (run(capture, 60, hooks=[Halves()]) for capture in (False, True))
+    assert captured.steps._steps
+    assert same(eager, captured)
+    assert not equal(list(captured.model.parameters()), list(run(False, 60).model.parameters()))
+
+
+@pytest.mark.parametrize("make", [lambda: StuckRankHook(60), CudaMaxMemoryHook], ids=["watchdog", "memory"])
+def test_marked_hooks_of_the_library_are_captured_with_the_bits_of_eager_steps(make):
+    captured = run(True, 60, hooks=[make()])
+    assert captured.steps._steps
+    assert same(run(False, 60), captured)
+    if "max_memory" in captured.step_info:
+        assert captured.step_info["max_memory"] > 0
+
+
+def two_batches(capture):
+    loader = TensorLoader(*rows(32), batch_size=16, shuffle=True, device="cuda", num_buffers=1)
+    return run(capture, 12, loader=loader)
+
+
+@pytest.mark.parametrize("capture", ["auto", True])
+def test_a_step_is_captured_in_an_epoch_of_two_batches(capture):
+    captured = two_batches(capture)
+    assert captured.steps._steps
+    assert same(two_batches(False), captured)
+
+
+def test_garbage_that_holds_a_graph_breaks_no_recording():
+    def leave_a_graph():
+        circle = [run(True, 4)]
+        circle.append(circle)
+
+    threshold = gc.get_threshold()
+    gc.disable()
+    try:
+        leave_a_graph()
+        fresh = engine_of(True, hooks=[Losses()])
+        fresh.losses = []
+        gc.set_threshold(1, 1, 1)
+        gc.enable()
+        fresh.run(loader_of(), max_steps=20)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.enable()
+    assert fresh.steps._steps
+    assert same(run(False, 20), fresh)
+
+
+class Plain(Fit):
+    """Leaves a loss alone: the records of steps that run ahead would be those of one step."""
+
+    def step(self, model, batch, totals=None, generator=None):
+        return StepOutput(super().step(model, batch).loss, weight=float(len(batch[0])))
 
 
 def test_steps_that_are_launched_several_at_a_time_have_the_bits_of_eager_ones():
@@ -178,8 +273,7 @@ def test_steps_that_are_launched_several_at_a_time_have_the_bits_of_eager_ones()
         torch.cuda.manual_seed(0)
         model = Net().cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01), fused=True)
-        task = Fit()
-        engine = Engine(model, optimizer, task, device="cuda", grad_clip=1.0, hooks=[EmaHook(0.9)], capture=capture)
+        engine = Engine(model, optimizer, Plain(), device="cuda", grad_clip=1.0, hooks=[EmaHook(0.9)], capture=capture)
         engine.run(TensorLoader(*rows(1600), batch_size=16, shuffle=True, device="cuda", num_buffers=1), max_steps=300)
         engine.losses = []
         return engine

@@ -145,7 +145,7 @@ def test_a_pattern_in_place_of_names_is_refused():
 
 
 def test_a_captured_step_says_why_it_is_not(monkeypatch):
-    monkeypatch.setattr(steps, "skips_on_device", lambda optimizer, device: True)
+    monkeypatch.setattr(steps, "can_be_recorded", lambda optimizer, device: True)
     engine = SimpleNamespace(
         device=torch.device("cuda"), hooks=[], optimizer=None, num_ranks=1, precision=SimpleNamespace(scaled=False),
         model=treadle.checkpoint_model(nn.Sequential(nn.Linear(1, 1)), ["0"]),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from helpers import differences, through_a_file
 from treadle.checkpoint.schema import to_plain
 from treadle.errors import CheckpointError
+from treadle.optim.nonfinite import step_unless
 from treadle.optim.optimizer import (
     clean_name,
     load_optimizer_state,
@@ -202,3 +204,24 @@ def test_a_loaded_state_stays_the_callers():
     second.load_state_dict(tree)
     second.run([1.0] * 4, max_steps=6)
     assert not differences(tree, kept)
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop", "ASGD"])
+def test_a_step_that_is_left_out_puts_back_all_that_an_unfused_optimizer_moved(name, left_out):
+    def stepped(step):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(5))
+        options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+        optimizer = getattr(torch.optim, name)([weight], lr=0.1, **options)
+        for _ in range(2):
+            weight.grad = torch.randn(5)
+            optimizer.step()
+        state = copy.deepcopy((weight.detach(), optimizer.state_dict()["state"]))
+        weight.grad = torch.full((5,), math.nan) if left_out else torch.randn(5)
+        step(optimizer)
+        return state, (weight.detach(), optimizer.state_dict()["state"])
+
+    before, after = stepped(lambda optimizer: step_unless(torch.tensor(float(left_out)), optimizer))
+    expected = before if left_out else stepped(lambda optimizer: optimizer.step())[1]
+    assert differences(after, expected) == []

@@ -105,7 +105,7 @@ def test_the_file_is_on_the_disk_before_it_gets_its_name_and_the_folder_after(tm
         original = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, o=original, n=name: calls.append(n) or o(*a))
     original_check = store.check_written
-    monkeypatch.setattr(store, "check_written", lambda path: calls.append("verify") or original_check(path))
+    monkeypatch.setattr(store, "check_written", lambda *given: calls.append("verify") or original_check(*given))
     save_checkpoint(tree(), tmp_path / "a.pt")
     assert calls == ["fsync", "verify", "replace", "fsync"]
 

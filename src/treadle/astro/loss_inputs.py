@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ class CudaGraph:
         try:
             # Threads of data loaders and of background saves may talk to the device meanwhile.
             recording = torch.cuda.graph(self._graph, pool=self._pool, stream=beside, capture_error_mode="thread_local")
-            with recording, _noting(reason):
+            with _without_collection(), recording, _noting(reason):
                 return function()
         except BaseException as error:  # noqa: BLE001  # it is raised again, or what led to it
             torch.cuda.set_stream(usual)  # torch leaves the other one on when a recording fails
@@ -97,6 +98,18 @@ class CudaGraph:
 def _recording_stream(device: int) -> torch.cuda.Stream:
     """Return the stream of a device on which its graphs are recorded; torch's own is of the device that came first."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: the end of an earlier graph among it would break a recording."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

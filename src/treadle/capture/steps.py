@@ -24,7 +24,7 @@ from treadle.engine.block import RunsAhead, StepBlock
 from treadle.engine.hook import listeners
 from treadle.engine.settings import Outcome, Steps
 from treadle.errors import ConfigError
-from treadle.optim.nonfinite import skips_on_device
+from treadle.optim.nonfinite import can_be_recorded
 
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
@@ -65,10 +65,10 @@ def _why_not(engine: Engine) -> str | None:
         return f"the device is {engine.device}; CUDA graphs need a CUDA device"
     if engine.num_ranks > 1:
         return f"there are {engine.num_ranks} ranks, and what they tell each other in a step cannot be captured"
-    if not skips_on_device(engine.optimizer, engine.device):
+    if not can_be_recorded(engine.optimizer, engine.device):
         return (
-            f"{type(engine.optimizer).__name__} cannot leave out a step on the device; build it with fused=True in "
-            "every parameter group"
+            f"the step of {type(engine.optimizer).__name__} cannot be recorded; build it with fused=True, or where "
+            "it has not that, capturable=True, in every parameter group"
         )
     if listening:
         return (
@@ -109,7 +109,8 @@ class CapturedSteps(RunsAhead):
         self._loader: Any = None  # the latest
         self._find: Callable[[], RowGather | None] | None = None  # what that has for whole batches
         self._numbers: dict[str, int] = {}
-        self._flags = engine.guard.late_flags(engine.device) if engine.guard.deferred else None
+        late = engine.guard.deferred or (engine.guard.can_wait and engine.device.type == "cuda")
+        self._flags = engine.guard.late_flags(engine.device) if late else None
 
     def __call__(self, group: Group) -> Outcome:
         """Run one step: by a graph, or eagerly where there is none for the shape of its data yet."""

@@ -1,4 +1,4 @@
-"""Checkpoints: one schema, written whole or not at all, verified when read."""
+"""Checkpoints: one schema, atomic writes, verified reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes of an object that no state dict holds: which of them changed, and how they are written and restored."""
+"""Attributes of an object outside its state dict: detecting, saving and restoring changes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ from treadle.checkpoint.introspection import attributes_of, has_state, set_attri
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, is_plain_object
 from treadle.checkpoint.references import References
 
-_CONTAINERS = (list, dict, set, deque, np.ndarray)  # what changes in place
+_FIXED = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_CONTAINERS = (list, dict, set, deque, np.ndarray)  # types that change in place
 CachedFunction = type(cache(len))
-_SAMPLED = 4096  # elements of an array that a glance compares
+_SAMPLED = 4096  # elements of an array that a quick check compares
 _SAMPLED_ROWS = 64  # items of a container or rows of a table
 
 
 class Attributes:
-    """Attributes of an object as they are now, to be compared with what they become.
+    """Snapshot of an object's attributes, to detect later changes.
 
-    Numbers, texts and random generators are kept; with ``deep`` also tensors, arrays and containers of them. Other
-    attributes are compared by identity. Where one appeared, as a file that is opened late does, what was set beside it
-    may tell that it is open, which is not so in another process: then only numbers and generators are written, and what
-    changes once more.
+    Numbers, strings and random generators are saved; with ``deep`` also tensors, arrays and containers of them. Other
+    attributes are compared by identity. If one of these appears later, such as a file opened lazily, attributes set
+    together with it may record that it is open, which is not true in another process: then only numbers and generators
+    are saved, and attributes that change once more.
 
     Args:
-        owner: any object; None of its attributes is read by its class's own methods. Of a function, the variables that
-            it encloses are its attributes.
-        deep: whether tensors, arrays and containers count.
-        leave_out: names of attributes that do not count.
-        stashes: whether tensors that belong to a graph may appear, as activations that a module remembers do.
-        largest: elements of all tensors of an attribute that is written.
-        known: ids of objects that are kept elsewhere, and are not written as part of this one.
-        tensors: whether those with tensors are written though they have not changed: copies of weights, which another
-            process draws otherwise.
-        references: names of objects to which attributes may refer.
+        owner: any object, whose attributes are read without its class's methods. The attributes of a function are its
+            closure variables.
+        deep: whether to include tensors, arrays and containers.
+        leave_out: names of attributes to ignore.
+        stashes: whether tensors with a graph may appear, such as activations stored by a module.
+        largest: largest total number of tensor elements in an attribute to save.
+        known: ids of objects saved elsewhere, which are not saved as part of this one.
+        tensors: whether to save attributes with tensors even if unchanged: copies of weights, which another process
+            initializes differently.
+        references: named objects that attributes may refer to.
 
     Example:
         >>> class Counter: calls = 0
@@ -85,12 +86,27 @@ class Attributes:
         self._marks = {name: Mark(value) for name, value in held.items() if _may_change(value)}
         self._seen = {name: mark for name, mark in self._marks.items() if self._before[name] is OPAQUE}
         self._functions = {name: value for name, value in held.items() if value is None or callable(value)}
-        self._opened: Mapping[str, Any] | None = None  # the attributes when one was first seen that cannot be written
+        self._fixed = self._all_fixed(held)
+        self._opened: Mapping[str, Any] | None = None  # attributes when an unsavable one was first seen
         self._restored: set[str] = set()
         self._named: set[str] = set()
 
     def _held(self) -> dict[str, Any]:
         return {name: value for name, value in attributes_of(self.owner).items() if name not in self._leave_out}
+
+    def _all_fixed(self, held: Mapping[str, Any]) -> tuple[set[str], list[tuple[str, Any]]] | None:
+        """Return all attribute names, and the attributes that count, if all of these are immutable."""
+        own = getattr(self.owner, "__dict__", None)
+        if type(own) is not dict or attributes_of(self.owner).keys() != own.keys():
+            return None
+        return (set(own), list(held.items())) if all(_is_fixed(value) for value in held.values()) else None
+
+    def _are_as_at_the_start(self) -> bool:
+        """Return whether nothing has changed, by a quick check of immutable values; most modules hold numbers only."""
+        if self._fixed is None:
+            return False
+        (names, held), now = self._fixed, self.owner.__dict__
+        return now.keys() == names and all(now[name] is value for name, value in held)
 
     def _encode(self, name: str, value: Any) -> Any:
         held = self._kinds.get(name) is type(value)
@@ -99,7 +115,7 @@ class Attributes:
         )
 
     def _now(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the attributes that can be written, encoded, and the others."""
+        """Return the attributes that can be saved, encoded, and the others."""
         plain, others = {}, {}
         for name, value in self._held().items():
             mark = self._marks.get(name)
@@ -115,7 +131,7 @@ class Attributes:
         return self._before[name] if name in self._before else encode(getattr(type(self.owner), name, None))
 
     def _differing(self, plain: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes that are not as they were at the start, but for what may tell that a file is open."""
+        """Return the attributes that differ from the start, except those that may record an open file."""
         changed = {name: value for name, value in plain.items() if not same(value, self._start_of(name))}
         if self._writable(others):
             return changed
@@ -128,20 +144,22 @@ class Attributes:
         return moved or name in self._restored or _is_count(self._start_of(name), value)
 
     def _writable(self, others: Mapping[str, Any]) -> bool:
-        """Return whether no attribute has appeared that a checkpoint cannot hold."""
+        """Return whether no unsavable attribute has appeared."""
         return all(self._before.get(name) is OPAQUE or self._is_harmless(value) for name, value in others.items())
 
     def _is_harmless(self, value: Any) -> bool:
         return callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
 
     def changed(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: the attributes that differ, or nothing where they are not all."""
+        """Return the attributes to save: those that differ from the start."""
+        if self._are_as_at_the_start():
+            return {}
         plain, others = self._now()
         kept = {name: value for name, value in plain.items() if _holds_tensor(value)} if self._tensors else {}
         return kept | self._differing(plain, others)
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Set the attributes to values that :meth:`changed` returned, and the others back to the start."""
+        """Set the attributes to values from :meth:`changed`, and reset the others to the start."""
         moved = self._differing(*self._now())
         back = {name: start for name in moved if (start := self._start_of(name)) is not OPAQUE}
         self._restored |= values.keys()
@@ -152,14 +170,14 @@ class Attributes:
         tree = value if self._references is None else self._references.resolved(value)
         held = attributes_of(self.owner).get(name)
         if isinstance(tree, Mapping) and "object" in tree and id(held) in self._known and is_plain_object(held):
-            held = object.__new__(type(held))  # that one is kept elsewhere, and was replaced here
+            held = object.__new__(type(held))  # the original is saved elsewhere and was replaced here
         set_attribute(self.owner, name, decode(tree, held))
 
     @contextlib.contextmanager
     def completing(self, values: Mapping[str, Any]) -> Iterator[None]:
-        """Set, after a block that loads the object's own state, the attributes that the block left alone.
+        """Set, after a block that loads the object's own state, the attributes that the block did not touch.
 
-        What it changed it may have put elsewhere on purpose, to be taken up later.
+        Those that it changed may be pending on purpose, to be used later.
         """
         before, _ = self._now()
         yield
@@ -169,10 +187,12 @@ class Attributes:
                 self._set(name, value)
 
     def lost(self) -> Iterator[str]:
-        """Yield names of attributes that changed since this was last asked and that no checkpoint holds.
+        """Yield names of attributes that changed since the last call and that no checkpoint holds.
 
-        They are containers, tensors, objects with state, iterators, and functions in the place of others.
+        They are containers, tensors, objects with state, iterators, and replaced functions.
         """
+        if self._are_as_at_the_start():
+            return
         plain, others = self._now()
         written = self._differing(plain, others)
         for name, value in plain.items():
@@ -189,17 +209,22 @@ class Attributes:
                 yield name
 
     def _is_another_function(self, name: str, value: Any) -> bool:
-        """Return whether something callable is in the place of what was there, or of a method of the class."""
+        """Return whether a callable replaced an attribute or a method of the class."""
         if not callable(value) or has_state(value):
             return False
         if name in self._functions:
-            before = self._functions[name]  # the same method is another object each time
+            before = self._functions[name]  # a bound method is a new object on each access
             return before is not value and not (isinstance(value, types.MethodType) and before == value)
         return name not in self._before and callable(getattr(type(self.owner), name, None))
 
 
+def _is_fixed(value: Any) -> bool:
+    """Return whether a value is immutable."""
+    return type(value) in _FIXED or (type(value) is tuple and all(type(item) in _FIXED for item in value))
+
+
 def _is_count(before: Any, now: Any) -> bool:
-    """Return whether a value is a number, a generator or a filled container, and was one from the start."""
+    """Return whether a value is and was a number, a generator or a non-empty container."""
     if type(before) is not type(now) or isinstance(now, bool):
         return False
     if isinstance(now, int):
@@ -214,12 +239,12 @@ def _holds_tensor(encoded: Any) -> bool:
 
 
 def _moves_unseen(value: Any) -> bool:
-    """Return whether a value is an iterator, whose place cannot be asked for; a file is none that counts."""
+    """Return whether a value is an iterator, whose position cannot be read; files do not count."""
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def beside(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes that an object's own state does not hold under their names.
+    """Return the attributes that an object's own state lacks.
 
     Example:
         >>> beside({"calls": 2}, {"calls": 2, "rate": 0.1})
@@ -230,11 +255,11 @@ def beside(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Mark:
-    """Note of a value, by which to tell at little cost whether it was replaced or written to since.
+    """Cheap mark of a value, to detect whether it was replaced or modified.
 
     Attributes:
-        tells_all: whether no change escapes it, as of a tensor, which counts its writes; of those through ``.data``
-            elements of it tell.
+        tells_all: whether every change is detected, as for a tensor, which counts its writes; sampled elements reveal
+            writes through ``.data``.
 
     Example:
         >>> values = [1, 2]
@@ -252,7 +277,7 @@ class Mark:
             self._value = lambda: value
 
     def is_of(self, value: Any) -> bool:
-        """Return whether the value is that one, as it was."""
+        """Return whether a value is the marked one, unchanged."""
         return self._value() is value and self._glance == _glance(value)
 
 
@@ -281,18 +306,18 @@ def _few_of(value: Any) -> Any:
 
 
 def is_table(value: Any) -> bool:
-    """Return whether a value is a table or a column of pandas."""
-    root = type(value).__module__.partition(".")[0]  # without the rest since pandas 3
+    """Return whether a value is a pandas DataFrame or Series."""
+    root = type(value).__module__.partition(".")[0]  # pandas 3 dropped the submodule
     return root == "pandas" and type(value).__name__ in ("DataFrame", "Series")
 
 
 def _may_change(value: Any) -> bool:
-    """Return whether a value holds state by its type: a tensor, a container, a cache, an object with a state dict."""
+    """Return whether a value's type can hold state: a tensor, a container, a cache, an object with a state dict."""
     return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or is_table(value) or has_state(value)
 
 
 def _is_stash(value: Any, depth: int = 8) -> bool:
-    """Return whether a value is a tensor that belongs to a graph, or a container of such."""
+    """Return whether a value is a tensor with a graph, or a container of such tensors."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple, deque)):

@@ -1,8 +1,8 @@
-"""The base of a run with adapters: left out of its checkpoints, and known again by its fingerprint.
+"""Frozen base of a run with adapters: left out of its checkpoints and identified by fingerprints.
 
-A model with a ``peft_config`` trains a small part of its weights. Its checkpoints hold whatever may change: every
-weight that is trained, every buffer, and a frozen weight that was changed after all. Of the others they hold one
-fingerprint each, so that going on with another base is refused instead of training a wrong model.
+A model with a ``peft_config`` trains a small part of its weights. Its checkpoints hold everything that may change:
+every trained weight, every buffer, and any frozen weight that changed after all. For the other weights they hold a
+fingerprint, so that resuming with another base is refused instead of training a wrong model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from treadle.errors import CheckpointError
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return dtype, shape and the CRC-32 of a tensor's bytes, the same on every device and however it is sharded.
+    """Return dtype, shape and CRC-32 of a tensor's bytes, independent of its device and sharding.
 
     Example:
         >>> fingerprint(torch.zeros(2, 3))
@@ -35,12 +35,12 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 class FrozenBase:
-    """Weights that a checkpoint may leave out: the frozen ones of a model with adapters, or where asked for.
+    """Weights that a checkpoint may leave out: frozen ones of a model with adapters, or on request.
 
-    Fingerprints are taken when the object is made, and again of a weight only when it was written to.
+    Fingerprints are computed when the object is created, and again only for weights that were written to.
 
     Args:
-        model: wrapped or not, as it is before any training.
+        model: model before training, wrapped or not.
         asked: leave frozen weights out of a model without adapters too.
 
     Example:
@@ -56,7 +56,7 @@ class FrozenBase:
         self._at_start = self._fingerprints(model, _frozen(model)) if self._leaves_out else {}
 
     def unchanged(self, model: nn.Module) -> dict[str, str]:
-        """Return the fingerprints of the weights that are frozen and as they were at the start."""
+        """Return the fingerprints of frozen weights that have not changed."""
         if not self._leaves_out:
             return {}
         now = self._fingerprints(model, _frozen(model) & self._at_start.keys())
@@ -66,14 +66,14 @@ class FrozenBase:
         """Compare the fingerprints of a checkpoint with the weights of a model.
 
         Args:
-            model: wrapped or not.
-            marks: the checkpoint's entry ``base``; None where it holds every weight.
+            model: model, wrapped or not.
+            marks: the checkpoint's entry ``base``; None if it holds every weight.
 
         Returns:
-            The names that the checkpoint leaves out, which may stay as they are.
+            The names that the checkpoint leaves out, whose weights need not be loaded.
 
         Raises:
-            CheckpointError: a weight is missing or another one.
+            CheckpointError: a weight is missing or different.
         """
         marks = marks or {}
         here = self._fingerprints(model, marks.keys())
@@ -100,7 +100,7 @@ class FrozenBase:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by clean name, a tied one under each of its names, as a state dict has it."""
+    """Return the parameters by clean name, tied ones under each of their names, as in a state dict."""
     return {clean_name(name): value for name, value in unwrap(model).named_parameters(remove_duplicate=False)}
 
 
@@ -109,7 +109,7 @@ def _frozen(model: nn.Module) -> set[str]:
 
 
 def without(weights: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return weights but for some.
+    """Return a mapping without some names.
 
     Example:
         >>> without({"a": 1, "b": 2}, {"a"})

@@ -1,4 +1,4 @@
-"""Host memory for copies of a training state, used again by the next save."""
+"""Reusable host memory for copies of a training state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 class HostBuffers:
-    """Memory of the CPU for copies of tensors, reused once the copy before last has given it back.
+    """CPU memory for copies of tensors, reused once the copy before last has released it.
 
     Fresh memory costs several times the copy itself, since the system has to find and clear each page. Copies from a
-    CUDA device go into page-locked memory and run at the speed of the bus.
+    CUDA device go into pinned memory and run at bus speed.
 
     Example:
         >>> buffers = HostBuffers()
@@ -31,7 +31,7 @@ class HostBuffers:
         self._pinning = True
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory; one of a device's tensor is complete after :meth:`ready`."""
+        """Return a copy in host memory; copies of device tensors are complete after :meth:`ready`."""
         if tensor.device.type not in ("cpu", "cuda") or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return tensor.to("cpu", copy=True)  # rare, and not worth a buffer
         key = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type)
@@ -53,26 +53,26 @@ class HostBuffers:
         return torch.empty_like(tensor, device="cpu")
 
     def ready(self) -> None:
-        """Wait for the copies from devices, and let go of memory that this round did not need."""
+        """Wait for the copies from devices, and free memory that this round did not need."""
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._devices.clear()
         self._free.clear()
 
     def reclaim(self) -> None:
-        """Take all memory back: copies that are still referenced will change."""
+        """Reclaim all memory: copies that are still referenced will change."""
         for key, buffer in self._lent:
             self._free.setdefault(key, []).append(buffer)
         self._lent.clear()
 
     def drop(self) -> None:
-        """Let go of all memory."""
+        """Free all memory."""
         self._lent.clear()
         self._free.clear()
 
 
 class LiveTensors(HostBuffers):
-    """Tensors that are copied only where needed: for a save that ends before training continues.
+    """Copies only where needed, for a save that ends before training continues.
 
     Example:
         >>> weight, part = torch.ones(3), torch.ones(3)[:2]
@@ -81,15 +81,15 @@ class LiveTensors(HostBuffers):
     """
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the CPU that fills its memory as it is, and a copy of any other."""
+        """Return a CPU tensor that spans its whole storage unchanged, and a copy of any other."""
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return tensor.to("cpu", copy=True)
         is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        return tensor if is_whole else tensor.to("cpu", copy=True)  # of a part, torch.save would write the whole
+        return tensor if is_whole else tensor.to("cpu", copy=True)  # torch.save writes the whole storage of a view
 
 
 class NoBuffers(HostBuffers):
-    """Buffers that copy nothing: for a rank that takes part in making a state and writes none of it.
+    """Buffers that copy nothing, for a rank that takes part in collecting a state but does not write.
 
     Example:
         >>> NoBuffers().copy(torch.ones(3)).device.type
@@ -97,5 +97,5 @@ class NoBuffers(HostBuffers):
     """
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without memory."""
+        """Return a meta tensor."""
         return torch.empty_like(tensor, device="meta")

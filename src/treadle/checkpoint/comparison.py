@@ -1,4 +1,4 @@
-"""Comparison of plain trees and of tensors: to the bit, in words, and by fingerprint."""
+"""Comparison of plain trees and tensors: bitwise, described in words, and by digest."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 SCALARS = frozenset((bool, int, float, str, type(None)))
-_SAMPLED = 4096  # elements of a tensor that a sample holds
+_SAMPLED = 4096  # elements of a tensor in a sample
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two plain trees are equal to the bit: kinds, keys, and tensors with their dtypes; NaN is NaN.
+    """Return whether two plain trees are bitwise equal: types, keys, tensors with their dtypes; NaN equals NaN.
 
     Example:
         >>> same({"a": [1.0, torch.ones(1)]}, {"a": [1.0, torch.ones(1)]}), same(1, 1.0)
@@ -25,7 +25,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the paths at which two plain trees differ, each with the difference in words."""
+    """Yield the paths at which two plain trees differ, each with a description of the difference."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.dtype != other.dtype:
             yield path, f"{one.dtype} and {other.dtype}"
@@ -55,13 +55,13 @@ def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _equal_scalars(one: Any, other: Any) -> bool:
-    """Return True if two lists of scalars are equal, at the speed of C; False leaves it open."""
+    """Return True if two lists of scalars are equal, at C speed; False is inconclusive."""
     kinds = list(map(type, one))
     return SCALARS.issuperset(kinds) and kinds == list(map(type, other)) and list(one) == list(other)
 
 
 def _equal_dicts_of_scalars(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
-    """Return True if two dicts have equal scalars in one order, at the speed of C; False leaves it open."""
+    """Return True if two dicts have equal scalars in the same order, at C speed; False is inconclusive."""
     return list(one) == list(other) and _equal_scalars(list(one.values()), list(other.values()))
 
 
@@ -70,7 +70,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def digest(tree: Any) -> str:
-    """Return a fingerprint of a plain tree, to compare it with those of other processes.
+    """Return a digest of a plain tree, for comparison between processes.
 
     Example:
         >>> digest({"a": [1, torch.ones(1)]}) == digest({"a": [1, torch.zeros(1)]})
@@ -94,7 +94,7 @@ def digest(tree: Any) -> str:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape hold the same numbers, on any device; NaN equals NaN."""
+    """Return whether two tensors of the same dtype and shape are equal, on any devices; NaN equals NaN."""
     one, other = one.detach(), other.detach().to(one.device)
     if one.is_sparse or other.is_sparse:
         one, other = one.to_dense(), other.to_dense()
@@ -105,9 +105,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def sample(tensor: Tensor, count: int = _SAMPLED) -> Any:
-    """Return bytes of some elements of a tensor, of all of a small one; None where it has no memory to read.
+    """Return the bytes of some elements of a tensor, or of all of a small one; None if it has no data.
 
-    What is written through ``.data`` changes them, and no counter of the tensor.
+    Writes through ``.data`` change them, but not the tensor's version counter.
 
     Example:
         >>> sample(torch.ones(2)) == sample(torch.ones(2)), sample(torch.ones(1, device="meta"))

@@ -1,4 +1,4 @@
-"""Values of users that are neither numbers nor containers, as plain trees: enums, dates, dtypes, records, objects."""
+"""Plain-tree encoding of values other than numbers and containers: enums, dates, dtypes, records, objects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FROM_TEXT = {name: back for name, _, back in _AS_TEXT.values()}
 
 
 def encode_constant(value: Any) -> Any:
-    """Return an immutable value as a tree of one key, or None where it is of no kind that is known.
+    """Return an immutable value as a tree with one key, or None if its type is not supported.
 
     Example:
         >>> encode_constant(torch.float16), encode_constant(b"a"), encode_constant(print)
@@ -50,7 +50,7 @@ def encode_constant(value: Any) -> Any:
         return {"path": str(value)}
     if isinstance(value, np.dtype) and value.names is None and not value.hasobject:
         return {"numpy_dtype": value.str}
-    if isinstance(value, enum.Flag):  # several of them together have no name
+    if isinstance(value, enum.Flag):  # a combination of flags has no name
         return {"flag": int(value.value), "of": class_path(type(value))}
     if isinstance(value, enum.Enum) and value.name is not None:
         return {"enum": value.name, "of": class_path(type(value))}
@@ -58,11 +58,11 @@ def encode_constant(value: Any) -> Any:
 
 
 def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
-    """Return the value that :func:`encode_constant` was given.
+    """Invert :func:`encode_constant`.
 
     Args:
-        value: what it returned.
-        held: the value now in its place, whose class is taken where it has that name.
+        value: the encoded tree.
+        held: current value, whose class is used if its name matches.
 
     Example:
         >>> decode_constant({"range": [0, 3, 1]}, None)
@@ -84,7 +84,7 @@ CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum", "flag", "numpy_dtype"))
 
 
 def class_path(kind: type) -> str:
-    """Return the module and the name of a class, by which :func:`class_at` finds it.
+    """Return the module and the name of a class, as :func:`class_at` expects them.
 
     Example:
         >>> class_path(Path)
@@ -94,7 +94,7 @@ def class_path(kind: type) -> str:
 
 
 def has_path(kind: type) -> bool:
-    """Return whether a class is found by its module and name: one that was made in a function is not.
+    """Return whether a class can be found by its module and name, unlike one defined in a function.
 
     Example:
         >>> has_path(Path)
@@ -104,10 +104,10 @@ def has_path(kind: type) -> bool:
 
 
 def class_at(path: str, held: Any = None) -> Any:
-    """Return a class of a module that is imported, or that of ``held`` where it is of the same name.
+    """Return a class of an imported module, or the class of ``held`` if its name matches.
 
     Raises:
-        CheckpointError: there is none; nothing is imported for a checkpoint.
+        CheckpointError: there is no such class; loading a checkpoint imports nothing.
     """
     if held is not None and type(held).__qualname__ == path.partition(":")[2]:
         return type(held)

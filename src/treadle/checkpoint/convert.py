@@ -1,4 +1,4 @@
-"""A checkpoint as a single file or as a folder of shards, the one from the other, with every tensor to the bit."""
+"""Conversion of checkpoints between single files and folders of shards, exact to the bit."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def convert_checkpoint(
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Path:
-    """Write the whole training state of a checkpoint in the other form; a run resumes from either.
+    """Write the whole training state of a checkpoint in the other format; a run resumes from either.
 
     Args:
-        source: a file, a folder of shards, or a run folder, whose newest intact checkpoint counts.
+        source: a file, a folder of shards, or a run folder, whose newest intact checkpoint is used.
         to: ``"file"``: one file; ``"folder"``: a folder of shards.
-        out: what to write; None: in a folder ``export`` beside the checkpoint.
+        out: the output path; None: in a folder ``export`` next to the checkpoint.
         force: replace an existing file.
 
     Returns:
-        What was written.
+        The path that was written.
 
     Raises:
-        ConfigError: there is no such source, or ``out`` is there already.
-        CheckpointError: the source cannot be used or is no checkpoint of treadle, or the target cannot be written.
+        ConfigError: there is no such source, or ``out`` already exists.
+        CheckpointError: the source cannot be used or is not a checkpoint of treadle, or the target cannot be written.
 
     Example:
         >>> save_checkpoint({"format": {"name": "treadle", "version": 1}, "model": {}}, "last.pt").name

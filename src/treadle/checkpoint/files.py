@@ -1,4 +1,4 @@
-"""Whole files or none: staged beside the target, flushed, renamed, and the folder synced.
+"""Atomic file writes: staged next to the target, flushed, renamed, and the folder synced.
 
 A crash at any point leaves the old file or the new one. The staged file is in the target's folder, so the
 rename never crosses a file system. System calls go through ``os``, where the tests count every one of them.
@@ -30,11 +30,11 @@ EXPORTED = "pretrained"
 TRIAL = ".trial"
 """End of the name of a link that tries whether a folder can hold links."""
 _CHUNK = 1 << 20  # bytes
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # network and FUSE file systems
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS}  # raised by network and FUSE file systems
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, each durable: a power loss after a save must not take the folder away."""
+    """Create a folder and its parents durably, so that a power loss after a save cannot remove them."""
     missing = []
     while not os.path.isdir(folder):
         missing.append(folder)
@@ -48,7 +48,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and unlinks in a folder durable, where the platform can."""
+    """Make renames and unlinks in a folder durable, where the platform supports it."""
     if os.name == "nt":  # a directory cannot be opened for fsync there
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -63,7 +63,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def reported(target: Path | str) -> Iterator[None]:
-    """Turn whatever goes wrong while a file is written into a CheckpointError of one clear line."""
+    """Turn any error while a file is written into a CheckpointError of one clear line."""
     try:
         yield
     except CheckpointError:
@@ -86,16 +86,16 @@ def _system_error(error: BaseException) -> BaseException:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a message, shortened; torch's have pages."""
+    """Return the first line of a message, shortened; those of torch span pages."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Give a temporary path beside ``target`` and rename it over ``target`` when the block succeeds.
+    """Yield a temporary path next to ``target`` and rename it over ``target`` if the block succeeds.
 
-    The block must leave a flushed and fsynced file. Temporary files that a killed process left are removed.
+    The block must leave a flushed and fsynced file. Temporary files left by killed processes are removed.
     """
     with _lock_of(target):
         _remove_stale(target)
@@ -107,7 +107,7 @@ def replacing(target: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        with contextlib.suppress(OSError):  # a rename between two names of one file does nothing and leaves both
+        with contextlib.suppress(OSError):  # a rename between two names of one file is a no-op and leaves both
             os.unlink(temporary)
         _confirm(target)
 
@@ -116,8 +116,8 @@ _locks: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDic
 
 
 def _lock_of(target: Path) -> Any:
-    """Return the lock of a file that two threads of this process may write, such as two background writers."""
-    key = (os.getpid(), os.path.abspath(target))  # a forked process gets locks that nobody holds
+    """Return the lock of a file that several threads of this process may write."""
+    key = (os.getpid(), os.path.abspath(target))  # a forked process gets unlocked locks
     return _locks.setdefault(key, threading.RLock())
 
 
@@ -137,7 +137,7 @@ def _remove_stale(target: Path) -> None:
 
 
 def remove_leftover(leftover: Path) -> None:
-    """Remove a temporary file or folder unless a living process of this machine may be writing it."""
+    """Remove a temporary file or folder unless a live process on this machine may be writing it."""
     owner = leftover.name.removesuffix(TEMPORARY).rsplit(".", 1)[-1]
     if owner.isdecimal() and int(owner) != os.getpid() and process_lives(int(owner)):
         return
@@ -147,10 +147,10 @@ def remove_leftover(leftover: Path) -> None:
 
 @contextlib.contextmanager
 def replacing_folder(target: Path) -> Iterator[Path]:
-    """Give an empty temporary folder and put it in the place of ``target``, synced, when the block succeeds.
+    """Yield an empty temporary folder and, if the block succeeds, sync it and replace ``target`` with it.
 
-    No system call puts a folder over another one. The old one steps aside for a moment as ``.NAME.old``; if a crash
-    falls into that moment, the next call puts it back first.
+    No system call replaces a folder. The old one is briefly renamed to ``.NAME.old``; if a crash happens at that
+    moment, the next call restores it first.
     """
     aside = _aside(target)
     make_folder(target.parent)
@@ -180,7 +180,7 @@ def _aside(target: Path) -> Path:
 
 
 def settle(target: Path) -> None:
-    """End a replacement of a folder that was cut off: put the old one back, or remove it if the new one is there."""
+    """Finish an interrupted replacement of a folder: restore the old one, or remove it if the new one exists."""
     aside = _aside(target)
     if aside.exists() and not target.exists():
         os.rename(aside, target)
@@ -188,7 +188,7 @@ def settle(target: Path) -> None:
 
 
 def _remove_tree(folder: Path) -> None:
-    """Remove a folder with all that is in it, or a link to one; none is there: nothing to do."""
+    """Remove a folder and its contents, or a link to one; a no-op if there is none."""
     if folder.is_symlink():
         os.unlink(folder)
     elif folder.exists():
@@ -204,7 +204,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def process_lives(pid: int) -> bool:
-    """Return whether a process of this machine has the number.
+    """Return whether a process on this machine has the PID.
 
     Example:
         >>> process_lives(os.getpid())
@@ -220,7 +220,7 @@ def process_lives(pid: int) -> bool:
 
 
 def write_bytes(write: Callable[[BinaryIO], Any], path: str | os.PathLike[str]) -> Path:
-    """Write a file atomically with what ``write`` puts into it."""
+    """Write a file atomically with the content that ``write`` produces."""
     target = Path(path)
     with reported(target):
         make_folder(target.parent)
@@ -244,9 +244,9 @@ def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
 
 
 def point_to(target: Path, name: str) -> Path:
-    """Make ``name``, beside ``target``, a symbolic link to it, atomically; where there are none, a second name.
+    """Make ``name``, next to ``target``, a symbolic link to it, atomically; a hard link without symbolic links.
 
-    A folder cannot have a second name: without symbolic links it goes without.
+    A folder cannot be hard-linked: without symbolic links it gets no second name.
     """
     link = target.with_name(name)
     with reported(link):
@@ -255,21 +255,21 @@ def point_to(target: Path, name: str) -> Path:
         with replacing(link) as temporary:
             try:
                 os.symlink(target.name, temporary)
-            except OSError:  # a file system without symbolic links
+            except OSError:  # no symbolic links on this file system
                 _give_second_name(target, temporary)
     return link
 
 
 def name_also(target: Path, link: Path) -> None:
-    """Make a symbolic link in another folder point to a file; where that is not possible, there is none.
+    """Point a symbolic link in another folder to a file; a no-op where links are not supported.
 
     Args:
         target: the file.
-        link: made with its folder, or moved.
+        link: the link, created with its folder, or moved.
     """
     relative = os.path.relpath(target, link.parent)
     lock = _lock_of(link)
-    if not lock.acquire(blocking=False):  # another writer owns it and is writing
+    if not lock.acquire(blocking=False):  # another writer holds it and is writing
         return
     try:
         with contextlib.suppress(OSError):
@@ -285,10 +285,10 @@ def name_also(target: Path, link: Path) -> None:
 
 
 def remove_link(link: Path) -> None:
-    """Remove a link that may be there.
+    """Remove a link if it exists.
 
     Raises:
-        CheckpointError: it is there and cannot be removed.
+        CheckpointError: the link cannot be removed.
     """
     if os.path.lexists(link):
         with reported(link):
@@ -309,7 +309,7 @@ def _can_link(link: Path) -> bool:
 
 
 def copy_file(source: Path, name: Path) -> None:
-    """Copy a file whole onto the disk, with its write time."""
+    """Copy a file to disk with its modification time, synced."""
     shutil.copyfile(source, name)
     written = os.stat(source)
     os.utime(name, ns=(written.st_atime_ns, written.st_mtime_ns))
@@ -318,7 +318,7 @@ def copy_file(source: Path, name: Path) -> None:
 
 
 def same_contents(one: Path, other: Path) -> bool:
-    """Return whether two files hold the same bytes; read both.
+    """Return whether two files hold the same bytes, by reading both.
 
     Example:
         >>> same_contents(Path(__file__), Path(__file__))
@@ -334,5 +334,5 @@ def same_contents(one: Path, other: Path) -> bool:
 def _give_second_name(source: Path, name: Path) -> None:
     try:
         os.link(source, name)
-    except OSError:  # nor hard ones
+    except OSError:  # no hard links either
         copy_file(source, name)

@@ -1,4 +1,4 @@
-"""The nearest earlier state: which checkpoint of a folder to go back to."""
+"""Search for the nearest earlier state among the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 def stamp_of(path: Path) -> tuple[str, int, int]:
-    """Return a key that differs between a file and a later one of the same name."""
+    """Return a key that distinguishes a file from later ones of the same name."""
     described = (path / MARKER if path.is_dir() else path).stat()
     return str(path.resolve()), described.st_ino, described.st_mtime_ns
 
 
 def states_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, files and folders of shards, each once; no states that were put aside.
+    """Return the checkpoints of a folder, files and folders of shards, each once, without states moved aside.
 
     Example:
         >>> states_in(Path("no_such_folder"))
@@ -41,16 +41,16 @@ def nearest_state(
     without: Collection[tuple[str, int, int]] = (),
     load: Callable[[Path], dict[str, Any]] = load_checkpoint,
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint with the largest step up to ``at_most``, and its tree; damaged ones are named.
+    """Return the checkpoint with the largest step up to ``at_most``, and its tree; damaged ones are reported.
 
     Args:
-        folder: is only read.
+        folder: the folder, which is only read.
         at_most: attempted steps.
-        without: stamps of checkpoints that do not count.
-        load: reads one.
+        without: stamps of checkpoints to ignore.
+        load: reads a checkpoint.
 
     Returns:
-        (path, tree), or None where there is none.
+        (path, tree), or None if there is none.
     """
     best: tuple[Path, dict[str, Any]] | None = None
     numbered, others = [], []
@@ -59,7 +59,7 @@ def nearest_state(
         if stamp_of(path) in without or (digits is not None and int(digits[1]) > at_most):
             continue
         numbered.append((int(digits[1]), path)) if digits is not None else others.append(path)
-    # Files without a number in their name have to be opened; of the numbered ones, only the first that is intact.
+    # Files without a number in their name must be opened; of the numbered ones, only the first intact one.
     for path in others:
         found = _opened(path, at_most, load)
         if found is not None and (best is None or _step(found[1]) > _step(best[1])):

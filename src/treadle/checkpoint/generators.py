@@ -1,4 +1,4 @@
-"""States of random generators of torch, NumPy and Python as plain values."""
+"""States of torch, NumPy and Python random generators as plain values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 def generator_like(state: Any) -> Any:
-    """Return a new generator of the kind that a state is of."""
+    """Return a new generator of the type that a state belongs to."""
     if isinstance(state, Tensor):
         return torch.Generator()
     if isinstance(state, list):
@@ -47,7 +47,7 @@ def _without_arrays(state: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Set a generator to a state that :func:`state_of` returned."""
+    """Set a generator to a state from :func:`state_of`."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

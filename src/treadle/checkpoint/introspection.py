@@ -1,4 +1,4 @@
-"""Attributes of any object, by name: of instances, of slots, of what a function encloses; and whose the object is."""
+"""Attributes of any object by name (instances, slots, closures), and whether the object is the user's."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LIBRARIES = frozenset({
 
 
 class Named:
-    """Values under names, which are read and set as the attributes of an object are."""
+    """Named values that are read and set like the attributes of an object."""
 
     def values(self) -> dict[str, Any]:
-        """Return the values as they are now."""
+        """Return the current values."""
         raise NotImplementedError
 
     def set(self, name: str, value: Any) -> None:
-        """Set one of them."""
+        """Set a value."""
         raise NotImplementedError
 
 
 def offered(owner: Any, name: str) -> Any:
-    """Return an attribute of an object, or None: a dict with attribute access may raise KeyError for it.
+    """Return an attribute or None, also for a dict with attribute access that raises KeyError.
 
     Example:
         >>> class Settings(dict): __getattr__ = dict.__getitem__
@@ -46,7 +46,7 @@ def offered(owner: Any, name: str) -> Any:
 
 
 def has_state(owner: Any) -> bool:
-    """Return whether an object offers ``state_dict()`` without arguments and ``load_state_dict()``; a class does not.
+    """Return whether an object has ``state_dict()`` without arguments and ``load_state_dict()``; not for classes.
 
     Example:
         >>> from torch import nn
@@ -62,7 +62,7 @@ def has_state(owner: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _wants_nothing(function: Any, is_bound: bool) -> bool:
-    """Return whether a function or method needs no argument: the ``state_dict`` of litdata's data sets needs three."""
+    """Return whether a callable needs no arguments; the ``state_dict`` of litdata's data sets needs three."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[int(is_bound) :]
     except (TypeError, ValueError):
@@ -72,7 +72,7 @@ def _wants_nothing(function: Any, is_bound: bool) -> bool:
 
 
 def attributes_of(owner: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, those in ``__slots__`` too; of a function, what it encloses.
+    """Return the attributes of an object by name, including ``__slots__``; for a function, its closure variables.
 
     Example:
         >>> def made(count): return lambda: count
@@ -95,7 +95,7 @@ def attributes_of(owner: Any) -> dict[str, Any]:
 
 
 def is_empty(cell: Any) -> bool:
-    """Return whether the variable of a cell is not bound yet."""
+    """Return whether a closure cell is unbound."""
     try:
         cell.cell_contents  # noqa: B018  (raises where the variable is not bound yet)
     except ValueError:
@@ -104,7 +104,7 @@ def is_empty(cell: Any) -> bool:
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of an object, or a variable that a function encloses.
+    """Set an attribute of an object, or a closure variable of a function.
 
     Example:
         >>> def made(count): return lambda: count
@@ -124,14 +124,14 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
 
 def _set_on_object(owner: Any, name: str, value: Any) -> None:
     own = type(owner).__setattr__
-    if isinstance(own, types.FunctionType) and is_users_class(own):  # of a frozen dataclass, or what keeps it elsewhere
+    if isinstance(own, types.FunctionType) and is_users_class(own):  # frozen, or stored elsewhere
         object.__setattr__(owner, name, value)
     else:
         setattr(owner, name, value)
 
 
 def _set_in_partial(owner: partial[Any], name: str, value: Any) -> None:
-    """Set an argument that a partial holds, or an attribute of it."""
+    """Set an argument or an attribute of a partial."""
     if name in owner.keywords:
         owner.keywords[name] = value
     elif name in vars(owner):
@@ -146,7 +146,7 @@ def _as_names(slots: Any) -> tuple[str, ...]:
 
 
 def behind(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that something callable calls, with what leads to them: of methods, partials, weak references.
+    """Yield the objects behind a callable, with their paths: of methods, partials, weak references.
 
     Example:
         >>> [name for name, _ in behind(partial(print, [1], end=[2]))]
@@ -163,7 +163,7 @@ def behind(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def is_of_a_run(value: Any) -> bool:
-    """Return whether a value is an engine or a trainer, this one or another: its state is a separate checkpoint.
+    """Return whether a value is any engine or trainer, whose state is a separate checkpoint.
 
     Example:
         >>> is_of_a_run(3)
@@ -173,7 +173,7 @@ def is_of_a_run(value: Any) -> bool:
 
 
 def is_users(owner: Any) -> bool:
-    """Return whether an object is of a class, or is a function, that may be the user's: of no well-known library.
+    """Return whether an object's class, or a function, may be the user's: not from a well-known library.
 
     Example:
         >>> is_users(3), is_users(print)
@@ -194,7 +194,7 @@ def is_users_class(kind: Any) -> bool:
 
 
 def names_used_by(function: types.FunctionType) -> Iterator[str]:
-    """Yield the names that a function uses, those of functions inside it included."""
+    """Yield the names that a function uses, including nested functions."""
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()

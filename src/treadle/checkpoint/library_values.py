@@ -1,4 +1,4 @@
-"""Values of the standard library and of NumPy as plain trees, iterators too, beyond numbers and containers."""
+"""Plain-tree encoding of values of the standard library and NumPy, including iterators."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LIBRARY_VALUES = frozenset(
 
 
 def is_library_value(value: Any) -> bool:
-    """Return whether a value is of a kind that is written, or an iterator, which is written or named.
+    """Return whether a value is of a supported type, or an iterator, which is saved or reported.
 
     Example:
         >>> is_library_value(array.array("i")), is_library_value(io)
@@ -58,12 +58,12 @@ def is_library_value(value: Any) -> bool:
 
 
 def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) -> Any:
-    """Return a value as a tree, ``opaque`` where a part of it has none, and None where it is of another kind.
+    """Return a value as a tree, ``opaque`` if a part cannot be encoded, or None for other types.
 
     Args:
-        value: any.
-        encode: applied to its parts.
-        opaque: what ``encode`` returns for a value that cannot be written.
+        value: any value.
+        encode: encodes its parts.
+        opaque: result of ``encode`` for a value that cannot be saved.
 
     Example:
         >>> encode_library_value(array.array("i", [1, 2]), lambda part: part, "opaque")["arguments"]
@@ -88,7 +88,7 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
     if type(value) not in (*_KINDS, *_ITERATORS):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, which Python 3.14 no longer reduces
+        warnings.simplefilter("ignore", DeprecationWarning)  # from itertools, which Python 3.14 can no longer pickle
         try:
             function, given, state = (*value.__reduce_ex__(2), None)[:3]
         except TypeError:
@@ -120,12 +120,12 @@ def _encoded_array(value: Any, encode: Callable[[Any], Any], opaque: Any, *, is_
 
 
 def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any], held: Any) -> Any:
-    """Return the value that :func:`encode_library_value` was given.
+    """Invert :func:`encode_library_value`.
 
     Args:
         value: what it returned.
-        decode: applied to its parts.
-        held: what is in its place now; an array of the same form is filled.
+        decode: decodes its parts.
+        held: current value; an array of the same form is filled in place.
     """
     (kind, inner), *_ = value.items()
     if kind == "masked":
@@ -176,7 +176,7 @@ def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) 
 
 
 def _shared(content: bytes, held: Any) -> Any:
-    """Fill a value that processes share, which only its own process can make."""
+    """Fill a value shared between processes, which only its own process can create."""
     if isinstance(held, SynchronizedBase) and len(bytes(held.get_obj())) == len(content):
         with held.get_lock():
             ctypes.memmove(ctypes.addressof(held.get_obj()), content, len(content))
@@ -184,7 +184,7 @@ def _shared(content: bytes, held: Any) -> Any:
 
 
 def _viewed(content: bytes, form: str, held: Any) -> Any:
-    """Fill the memory of a view that is there; else return a view of new memory."""
+    """Fill the memory of an existing view; else return a view of new memory."""
     is_same = isinstance(held, memoryview) and held.contiguous and not held.readonly and held.nbytes == len(content)
     if is_same and held.format == form:
         held.cast("B")[:] = content
@@ -193,7 +193,7 @@ def _viewed(content: bytes, form: str, held: Any) -> Any:
 
 
 def _filled(held: Any, made: Any) -> Any:
-    """Fill an array or a namespace that is there, which others may hold too; else return the new value."""
+    """Fill an existing array or namespace in place, since others may refer to it; else return the new value."""
     if type(held) is not type(made):
         return made
     if isinstance(made, NAMESPACES):

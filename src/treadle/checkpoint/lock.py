@@ -1,14 +1,13 @@
-"""One process per run folder: a lock that names its holder and dies with it.
+"""Lock that allows one process per run folder, names its holder and ends with it.
 
-The lock is ``flock`` on a small file in the folder, held open for the run. The system drops it when the process
-ends, however it ends, so a file that is left behind hinders nobody. Three things could keep it alive or take it away
-wrongly:
+The lock is an ``flock`` on a small file in the folder, held open during the run. The system drops it when the process
+ends, for whatever reason, so a leftover file blocks nobody. Three cases could keep or drop it wrongly:
 
-- Forked data workers share the open file, and would keep the lock for seconds after their parent was killed. Each
-  child closes its copy at once. (Closing a copy does not unlock; unlocking in the child would.)
-- The file is removed at the end, so a waiting process may hold the lock of a file that no longer has the name: it
-  looks again after locking.
-- A process that was just killed may still be on its way out: a refusal is tried again for a second.
+- Forked data workers share the open file, and would keep the lock for seconds after their parent is killed. Each child
+closes its copy at once. (Closing a copy does not unlock; unlocking in the child would.)
+- The file is removed at the end, so a waiting process may lock a file that no longer has the name: it checks again
+after locking.
+- A process that was just killed may still be exiting: a refused lock is retried for a second.
 
 Within one process the lock is shared: a second trainer may resume where a first one failed.
 """
@@ -32,7 +31,7 @@ from treadle.errors import CheckpointError
 
 try:
     import fcntl
-except ImportError:  # not on this platform
+except ImportError:  # not available on this platform
     fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger("treadle.checkpoint")
@@ -45,7 +44,7 @@ _warned: set[str] = set()
 
 
 class _Held:
-    """A lock of this process, and how many of its runs share it."""
+    """Lock of this process, with the number of runs sharing it."""
 
     def __init__(self, descriptor: int | None):
         self.descriptor = descriptor
@@ -53,7 +52,7 @@ class _Held:
 
 
 class _Occupied(Exception):
-    """Another process holds the lock; carries its description."""
+    """Error that another process holds the lock, with its description."""
 
 
 class RunLock:
@@ -63,10 +62,10 @@ class RunLock:
         self._key: str | None = None
 
     def take(self, folder: str | os.PathLike[str]) -> None:
-        """Take the folder, making it if it is not there; once taken, taking it again does nothing.
+        """Lock the folder, creating it if needed; a no-op if already locked.
 
         Raises:
-            CheckpointError: another process holds it, named with its number and machine, or it cannot be written.
+            CheckpointError: another process, named with PID and host, holds the lock, or the folder is not writable.
         """
         key = os.path.realpath(folder)
         with _guard:
@@ -81,7 +80,7 @@ class RunLock:
             self._key = key
 
     def release(self) -> None:
-        """Give the folder back; without a lock it does nothing."""
+        """Release the folder; a no-op without a lock."""
         with _guard:
             held = None if self._key is None else _held.get(self._key)
             if held is not None and self._key is not None:
@@ -93,9 +92,9 @@ class RunLock:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves left in a folder that this process holds, and in the folders directly in it.
+    """Remove leftovers of killed saves in a folder that this process has locked, and in its direct subfolders.
 
-    A folder in it that another run holds is left alone, and so is what a living process may still be writing.
+    Subfolders locked by another run, and files that a live process may still be writing, are left alone.
     """
     try:
         inside = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
@@ -109,16 +108,16 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the temporary files, folders and links of saves directly in a folder."""
+    """Return temporary files, folders and links of saves directly in a folder."""
     return [*folder.glob(f".*{TEMPORARY}"), *folder.glob(f".*{TRIAL}")]
 
 
 @contextlib.contextmanager
 def run_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold a run folder inside the block.
+    """Lock a run folder inside the block.
 
     Raises:
-        CheckpointError: another process holds it, or it cannot be written.
+        CheckpointError: another process holds the lock, or the folder is not writable.
 
     Example:
         >>> with run_lock("run"):
@@ -134,10 +133,10 @@ def run_lock(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_free(folder: str | os.PathLike[str]) -> None:
-    """Raise if another process holds the folder now; take nothing and make no file.
+    """Raise if another process holds the lock of a folder; takes no lock and creates no file.
 
     Raises:
-        CheckpointError: it does, named with its number and machine.
+        CheckpointError: another process, named with PID and host, holds the lock.
     """
     path = Path(folder) / LOCK_NAME
     with _guard:
@@ -152,9 +151,9 @@ def check_free(folder: str | os.PathLike[str]) -> None:
 
 
 def holder(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return ``pid``, ``host`` and ``since`` of the process that holds a folder; {} if unknown, None if free.
+    """Return ``pid``, ``host`` and ``since`` of the process that holds the lock; {} if unknown, None if free.
 
-    Takes nothing, makes no file and does not wait.
+    Takes no lock, creates no file and does not wait.
 
     Example:
         >>> holder("run") is None
@@ -169,7 +168,7 @@ def holder(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
 def _is_occupied(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:  # gone meanwhile, or not ours to open; taking the lock will say so
+    except OSError:  # removed meanwhile, or not readable; taking the lock will raise
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -178,7 +177,7 @@ def _is_occupied(path: Path) -> bool:
     except OSError:
         return False
     else:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # at once, also for a child that was forked in between
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # immediate, even if a child was forked meanwhile
         return False
     finally:
         os.close(descriptor)
@@ -204,7 +203,7 @@ def _lock_patiently(folder: Path) -> int | None:
 
 
 def _lock(path: Path) -> int | None:
-    """Return the descriptor that holds the lock, or None where the file system knows no locks."""
+    """Return the descriptor that holds the lock, or None if the file system does not support locks."""
     if fcntl is None:
         _go_without(path, "this platform has no file locks")
         return None
@@ -243,7 +242,7 @@ def _still_has_its_name(descriptor: int, path: Path) -> bool:
 
 def _describe(descriptor: int) -> None:
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
-    with contextlib.suppress(OSError):  # a full disk: the lock holds, only its message is poorer
+    with contextlib.suppress(OSError):  # a full disk: the lock holds, only its message has less detail
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
 
@@ -252,7 +251,7 @@ def _description(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {"pid": int(found["pid"]), "host": str(found["host"])[:80], "since": str(found["since"])[:40]}
-    except (OSError, ValueError, KeyError, TypeError):  # it has just been made
+    except (OSError, ValueError, KeyError, TypeError):  # just created, still empty
         return {}
 
 
@@ -300,7 +299,7 @@ def _remember_to_close_in_children() -> None:
 
 def _close_in_child() -> None:
     global _guard
-    _guard = threading.RLock()  # another thread of the parent may have held it
+    _guard = threading.RLock()  # a thread of the parent may have held it
     for held in _held.values():
         if held.descriptor is not None:
             with contextlib.suppress(OSError):

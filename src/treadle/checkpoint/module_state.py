@@ -1,4 +1,4 @@
-"""State of a model that its state dict does not hold: trainable flags, modes, other buffers, plain attributes."""
+"""State of a model outside its state dict: trainable flags, modes, non-persistent buffers, plain attributes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from treadle.distributed import is_dtensor, unwrap
 from treadle.distributed.state_names import clean_name
 
 _OF_EVERY_MODULE = (*vars(nn.Module()), "_is_full_backward_hook", "_version", "_forward_module")
-_LARGEST = 1_000_000  # elements of a plain tensor attribute that counts as state
-_LARGEST_THAT_APPEARS = 65_536  # of one that was not there at the start, or in a container: it may be any activation
+_LARGEST = 1_000_000  # largest plain tensor attribute that counts as state, in elements
+_LARGEST_THAT_APPEARS = 65_536  # of a later attribute or one in a container, which may be an activation
 
 
 class ModuleState:
-    """Changes to a model since it was built that no state dict holds.
+    """Changes to a model since it was built that are not in its state dict.
 
     Attributes:
         built_frozen: names of the parameters that did not require gradients when the run was prepared.
@@ -44,16 +44,16 @@ class ModuleState:
         self._attributes = {name: _attributes_of(module, references) for name, module in named.items()}
         self._tensors = {path: Mark(value) for path, (_, value) in _other_tensors(named).items()}
         self._shapes = {path: value.shape for path, (_, value) in _other_tensors(named).items()}
-        self._trained_eval: list[str] | None = None  # modules in eval mode after train(), during a run
-        self._pending_eval: list[str] | None = None  # those of a checkpoint, or of the end of the last run
+        self._trained_eval: list[str] | None = None  # modules that train() leaves in eval mode, during a run
+        self._pending_eval: list[str] | None = None  # those from a checkpoint, or from the end of the last run
 
     # -- modes ----------------------------------------------------------------------------------------------------
 
     def begin(self, model: nn.Module) -> list[str]:
-        """Put every module into training mode, but for those that a hook had put into eval mode while it trained.
+        """Put every module into training mode, except those that a hook put into eval mode during training.
 
         Returns:
-            The names of the modules that stay in eval mode for that reason.
+            The names of the modules that stay in eval mode.
         """
         model.train()
         self._trained_eval = _eval_names(model)
@@ -63,7 +63,7 @@ class ModuleState:
         return self._pending_eval
 
     def end(self, model: nn.Module) -> None:
-        """Keep the modes for the next run of the same objects."""
+        """Keep the modes for the next run with the same objects."""
         if self._trained_eval is not None:
             self._pending_eval = self._changed_modes(model)
             self._trained_eval = None
@@ -77,7 +77,7 @@ class ModuleState:
     # -- collect and load -----------------------------------------------------------------------------------------
 
     def collect(self, model: nn.Module) -> dict[str, Any]:
-        """Return what differs from the model as it was built; nothing where nothing does."""
+        """Return the differences from the model as built; empty if there are none."""
         found: dict[str, Any] = {}
         frozen = frozen_names(model)
         if frozen or self.built_frozen:
@@ -101,11 +101,11 @@ class ModuleState:
     def _has_changed(self, path: str, value: Tensor, *, is_buffer: bool) -> bool:
         built = self._tensors.get(path)
         if built is None:
-            return is_buffer  # a plain tensor that appeared may be anything that a module remembers
+            return is_buffer  # a plain tensor that appeared may be anything, such as a cache
         return not built.is_of(value) and (is_buffer or self._shapes[path] == value.shape)
 
     def replaced(self, model: nn.Module) -> Iterator[str]:
-        """Yield the names of modules that were put into the place of others, or were added, once each."""
+        """Yield the names of modules that were replaced or added, once each."""
         for name, module in _modules(model):
             built = self._built.get(name)
             inside = any(name.startswith(f"{outer}.") for outer in self._replaced)
@@ -119,12 +119,12 @@ class ModuleState:
             yield from (f"{name}.{attribute}".lstrip(".") for attribute in attributes.lost())
 
     def restore(self, model: nn.Module, entry: Mapping[str, Any], *, ready: bool) -> None:
-        """Load what :meth:`collect` returned.
+        """Load the result of :meth:`collect`.
 
         Args:
-            model: as it was built, or as it was left.
-            entry: of a checkpoint; an empty one restores the attributes and modes of the start.
-            ready: whether the run is under way, so that modes are set at once.
+            model: model, as built or as left by a run.
+            entry: entry of a checkpoint; an empty one restores the initial attributes and modes.
+            ready: whether the run has begun, so that modes are set at once.
         """
         if "frozen" in entry:
             frozen = set(entry["frozen"])
@@ -143,7 +143,7 @@ class ModuleState:
             attributes.restore((entry.get("attributes") or {}).get(name, {}))
 
     def unknown(self, model: nn.Module, entry: Mapping[str, Any]) -> list[str]:
-        """Return the names of an entry that this model does not have."""
+        """Return the names in an entry that this model lacks."""
         named = dict(_modules(model))
         tensors = [path for path in entry.get("tensors") or {} if path.rpartition(".")[0] not in named]
         attributes = [name for name in entry.get("attributes") or {} if name not in self._attributes]
@@ -151,10 +151,10 @@ class ModuleState:
 
 
 def _attributes_of(module: nn.Module, references: References) -> Attributes:
-    """Return the attributes of a module: of torch's own the numbers, as a rate of dropout that a hook moves."""
+    """Return the attributes of a module; only numbers for torch's own, such as a dropout rate set by a hook."""
     if type(module).__module__.startswith("torch."):
         return Attributes(module, leave_out=_OF_EVERY_MODULE, stashes=True)
-    own = [name for name, value in vars(module).items() if type(value) is Tensor]  # collected beside the buffers
+    own = [name for name, value in vars(module).items() if type(value) is Tensor]  # collected with the buffers
     return Attributes(
         module, deep=True, leave_out=(*_OF_EVERY_MODULE, *own), stashes=True, largest=_LARGEST_THAT_APPEARS,
         references=references,
@@ -162,7 +162,7 @@ def _attributes_of(module: nn.Module, references: References) -> Attributes:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Return the clean names of parameters that do not require gradients.
+    """Return the clean names of parameters that do not require grad.
 
     Example:
         >>> frozen_names(nn.Linear(1, 1))
@@ -188,7 +188,7 @@ def _set_modes(model: nn.Module, evaluating: list[str]) -> None:
 
 
 def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tensor]]:
-    """Return buffers that are not persistent and plain tensor attributes, by path, with whether it is a buffer."""
+    """Return non-persistent buffers and plain tensor attributes by path, each with whether it is a buffer."""
     found = {}
     for name, module in named.items():
         for key in module._non_persistent_buffers_set:
@@ -199,14 +199,14 @@ def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tens
                 found[f"{name}.{key}".lstrip(".")] = (False, value)
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, BasePruningMethod) and isinstance(value := vars(module).get(hook._tensor_name), Tensor):
-                # The next pruning ranks the weights of the last forward pass, and not those after the step.
+                # The next pruning ranks the weights of the last forward pass, not those after the step.
                 found[f"{name}.{hook._tensor_name}".lstrip(".")] = (False, value.detach())
     return found
 
 
 @torch.no_grad()
 def _set_tensor(module: nn.Module, name: str, value: Tensor, shared: Mapping[int, int]) -> None:
-    """Set a tensor, in place unless it is also another state or, as in torchmetrics, the default of one."""
+    """Set a tensor in place, unless it is shared with another state or, as in torchmetrics, with a default."""
     held = module._buffers.get(name) if name in module._buffers else vars(module).get(name)
     is_alone = name in module._buffers or (shared[id(held)] < 2 and is_users(module))
     if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype and is_alone:

@@ -1,7 +1,7 @@
-"""Objects under a URL: each is put whole, listed after it was written, and made once if asked for.
+"""Objects under a URL: whole writes, listing after writing, exclusive creation.
 
-What an object store has in common with memory and a folder, through fsspec: no rename, no append. Every request is
-tried again after an error, a little later each time.
+The common subset of object stores, memory and folders, through fsspec: no rename, no append. Requests are retried after
+an error, with increasing delays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from treadle.errors import CheckpointError, ConfigError
 
 Result = TypeVar("Result")
-_ANSWERS = (FileNotFoundError, FileExistsError)  # about an object
+_ANSWERS = (FileNotFoundError, FileExistsError)  # answers about an object
 _REFUSALS = (PermissionError, NotADirectoryError, IsADirectoryError)
 
 
@@ -26,13 +26,13 @@ class ObjectStore:
     """Whole objects below a URL.
 
     Args:
-        url: of a folder, such as ``s3://bucket/runs/7``, ``gs://``, ``memory://`` or ``file://``.
-        options: for fsspec's file system, such as ``{"endpoint_url": ...}``.
-        tries: requests for one thing before its error is raised.
-        pause: seconds before the second try; twice as many before each further one, up to a minute.
+        url: URL of a folder, such as ``s3://bucket/runs/7``, ``gs://``, ``memory://`` or ``file://``.
+        options: options of fsspec's file system, such as ``{"endpoint_url": ...}``.
+        tries: attempts of a request before its error is raised.
+        pause: seconds before the second attempt, doubled before each further one, up to a minute.
 
     Raises:
-        ConfigError: fsspec, or what it needs for the URL, is not installed.
+        ConfigError: fsspec or its backend for the URL is not installed.
 
     Example:
         >>> store = ObjectStore("memory://run")
@@ -63,7 +63,7 @@ class ObjectStore:
 
     @property
     def files(self) -> Any:
-        """File system of fsspec, whose requests are tried once."""
+        """fsspec file system, whose requests are not retried."""
         return self._files
 
     def path(self, key: str) -> str:
@@ -71,13 +71,13 @@ class ObjectStore:
         return f"{self._root}/{key}"
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object, whole or not at all."""
+        """Write an object atomically."""
         self._trying(lambda: self._put(key, data, create=False))
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object if there is none of that name; return whether it holds ``data`` now.
+        """Write an object unless the name exists; return whether it now holds ``data``.
 
-        A request whose answer was lost counts as one that succeeded.
+        A request whose response was lost counts as successful.
         """
         try:
             self._trying(lambda: self._put(key, data, create=True))
@@ -92,7 +92,7 @@ class ObjectStore:
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.url}: nothing can be written ({error}); make the bucket first") from error
         except OSError as error:
-            if create and error.errno == errno.EINVAL:  # so s3fs names a condition that was not met
+            if create and error.errno == errno.EINVAL:  # s3fs's error for an unmet condition
                 raise FileExistsError(path) from error
             raise
 
@@ -100,7 +100,7 @@ class ObjectStore:
         """Read an object.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such object.
         """
         data: bytes = self._trying(lambda: self._files.cat_file(self.path(key)))
         return data
@@ -120,7 +120,7 @@ class ObjectStore:
         return {self._files._strip_protocol(path)[start:]: int(info["size"] or 0) for path, info in found.items()}
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are gone already do not matter."""
+        """Delete objects, ignoring those already gone."""
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
                 self._trying(lambda key=key: self._files.rm_file(self.path(key)))  # type: ignore[misc]
@@ -146,7 +146,7 @@ class ObjectStore:
 
 
 class _Folder:
-    """Local file system of fsspec that writes a file as an object store writes an object: whole, once if asked for."""
+    """Local fsspec file system that writes files like objects: atomically, and exclusively on request."""
 
     def __init__(self, files: Any):
         self._files = files
@@ -155,7 +155,7 @@ class _Folder:
         return getattr(self._files, name)
 
     def pipe_file(self, path: str, data: bytes, mode: str) -> None:
-        """Write a file; what a kill leaves of it is called ``.part``."""
+        """Write a file; a kill leaves only a ``.part`` file."""
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{uuid.uuid4().hex}.part"
         try:

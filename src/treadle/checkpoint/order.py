@@ -1,8 +1,8 @@
-"""Order of the checkpoints of a folder: by the step and the epoch that they hold, never by when they were written.
+"""Order of the checkpoints of a folder: by step and epoch of their content, never by file times.
 
-A copy of a folder, a clock that was set back and a restored backup change the times of files, not their content.
-A run that begins before states that are in its folder, after a rewind or from the start, sets those aside under another
-name before it writes: so the furthest state of a folder is always one of its latest run.
+Copying a folder, setting back the clock or restoring a backup changes file times but not content. A run that starts
+before existing states of its folder, after a rewind or from scratch, first moves those aside under other names: so the
+furthest state of a folder always belongs to its latest run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMBERED = re.compile(r"step_(\d+)")
 
 
 class Reach(NamedTuple):
-    """How far a state is in its run.
+    """Progress of a state within its run.
 
     Attributes:
         step: optimizer steps attempted.
@@ -38,9 +38,9 @@ class Reach(NamedTuple):
 
 
 def reach_of(path: Path) -> Reach | None:
-    """Return how far the state in a file or a folder of shards is; None if it cannot be read. Reads no tensors.
+    """Return the progress of the state in a file or a folder of shards, without reading tensors; None if unreadable.
 
-    A state that holds no step counts as that of the last number in its name.
+    A state without a step counts as that of the last number in its name.
 
     Example:
         >>> reach_of(Path("no_such_file.pt")) is None
@@ -61,10 +61,10 @@ def reach_of(path: Path) -> Reach | None:
 
 
 def furthest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return checkpoints in the order in which a run that resumes should try them.
+    """Return checkpoints in the order in which a resuming run should try them.
 
-    Those that cannot be read come first, so that they are named; of equally far ones, those that were given first. A
-    step in the name is believed; it spares opening thousands of files.
+    Unreadable ones come first, so that they are reported; ties keep the given order. A step in the name is trusted,
+    which avoids opening thousands of files.
 
     Example:
         >>> [path.name for path in furthest_first([Path("checkpoint_step_9.pt"), Path("checkpoint_step_10.pt")])]
@@ -97,7 +97,7 @@ def furthest_first(paths: Iterable[Path]) -> list[Path]:
 
 
 def is_aside(path: Path) -> bool:
-    """Return whether a state was put aside: it is not finite, or a later run began before it.
+    """Return whether a state was moved aside: it is not finite, or a later run began before it.
 
     Example:
         >>> is_aside(Path("best.nonfinite.pt")), is_aside(Path("best.superseded-2.pt")), is_aside(Path("best.pt"))
@@ -107,7 +107,7 @@ def is_aside(path: Path) -> bool:
 
 
 def aside_of(target: Path) -> Path:
-    """Return the name for a state that is not finite, beside the one it would have had.
+    """Return the name for a non-finite state, derived from its usual name.
 
     Example:
         >>> aside_of(Path("best.pt")).name
@@ -117,18 +117,18 @@ def aside_of(target: Path) -> Path:
 
 
 def set_aside_beyond(paths: Iterable[Path], begun: Reach, *, source: str | None = None) -> list[Path]:
-    """Rename the checkpoints that are further than where a run began, with a warning; delete none.
+    """Rename the checkpoints beyond the start of a run, with a warning, without deleting any.
 
     Args:
-        paths: files, folders of shards, and links to them, which are removed.
-        begun: where the run began.
-        source: what it resumed from, for the message.
+        paths: files, folders of shards, and links to them; links are removed.
+        begun: the start of the run.
+        source: the checkpoint it resumed from, for the message.
 
     Returns:
         The new names.
 
     Raises:
-        CheckpointError: one cannot be renamed.
+        CheckpointError: a checkpoint cannot be renamed.
     """
     present = [path for path in paths if os.path.lexists(path) and not is_aside(path)]
     beyond = [path for path in present if not path.is_symlink() and _is_beyond(path, begun)]
@@ -156,7 +156,7 @@ def set_aside_beyond(paths: Iterable[Path], begun: Reach, *, source: str | None 
 def _is_beyond(path: Path, begun: Reach) -> bool:
     named = _NUMBERED.search(path.stem)
     if named is not None and int(named[1]) < begun.step:
-        return False  # unopened
+        return False  # without opening it
     found = reach_of(path)
     return found is not None and found > begun
 

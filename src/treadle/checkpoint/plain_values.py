@@ -1,4 +1,4 @@
-"""Values of attributes as plain trees: how they are written and restored."""
+"""Plain-tree encoding and decoding of attribute values."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_val
 from treadle.checkpoint.references import Reference, References
 from treadle.errors import CheckpointError
 
-OPAQUE = object()  # what a value is encoded to that cannot be written
+OPAQUE = object()  # encoding of a value that cannot be saved
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
-_DERIVED = (*_DICTS, list, set, deque, tuple, frozenset, int, float, str)  # what users derive classes from
+_DERIVED = (*_DICTS, list, set, deque, tuple, frozenset, int, float, str)  # bases of users' classes
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}  # of a defaultdict
-_WITHOUT_STATE = ("abc", "typing", "collections.abc")  # whose classes are bases that hold nothing
-LONGEST = 1_000_000  # elements of all tensors of a value, or items of a flat list, that a state may hold
+_WITHOUT_STATE = ("abc", "typing", "collections.abc")  # modules whose classes are stateless bases
+LONGEST = 1_000_000  # largest number of tensor elements of a value, or of items of a flat list
 _LIBRARIES_OF_VALUES = ("sklearn", "scipy")
 _OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_DEEPEST = 32  # containers inside of containers; one that contains itself has no end
-_SAMPLED_KEYS = 64  # of a dict, that are looked at for addresses
-_MOST_NESTED = 20_000  # items inside containers of containers, each of which is visited at each save
+_DEEPEST = 32  # nesting depth of containers; self-referencing ones are infinite
+_SAMPLED_KEYS = 64  # keys of a dict that are checked for addresses
+_MOST_NESTED = 20_000  # items in nested containers, which are visited at each save
 
 
 def encode(
@@ -51,16 +51,16 @@ def encode(
     alone: bool = False,
     references: References | None = None,
 ) -> Any:
-    """Return a plain copy of a value that :func:`decode` understands, or ``OPAQUE`` where there is none.
+    """Return a plain copy of a value for :func:`decode`, or ``OPAQUE`` if it cannot be encoded.
 
     Args:
-        value: any.
-        deep: whether tensors, arrays, containers and objects of the user's classes have one.
-        largest: elements of all tensors inside; more have none.
-        known: ids of objects that are kept elsewhere and have none.
-        held: whether an object of its class is there when it is decoded, so that its class need not be found by name.
-        alone: whether nothing is there when it is decoded, from which the factory of a defaultdict could be taken.
-        references: names of objects that are written by name; without it no parameter in a container is written.
+        value: any value.
+        deep: whether to encode tensors, arrays, containers and objects of the user's classes.
+        largest: largest total number of tensor elements to encode.
+        known: ids of objects saved elsewhere, which are not encoded.
+        held: whether an object of the same class exists at decoding, so that its class need not be found by name.
+        alone: whether no object exists at decoding that could supply the factory of a defaultdict.
+        references: objects that are saved by name; without it, parameters in containers are not saved.
 
     Example:
         >>> encode((1, "a"), deep=True)
@@ -78,7 +78,7 @@ def encode(
 
 
 class _Encoder:
-    """Encoder of one value and what it contains, up to a number of items."""
+    """Encoder of one value and its contents, up to a number of items."""
 
     def __init__(self, largest: int, known: Collection[int], *, held: bool, alone: bool, references: References | None):
         self._references = references
@@ -96,7 +96,7 @@ class _Encoder:
         if self._references is not None and (encoded := self._references.encode(value)) is not None:
             return encoded
         if isinstance(value, Tensor):
-            # Where the parts are not known, a parameter in a container may be one of them.
+            # Without known parts, any parameter in a container may be one of them.
             may_be_part = self._references is None and isinstance(value, nn.Parameter) and not self._held
             return _encoded_tensor(value) if self._fits(value.numel()) and not may_be_part else OPAQUE
         if isinstance(value, np.generic) and (encoded := encode(value)) is not OPAQUE:
@@ -127,7 +127,7 @@ class _Encoder:
         return self._inside(self.of, value)
 
     def _of_derived(self, value: Any, base: Any) -> Any:
-        """Return an object of a user's class that derives from a container or a number of Python."""
+        """Encode an object of a user's subclass of a built-in container or number."""
         kind = type(value)
         if id(value) in self._known or not (self._held or has_path(kind)):
             return OPAQUE
@@ -136,14 +136,14 @@ class _Encoder:
         return OPAQUE if any(part is OPAQUE for part in parts) else {"derived": parts, "of": class_path(kind)}
 
     def _inside(self, encoded: Callable[[Any], Any], container: Any) -> Any:
-        """Encode what a container holds, in whose place nothing of the same class need be later."""
+        """Encode the content of a container, for which no object of the same class need exist later."""
         held, self._held = self._held, False
         found = encoded(container)
         self._held = held
         return found
 
     def _of_object(self, value: Any) -> Any:
-        """Return a named tuple or an object of a user's class, by its class and its items."""
+        """Encode a named tuple or an object of a user's class by its class and items."""
         kind = type(value)
         if id(value) in self._known or not is_plain_object(value) or not (self._held or has_path(kind)):
             return OPAQUE
@@ -157,7 +157,7 @@ class _Encoder:
         }  # fmt: skip
 
     def _fits(self, count: int) -> bool:
-        """Take elements from those that are left, so that a cache of samples does not go into every checkpoint."""
+        """Deduct elements from the budget, so that a cache of samples does not go into every checkpoint."""
         self._largest -= count
         return self._largest >= 0
 
@@ -179,7 +179,7 @@ class _Encoder:
     def _of_dict(self, value: Any) -> Any:
         factory = value.default_factory if isinstance(value, defaultdict) else None
         is_named = factory is None or factory in _FACTORIES.values()
-        # A state that is kept inside the states that follow would grow with each of them.
+        # A state stored inside later states would grow with each of them.
         if (self._alone and not is_named) or _is_checkpoint(value) or _is_by_identity(value, self._references):
             return OPAQUE
         keys, items = self._of_items(list(value)), self._of_items(list(value.values()))
@@ -194,14 +194,14 @@ class _Encoder:
 
 
 def _base_of(kind: type) -> type | None:
-    """Return the container or number of Python that a user's class derives from, or None."""
+    """Return the built-in container or number that a user's class derives from, or None."""
     if not is_users_class(kind) or "_fields" in vars(kind) or issubclass(kind, Tensor):
         return None
     return next((base for base in kind.__mro__ if base in _DERIVED), None)
 
 
 def is_plain_object(value: Any) -> bool:
-    """Return whether a value is made of its attributes alone: of a user's class or an estimator; no part of a run."""
+    """Return whether a value consists of its attributes only: of a user's class or an estimator, not part of a run."""
     if not _is_of_values(type(value)) or has_state(value) or isinstance(value, enum.Enum):
         return False
     if isinstance(value, tuple):
@@ -211,13 +211,13 @@ def is_plain_object(value: Any) -> bool:
 
 
 def _is_of_values(kind: type) -> bool:
-    """Return whether a class is a user's, or is written in Python by a library whose objects are values."""
+    """Return whether a class is the user's, or a pure-Python class of a library whose objects are values."""
     written_in_python = bool(kind.__flags__ & _OF_PYTHON)
     return is_users_class(kind) or (written_in_python and kind.__module__.partition(".")[0] in _LIBRARIES_OF_VALUES)
 
 
 def _is_by_identity(value: Mapping[Any, Any], references: References | None) -> bool:
-    """Return whether the keys of a dict are tensors or memory addresses, which another process does not have."""
+    """Return whether the keys of a dict are tensors or memory addresses, which differ in another process."""
     keys = list(itertools.islice(value, _SAMPLED_KEYS))
     addresses = all(type(key) is int and 2**40 < key < 2**48 and key % 16 == 0 for key in keys)
     unknown = any(isinstance(key, Tensor) and (references is None or key not in references) for key in keys)
@@ -240,11 +240,11 @@ def _encoded_tensor(value: Tensor) -> Any:
 
 
 def decode(value: Any, held: Any = None) -> Any:
-    """Return the value that :func:`encode` was given.
+    """Invert :func:`encode`.
 
     Args:
-        value: what it returned.
-        held: the value now in its place: a generator, a container or a tensor of the same form keeps its identity.
+        value: the encoded tree.
+        held: current value: a generator, container or tensor of the same form keeps its identity.
 
     Example:
         >>> decode({"tuple": [1, "a"]})
@@ -268,7 +268,7 @@ def _decoded_generator(value: Mapping[str, Any], held: Any) -> Any:
 
 
 def _decoded_elsewhere(value: Mapping[str, Any], held: Any) -> Any:
-    """Return a tensor of another device than the CPU."""
+    """Return a tensor on a device other than the CPU."""
     device = held.device if isinstance(held, Tensor) else torch.device(value["device"])
     return _decoded_tensor(value["tensor"].to(device), held)
 
@@ -300,7 +300,7 @@ def _decoded_container(value: Mapping[str, Any], held: Any) -> Any:
 
 
 def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
-    """Return a new dict of the kind that was encoded."""
+    """Return a new dict of the encoded type."""
     factory = value.get("factory")
     if factory is not None and factory not in _FACTORIES:
         raise CheckpointError(
@@ -314,7 +314,7 @@ def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
 
 
 def _decoded_object(value: Mapping[str, Any], held: Any) -> Any:
-    """Return an object of a user's class, made without its ``__init__`` where it is not there yet."""
+    """Return an object of a user's class, created without ``__init__`` if it does not exist yet."""
     (kind, inner), *_ = value.items()
     if kind == "record":
         return class_at(value["of"], held)._make(_decoded_items(inner, held))
@@ -322,7 +322,7 @@ def _decoded_object(value: Mapping[str, Any], held: Any) -> Any:
     found = held if type(held) is of else object.__new__(of)
     before = attributes_of(found)
     for name, item in inner.items():
-        object.__setattr__(found, name, decode(item, before.get(name)))  # a frozen dataclass has no other
+        object.__setattr__(found, name, decode(item, before.get(name)))  # the only way for a frozen dataclass
     return found
 
 
@@ -362,7 +362,7 @@ def _decoded_tensor(value: Tensor, held: Any) -> Tensor:
 
 
 def _in_place(held: Any, kinds: Any, value: Any) -> Any:
-    """Fill a container that is there, which others may hold too; else returns the new one."""
+    """Fill an existing container in place, since others may refer to it; else return the new one."""
     if not isinstance(held, kinds) or (type(held) not in _DICTS and type(held) is not type(value)):
         return value
     held.clear()

@@ -1,4 +1,4 @@
-"""Pickling for ``torch.save`` that writes the same bytes in less time where there are hundreds of small tensors."""
+"""Faster pickling for ``torch.save`` of hundreds of small tensors, with identical bytes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ import torch
 from torch import Tensor
 
 _OfStorage = Callable[[Any], Any]
+_STORAGES = torch.storage.TypedStorage, torch.storage.UntypedStorage
+_COMMON = frozenset({str, int, float, bool, type(None), tuple, list, dict, OrderedDict, Tensor, torch.dtype})
 
 
 class _TreePickler(pickle.Pickler):
-    """Pickler that asks for the place of a storage only where there is one, and takes plain tensors apart itself."""
+    """Pickler that calls ``persistent_id`` only for storages, and reduces plain tensors itself."""
 
     def __init__(self, file: BinaryIO, protocol: int, of_storage: _OfStorage):
         super().__init__(file, protocol=protocol)
         self._of_storage = of_storage
 
     def persistent_id(self, obj: Any) -> Any:
-        is_storage = isinstance(obj, (torch.storage.TypedStorage, torch.storage.UntypedStorage))
-        return self._of_storage(obj) if is_storage else None
+        if type(obj) in _COMMON:  # asked of every object, so the usual answer comes first
+            return None
+        return self._of_storage(obj) if isinstance(obj, _STORAGES) else None
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is OrderedDict and not obj and not vars(obj):  # each tensor has one
+            return OrderedDict, ()
         if type(obj) is not Tensor or not _is_plain(obj):
             return NotImplemented
         storage: Any = obj._typed_storage()  # type: ignore[no-untyped-call]
@@ -46,11 +51,11 @@ _DTYPES = {
 
 
 class Pickler:
-    """Pickler that ``torch.save`` derives its own from, with the method ``persistent_id``.
+    """Pickler that ``torch.save`` subclasses with a method ``persistent_id``.
 
     Args:
-        file: written to.
-        protocol: of pickle.
+        file: output file.
+        protocol: pickle protocol.
     """
 
     persistent_id: _OfStorage

@@ -1,4 +1,4 @@
-"""Checkpoints that all ranks ask for together: what fails on one of them raises on all, at the same point."""
+"""Collective checkpoint writing: a failure on one rank raises on all, at the same point."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from treadle.checkpoint.writer import CheckpointWriter, Tree
 
 
 class RankWriter(CheckpointWriter):
-    """Writer of one state at a time for all ranks: a file by rank 0, a folder of shards by every rank.
+    """Writer of one state at a time for all ranks: a file from rank 0, or a folder of shards from every rank.
 
-    All ranks call every method at the same point. An error of a background write is raised by :meth:`wait`, for
-    which every rank knows the moment from the notices of a step: see :meth:`ended`.
+    All ranks call every method at the same point. Errors of a background write are raised by :meth:`wait`; when to call
+    it, every rank knows from the notices of a step: see :meth:`ended`.
 
     Attributes:
-        in_flight: what a write in the background that was not waited for yet makes; the same on all ranks.
+        in_flight: output of a background write that was not waited for yet; the same on all ranks.
 
     Example:
         >>> from treadle.checkpoint.store import load_checkpoint, save_checkpoint
@@ -36,14 +36,14 @@ class RankWriter(CheckpointWriter):
         self._collections = _ShortCollections()
 
     def notice(self) -> float:
-        """Return the number that this rank shares in a step: 1.0 during a background write, else 0.0."""
+        """Return the number that this rank sends in a step: 1.0 during a background write, else 0.0."""
         return float(self.writing)
 
     def ended(self, notices: Sequence[float]) -> bool:
-        """Return whether a write in the background has ended on all ranks and was not waited for yet.
+        """Return whether a background write has ended on all ranks and was not waited for yet.
 
         Args:
-            notices: of all ranks, from a step that began after the write did.
+            notices: notices of all ranks, from a step that began after the write.
 
         Example:
             >>> RankWriter().ended([0.0])
@@ -54,15 +54,15 @@ class RankWriter(CheckpointWriter):
     def save_file(
         self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
     ) -> None:
-        """Wait for the write before, make the state on all ranks, and let rank 0 write it.
+        """Wait for the previous write, collect the state on all ranks, and write it on rank 0.
 
         Args:
-            collect: makes the state; called on every rank.
+            collect: collects the state; called on every rank.
             write: writes it; called on rank 0.
-            background: whether training continues meanwhile; False waits for rank 0.
+            background: whether training continues during the write; False waits for rank 0.
 
         Raises:
-            CheckpointError: it could not be written, or the one before could not; on all ranks.
+            CheckpointError: this or the previous write failed; raised on all ranks.
         """
         if distributed.rank() != 0:
             self.wait()
@@ -78,15 +78,15 @@ class RankWriter(CheckpointWriter):
     def save_folder(
         self, collect: Callable[[HostBuffers], Tree], write: Callable[[Tree], object], *, background: bool
     ) -> None:
-        """Wait for the write before, make this rank's parts of the state, and write them.
+        """Wait for the previous write, collect this rank's parts of the state, and write them.
 
         Args:
-            collect: makes them.
-            write: writes them together with the other ranks, and agrees on errors itself.
-            background: whether training continues meanwhile.
+            collect: collects the parts.
+            write: writes the parts together with the other ranks, and agrees on errors itself.
+            background: whether training continues during the write.
 
         Raises:
-            CheckpointError: they could not be written, or those before could not.
+            CheckpointError: this or the previous write failed.
         """
         if background:
             self._collections.begin()
@@ -94,10 +94,10 @@ class RankWriter(CheckpointWriter):
         self.in_flight = "folder" if background else None
 
     def wait(self) -> None:
-        """Wait until what was asked for is written.
+        """Wait for the current write.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks. Raised once.
+            CheckpointError: the write failed; raised once, on all ranks.
         """
         kind, self.in_flight = self.in_flight, None
         if kind == "file":
@@ -106,7 +106,7 @@ class RankWriter(CheckpointWriter):
             super().wait()
 
     def close(self, failure: BaseException | None = None) -> None:
-        """As :meth:`CheckpointWriter.close`; after a failure nothing is exchanged with other ranks any more."""
+        """Close like :meth:`CheckpointWriter.close`; after a failure, without communication."""
         if failure is not None:
             self.in_flight = None
         self._collections.end()
@@ -114,29 +114,29 @@ class RankWriter(CheckpointWriter):
 
 
 class _ShortCollections:
-    """Full garbage collections that pass over what was there before the first folder was written.
+    """Shorter full garbage collections, which skip objects older than the first folder.
 
-    Planning a folder makes so many objects that every few saves bring a full collection on, in the thread that writes.
-    Of all objects of a process with torch it takes 0.2 s, in which no other thread runs Python, and the ranks wait for
-    each other.
+    Planning a folder creates so many objects that every few saves trigger a full collection, in the writing thread.
+    Over all objects of a process with torch it takes 0.2 s, during which no other thread runs Python and the ranks wait
+    for each other.
     """
 
     def __init__(self) -> None:
         self._begun = False
 
     def begin(self) -> None:
-        """Leave out the objects there are, unless somebody has done so already."""
-        if gc.isenabled() and gc.get_freeze_count() < len(gc.get_objects()):  # some are from the start of Python 3.12
-            gc.collect()  # garbage would be left out too, with the memory it holds
+        """Freeze the existing objects, unless already done."""
+        if gc.isenabled() and gc.get_freeze_count() < len(gc.get_objects()):  # Python 3.12 starts with some frozen
+            gc.collect()  # garbage would be frozen too, with its memory
             gc.freeze()
             self._begun = True
 
     def end(self) -> None:
-        """Take them in again."""
+        """Unfreeze the objects."""
         if self._begun:
             gc.unfreeze()
             self._begun = False
 
 
 def _nothing() -> None:
-    """What the other ranks do while rank 0 writes."""
+    """No-op of the other ranks while rank 0 writes."""

@@ -1,6 +1,6 @@
-"""What all ranks do together about checkpoints: one works and the others wait, or each does its share.
+"""Collective work on checkpoints: one rank works while the others wait, or each does its share.
 
-A failure on one rank raises the same error on all of them, at the same point, so that no rank waits for ever.
+A failure on one rank raises the same error on all of them, at the same point, so that no rank waits forever.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from treadle.checkpoint.store import open_checkpoint
 from treadle.errors import CheckpointError, RankLostError
 
 Result = TypeVar("Result")
-_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one made for it
+_group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one created for it
 
 
 class WriterLostError(CheckpointError, RankLostError):
-    """A rank ended or did not answer, so the state of the others is unknown."""
+    """Error that a rank ended or did not respond, so that the state of the others is unknown."""
 
 
 def writers_group() -> dist.ProcessGroup | None:
-    """Return the gloo group of those who write, which is not the one of those who train; None without any group.
+    """Return the gloo group for writing, separate from the group for training; None without a process group.
 
-    The first call makes it, which all ranks must do at the same point.
+    The first call creates it and must be made on all ranks at the same point.
     """
     global _group
     default = dist.group.WORLD if distributed.is_distributed() else None
@@ -42,14 +42,14 @@ def writers_group() -> dist.ProcessGroup | None:
 
 
 def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> list[Result]:
-    """Do a piece of work on every rank and return all results, on every rank.
+    """Run a function on every rank and return all results on every rank.
 
     Args:
-        group: who takes part; None for one process.
-        work: what to do.
+        group: participating ranks; None for a single process.
+        work: the function.
 
     Raises:
-        CheckpointError: it failed on some rank; the same error on all of them.
+        CheckpointError: it failed on some rank; the same error is raised on all ranks.
 
     Example:
         >>> together(None, lambda: 1)
@@ -75,10 +75,10 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
 
 
 def on_rank_0(work: Callable[[], Result]) -> Result:
-    """Do a piece of work on rank 0 while the others wait, and return its result on all.
+    """Run a function on rank 0 while the others wait, and return its result on all ranks.
 
     Raises:
-        CheckpointError: it failed there; on all ranks.
+        CheckpointError: it failed on rank 0; raised on all ranks.
 
     Example:
         >>> on_rank_0(lambda: 1)
@@ -90,10 +90,10 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
 
 @contextlib.contextmanager
 def held_by_rank_0(folder: Path) -> Iterator[None]:
-    """Hold a folder for a run on any number of ranks inside the block; all ranks enter it.
+    """Lock a folder for a run on any number of ranks inside the block; collective.
 
     Raises:
-        CheckpointError: another process holds it, or it cannot be written; on all ranks.
+        CheckpointError: another process holds the lock, or the folder is not writable; raised on all ranks.
 
     Example:
         >>> with held_by_rank_0(Path("run")):
@@ -109,10 +109,10 @@ def held_by_rank_0(folder: Path) -> Iterator[None]:
 
 
 def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
-    """Do a piece of work on every rank and return all results, on every rank.
+    """Run a function on every rank and return all results on every rank.
 
     Raises:
-        CheckpointError: it failed on some rank; the same error on all.
+        CheckpointError: it failed on some rank; the same error is raised on all ranks.
 
     Example:
         >>> on_all_ranks(lambda: 1)
@@ -122,13 +122,13 @@ def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
 
 
 def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Open a checkpoint on every rank; of a folder of shards each checks its share of the files.
+    """Open a checkpoint on every rank; each rank checks its share of the files of a folder of shards.
 
     Args:
-        path: the same on all ranks.
+        path: the checkpoint; the same on all ranks.
 
     Raises:
-        CheckpointError: it is damaged, wherever that was seen; on all ranks.
+        CheckpointError: some rank found it damaged; raised on all ranks.
     """
     tree: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""References by name, in values of users' objects: to parameters and modules of the model, and to other objects."""
+"""Named references in values of users' objects to parameters, modules and other objects."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ PART = "part"
 
 
 class Reference:
-    """An object in the place of a tree that refers to it."""
+    """Object in place of a tree that refers to it."""
 
     def __init__(self, part: Any):
         self.part = part
 
 
 class References:
-    """Objects by name: parameters and modules of a model, and those that are added.
+    """Named objects: parameters and modules of a model, and added ones.
 
     Args:
-        model: wrapped or not; None has no parts.
+        model: model, wrapped or not; None has no parts.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -47,20 +47,20 @@ class References:
         return id(value) in self._names
 
     def add(self, name: str, value: Any) -> None:
-        """Add an object under a name, which lives as long as this table."""
+        """Add an object under a name; it must live as long as this table."""
         if id(value) not in self._names:
             self._at[name], self._names[id(value)] = value, name
 
     def encode(self, value: Any) -> Any:
-        """Return a tree that refers to an object, or None where it has no name here."""
+        """Return a tree that refers to an object, or None if it has no name."""
         name = self._names.get(id(value))
         return None if name is None else {PART: name}
 
     def resolved(self, tree: Any) -> Any:
-        """Return a tree with a :class:`Reference` wherever it refers to an object.
+        """Replace references in a tree by :class:`Reference` objects.
 
         Raises:
-            CheckpointError: there is none of the name.
+            CheckpointError: there is no object of the name.
         """
         if isinstance(tree, list):
             return [self.resolved(item) for item in tree]

@@ -1,9 +1,9 @@
-"""Run folders in an object store: a local folder that is mirrored there, whole or not at all.
+"""Run folders in an object store: atomic mirrors of a local folder.
 
-The run writes to a local folder, the staging folder, as it writes to any other. Finished files go to objects that are
-never written twice; a manifest that names them all, with sizes and CRC-32, comes last, and only then is what it
-replaces deleted. A crash at any request leaves the old manifest with all of its objects, or the new one. Files of more
-than a part are several objects, so that no upload of several requests can be left half done in the store.
+The run writes to a local staging folder as to any other folder. Finished files become objects that are never
+overwritten; a manifest that lists them all, with sizes and CRC-32, is written last, and only then are replaced objects
+deleted. A crash at any request leaves the old manifest with all of its objects, or the new one. Large files are split
+into several objects, so that the store never holds an incomplete multipart upload.
 
     claims/00000003.json        who writes, with a heartbeat
     manifests/00000003-00000012.json
@@ -38,11 +38,11 @@ _Stamp = tuple[int, int, int]
 
 @dataclass
 class Manifest:
-    """What a remote workspace holds.
+    """Content of a remote workspace.
 
     Attributes:
-        claim: number of the claim of the process that wrote it.
-        number: of the manifest, counted by that process.
+        claim: number of the writing process's claim.
+        number: number of the manifest, counted by that process.
         reach: step and epoch of the furthest state.
         files: path in the workspace to ``{"size", "crc32", "parts": [{"key", "size"}]}``, or to ``{"link"}``.
     """
@@ -54,22 +54,22 @@ class Manifest:
 
     @property
     def key(self) -> str:
-        """Name of the object; in the order of their names, later ones come later."""
+        """Name of the manifest's object; names sort in the order of writing."""
         return f"{_MANIFESTS}{self.claim:08d}-{self.number:08d}.json"
 
     @property
     def objects(self) -> set[str]:
-        """Name of the objects that the files are in."""
+        """Names of the objects that hold the files."""
         return {part["key"] for entry in self.files.values() for part in entry.get("parts", [])}
 
     def packed(self) -> bytes:
-        """Return the bytes of the object: a CRC-32, and the name of its content."""
+        """Return the bytes of the manifest's object, with a CRC-32."""
         text = json.dumps({"claim": self.claim, "number": self.number, "reach": self.reach, "files": self.files})
         return f"{zlib.crc32(text.encode()):08x} {text}".encode()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Manifest:
-        """Read what :meth:`packed` returned.
+        """Parse the result of :meth:`packed`.
 
         Raises:
             CheckpointError: it is damaged.
@@ -82,16 +82,16 @@ class Manifest:
 
 
 class RemoteWorkspace:
-    """A run folder in an object store, and the local folder that it mirrors.
+    """Run folder in an object store that mirrors a local folder.
 
     Args:
         store: the folder in the object store.
-        staging: the local folder that the run writes to; of one process at a time.
-        part: bytes of the largest object.
-        lease: seconds without a heartbeat after which another writer is taken for dead.
+        staging: the local folder that the run writes to, used by one process at a time.
+        part: largest size of an object in bytes.
+        lease: seconds without a heartbeat after which another writer is considered dead.
 
     Attributes:
-        manifest: the last one that was published or restored by this object.
+        manifest: the last manifest published or restored by this object.
 
     Example:
         >>> remote = RemoteWorkspace(ObjectStore("memory://example"), Path("staging"))
@@ -117,13 +117,13 @@ class RemoteWorkspace:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def latest(self) -> tuple[Manifest, list[str]] | tuple[None, list[str]]:
-        """Return the latest manifest that can be read, and the errors of later ones.
+        """Return the latest readable manifest, and the errors of later ones.
 
         Raises:
-            CheckpointError: there are manifests, and none can be read.
+            CheckpointError: there are manifests, but none can be read.
         """
         problems: list[str] = []
-        whole = [key for key in self.store.sizes(_MANIFESTS) if key.endswith(".json")]  # no file of a put cut short
+        whole = [key for key in self.store.sizes(_MANIFESTS) if key.endswith(".json")]  # no partial file of a put
         for key in sorted(whole, reverse=True):
             try:
                 return Manifest.unpacked(self.store.get(key)), problems
@@ -134,16 +134,16 @@ class RemoteWorkspace:
         return None, problems
 
     def restore(self, warn: Callable[[str], object] = print) -> bool:
-        """Bring the staging folder to the furthest state: that of the store, or its own if that is as far.
+        """Bring the staging folder to the furthest state: that of the store, or its own if equally far.
 
         Args:
-            warn: gets a sentence about each object that is damaged.
+            warn: called with a message about each damaged object.
 
         Returns:
             Whether the folder was filled from the store.
 
         Raises:
-            CheckpointError: the store holds states, and none of them is intact.
+            CheckpointError: the store holds states, but none is intact.
         """
         manifest, problems = self.latest()
         for problem in problems:
@@ -197,10 +197,10 @@ class RemoteWorkspace:
     # -- writing --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take the workspace for this process, once it was restored.
+        """Claim the workspace for this process, after restoring it.
 
         Raises:
-            CheckpointError: another process holds it, or has published since.
+            CheckpointError: another process holds the claim, or has published since.
         """
         self.claim.take(above=0 if self.manifest is None else self.manifest.claim)
         now, _ = self.latest()
@@ -209,20 +209,20 @@ class RemoteWorkspace:
             raise CheckpointError(f"{self.store.url} was written to by another process meanwhile; start again")
 
     def ahead(self) -> bool:
-        """Return whether the staging folder holds a state that is further than that of the store."""
+        """Return whether the staging folder holds a further state than the store."""
         own = furthest(self.staging)
         return own is not None and (self.manifest is None or own > self.manifest.reach)
 
     def changed(self) -> bool:
-        """Return whether the staging folder has other states than those that were published last."""
+        """Return whether the staging folder's states differ from those published last."""
         return _of_states(_stamps(self.staging)) != _of_states(self._stamps)
 
     def publish(self) -> None:
-        """Upload new files of the staging folder, then the manifest, and delete files that no manifest needs.
+        """Upload new files of the staging folder, then the manifest, and delete unneeded files.
 
         Raises:
-            CheckpointError: the store cannot be reached, or another process has claimed it. What was there before is
-                whole.
+            CheckpointError: the store is unreachable, or another process has claimed it. The previous content is
+                intact.
         """
         if self.claim.is_lost():
             raise CheckpointError(f"{self.store.url} was claimed by another process; nothing more is uploaded here")
@@ -245,13 +245,13 @@ class RemoteWorkspace:
     def _seen_at_once(
         self, known: Mapping[str, Any], opened: contextlib.ExitStack
     ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], Reach]:
-        """Open the files to upload as they are at one moment, since the run continues to save and prune.
+        """Open a consistent snapshot of the files to upload, since the run continues to save and prune.
 
-        A file that is open can be read to its end after it was pruned. Where states or links changed meanwhile, all is
-        looked at again.
+        An open file can be read to its end even after pruning. If states or links changed meanwhile, the listing is
+        repeated.
 
         Returns:
-            Stamps of all files, targets of links, the open files, and how far the furthest state is.
+            Stamps of all files, targets of links, the open files, and the progress of the furthest state.
 
         Raises:
             CheckpointError: the folder changes faster than it can be listed.
@@ -273,7 +273,7 @@ class RemoteWorkspace:
         raise CheckpointError(f"{self.staging} changes faster than it can be listed; save less often")
 
     def _upload(self, name: str, stamp: _Stamp, file: BinaryIO) -> dict[str, Any]:
-        """Upload a file up to the size it has now; logs grow meanwhile."""
+        """Upload a file up to its current size; logs may grow meanwhile."""
         entry: dict[str, Any] = {"size": 0, "parts": [], "written": stamp[1]}
         crc, left = 0, os.fstat(file.fileno()).st_size
         while left > 0 and (data := file.read(min(self.part, left))):
@@ -285,26 +285,26 @@ class RemoteWorkspace:
         return {**entry, "crc32": f"{crc:08x}"}
 
     def _clean(self, manifest: Manifest, before: Manifest | None) -> None:
-        """Delete what neither this manifest nor the one before needs; of other claims, everything but that."""
+        """Delete objects that neither this nor the previous manifest needs, including those of other claims."""
         kept = {manifest.key} | manifest.objects
         if before is not None:
             kept |= {before.key} | before.objects
         present = self.store.sizes()
         stale = [key for key in present if key not in kept and self._is_own(key)]
-        # Manifests first: one must never name objects that are gone.
+        # Manifests first: a manifest must never name deleted objects.
         self.store.delete(sorted(stale, key=lambda key: not key.startswith(_MANIFESTS)))
 
     def _is_own(self, key: str) -> bool:
-        """Return whether this claim or one before it may have written an object."""
+        """Return whether this claim or an earlier one may have written an object."""
         return key.startswith((_MANIFESTS, _OBJECTS)) and _claim_of(key) <= self.claim.number
 
     def tidy(self) -> None:
-        """Delete what an upload that was killed has left; only for the process that holds the claim."""
+        """Delete leftovers of killed uploads; only for the process that holds the claim."""
         stale = [key for key in self.leftovers() if self._is_own(key)]
         self.store.delete(sorted(stale, key=lambda key: not key.startswith(_MANIFESTS)))
 
     def leftovers(self) -> list[str]:
-        """Return the objects that the two latest manifests do not name; none once a run has ended."""
+        """Return the objects not named by the two latest manifests; empty once a run has ended."""
         present = self.store.sizes()
         manifests = sorted(key for key in present if key.startswith(_MANIFESTS))[-2:]
         kept = set(manifests).union(*(Manifest.unpacked(self.store.get(key)).objects for key in manifests))
@@ -317,7 +317,7 @@ def _claim_of(key: str) -> int:
 
 
 def is_state(name: str) -> bool:
-    """Return whether a file of a run folder is a state, or the marker of a folder of shards.
+    """Return whether a file in a run folder is a state or the marker of a folder of shards.
 
     Example:
         >>> is_state("checkpoints/last.pt"), is_state("steps.jsonl")
@@ -331,7 +331,7 @@ def _of_states(stamps: Mapping[str, _Stamp]) -> dict[str, _Stamp]:
 
 
 def furthest(folder: Path) -> Reach | None:
-    """Return how far the furthest state in a folder and its subfolders is; None if there is none.
+    """Return the progress of the furthest state in a folder and its subfolders, or None.
 
     Example:
         >>> furthest(Path("no_such_folder")) is None
@@ -345,7 +345,7 @@ def furthest(folder: Path) -> Reach | None:
 
 
 def _stamps(folder: Path) -> dict[str, _Stamp]:
-    """Return the finished files of a folder: size, write time and number of each."""
+    """Return size, modification time and inode of each finished file of a folder."""
     found: dict[str, _Stamp] = {}
     for parent, name in _walk(folder):
         path = os.path.join(parent, name)
@@ -365,7 +365,7 @@ def _walk(folder: Path) -> Iterator[tuple[str, str]]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         linked = [name for name in folders if os.path.islink(os.path.join(parent, name))]
         for name in sorted([*names, *linked]):
-            if not name.startswith(".") or name == METADATA:  # locks and temporary files
+            if not name.startswith(".") or name == METADATA:  # skip locks and temporary files
                 yield parent, name
 
 

@@ -1,4 +1,4 @@
-"""One writer of a remote workspace: a numbered claim, made once, with a heartbeat."""
+"""Numbered claim with a heartbeat that allows one writer of a remote workspace."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _FOLDER = "claims/"
 class RemoteClaim:
     """Claim of a remote workspace for this process.
 
-    Claims are numbered. A further claim can be made once the one before was given back, its process is known to be
-    gone, or its heartbeat did not change for a whole lease. A process that was taken for dead sees the higher number
-    before it publishes; what it had published already counts less than anything of a higher number.
+    Claims are numbered. A new claim can be made once the previous one was released, its process is known to be gone, or
+    its heartbeat did not change for a whole lease. A process wrongly considered dead sees the higher number before it
+    publishes; anything it has already published ranks below anything of a higher number.
 
     Args:
         store: the workspace.
-        lease: seconds without a heartbeat after which the holder is taken for dead, > 0.
+        lease: seconds without a heartbeat after which the holder is considered dead, > 0.
 
     Attributes:
-        number: of the claim that is held; 0 without one.
+        number: number of the claim that is held; 0 without one.
 
     Example:
         >>> claim = RemoteClaim(ObjectStore("memory://claimed"))
@@ -50,13 +50,13 @@ class RemoteClaim:
         self._thread: threading.Thread | None = None
 
     def take(self, *, above: int = 0) -> None:
-        """Take the workspace; once taken, taking it again does nothing.
+        """Claim the workspace; a no-op if already claimed.
 
         Args:
-            above: the number becomes larger: that of a claim which has written, and whose object may be gone.
+            above: lower bound of the number: that of a claim which has written, and whose object may be gone.
 
         Raises:
-            CheckpointError: another process holds it, named with its number and machine.
+            CheckpointError: another process, named with PID and host, holds the claim.
         """
         if self.number:
             return
@@ -78,7 +78,7 @@ class RemoteClaim:
         return self._last() > self.number
 
     def release(self) -> None:
-        """Give the workspace back; without a claim it does nothing."""
+        """Release the workspace; a no-op without a claim."""
         if not self.number:
             return
         self._stopped.set()
@@ -91,7 +91,7 @@ class RemoteClaim:
     def _beat(self) -> None:
         while not self._stopped.wait(self.lease / 3):
             self._beats += 1
-            # One that fails is made good by the next; an upload that fails as well is warned of.
+            # The next heartbeat makes up for a failed one; an upload that fails too causes a warning.
             with contextlib.suppress(CheckpointError, OSError):
                 self.store.put(_key(self.number), self._described())
 

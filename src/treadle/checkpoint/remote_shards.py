@@ -1,7 +1,7 @@
-"""Checkpoints of shards in an object store, written and read by every rank itself, without a folder that all see.
+"""Sharded checkpoints in an object store, written and read by every rank without a shared folder.
 
-``torch.distributed.checkpoint`` writes the tensors through fsspec, each rank its own. Names are used once; the marker
-with the size and CRC-32 of every file is put last, so a checkpoint is whole or does not count.
+``torch.distributed.checkpoint`` writes the tensors through fsspec, each rank its own. Names are never reused; the
+marker with the size and CRC-32 of every file is written last, so a checkpoint is complete or ignored.
 
     00000040-000002-9f31c2d4/__0_0.distcp, __1_0.distcp, .metadata, state.pt, WHOLE.json
 """
@@ -35,7 +35,7 @@ from treadle.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
 else:
-    try:  # the names of torch 2.15
+    try:  # names in torch 2.15
         from torch.distributed.checkpoint.fsspec_filesystem import _FileSystem as FsspecFiles
     except ImportError:
         from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
@@ -45,7 +45,7 @@ _NAME = re.compile(r"(\d{8,})-(\d{6,})-[0-9a-f]{8}")
 
 
 class RemoteShards:
-    """Checkpoints of shards below a URL.
+    """Sharded checkpoints below a URL.
 
     Args:
         store: the URL; nothing else may be below it.
@@ -66,15 +66,15 @@ class RemoteShards:
         """Write a state tree; every rank calls it with its own parts.
 
         Args:
-            tree: as :func:`treadle.checkpoint.sharded.save_sharded` takes it.
+            tree: see :func:`treadle.checkpoint.sharded.save_sharded`.
             reach: step and epoch of the state.
             equal: names of weights that are equal on all ranks.
 
         Returns:
-            The name of the checkpoint below the URL; None if a value is not finite, with a warning: it is not written.
+            The name of the checkpoint below the URL; None, with a warning, if a value is not finite: it is not written.
 
         Raises:
-            CheckpointError: some rank could not write its part; the same on all ranks.
+            CheckpointError: some rank could not write its part; raised on all ranks.
         """
         group = writers_group()
         rank = 0 if group is None else dist.get_rank(group)
@@ -109,10 +109,10 @@ class RemoteShards:
             raise CheckpointError(f"{self.store.url}/{name} was written by another process")
 
     def prune(self, keep: int | None) -> None:
-        """Delete all but the furthest checkpoints, and what an unfinished one left; markers go first.
+        """Delete all but the furthest checkpoints, and leftovers of unfinished ones; markers are deleted first.
 
         Args:
-            keep: how many stay; None keeps all that are whole.
+            keep: number of checkpoints to keep; None keeps all complete ones.
         """
         whole = self.whole()
         kept = set(whole if keep is None else whole[:keep])
@@ -122,7 +122,7 @@ class RemoteShards:
     # -- reading --------------------------------------------------------------------------------------------------
 
     def whole(self) -> list[str]:
-        """Return the names of the checkpoints that were published, the furthest first."""
+        """Return the names of the published checkpoints, furthest first."""
         names = {key.partition("/")[0] for key in self.store.sizes() if key.endswith(f"/{MARKER}")}
         return sorted(filter(_NAME.fullmatch, names), key=self.reach, reverse=True)
 
@@ -138,11 +138,11 @@ class RemoteShards:
         return Reach(int(step), int(epoch))
 
     def open(self, name: str, *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-        """Read a checkpoint but for its tensors, which are read when they are asked for.
+        """Read a checkpoint except its tensors, which are read lazily.
 
         Args:
-            name: below the URL.
-            share: (which, of how many): check the contents of every how-many-th file only.
+            name: name below the URL.
+            share: (index, count): check the content of every count-th file only.
 
         Raises:
             CheckpointError: it is unfinished or damaged.
@@ -167,10 +167,10 @@ class RemoteShards:
         return tree
 
     def open_on_ranks(self, name: str, rank: int, ranks: int) -> dict[str, Any]:
-        """Open a checkpoint on every rank, each of which checks its share of the files.
+        """Open a checkpoint on every rank; each rank checks its share of the files.
 
         Raises:
-            CheckpointError: it is damaged, wherever that was seen; on all ranks.
+            CheckpointError: some rank found it damaged; raised on all ranks.
         """
         tree: dict[str, Any] = {}
         on_all_ranks(lambda: tree.update(self.open(name, share=(rank, ranks))))

@@ -1,4 +1,4 @@
-"""Which numbered checkpoints stay, and when files were written."""
+"""Retention of numbered checkpoints, and order of files by write time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 def write_order(path: Path) -> tuple[int, int]:
-    """Return a key that sorts checkpoints by write time, then by number; a file that vanished sorts first.
+    """Return a key that sorts checkpoints by write time, then by number; a vanished file sorts first.
 
-    A folder of shards was written when its marker was.
+    The write time of a folder of shards is that of its marker.
     """
     digits = re.findall(r"\d+", path.stem)
     try:
@@ -30,15 +30,15 @@ def write_order(path: Path) -> tuple[int, int]:
 
 
 def date_last(path: Path, folder: Path) -> None:
-    """Date a file that was just written after every checkpoint of a folder, if the clock was set back since.
+    """Date a newly written file after every checkpoint of a folder, if the clock was set back since.
 
-    Pages and listings show files by write time; a resuming run goes by their content.
+    Pages and listings sort files by write time; a resuming run goes by their content.
 
     Args:
         path: the file, or the marker of a folder of shards.
-        folder: of the checkpoints.
+        folder: folder of the checkpoints.
     """
-    with contextlib.suppress(OSError):  # a file system without times, or a file that another user owns
+    with contextlib.suppress(OSError):  # no times on this file system, or a file of another user
         others = [other for other in folder.iterdir() if other.suffix == ".pt" or is_whole(other)]
         newest = max((write_order(other)[0] for other in others if other not in (path, path.parent)), default=-1)
         if os.stat(path).st_mtime_ns <= newest:
@@ -48,12 +48,12 @@ def date_last(path: Path, folder: Path) -> None:
 @checked
 @dataclass(frozen=True)
 class Retention:
-    """Which numbered files stay.
+    """Rule of which numbered files to keep.
 
     Attributes:
-        keep_previous: the N with the largest numbers stay; None keeps all.
-        keep_interval: numbers divisible by this stay for ever; None or 0: none.
-        keep_steps: numbers that stay for ever.
+        keep_previous: keep the N largest numbers; None keeps all.
+        keep_interval: keep numbers divisible by this forever; None or 0: none.
+        keep_steps: numbers to keep forever.
 
     Example:
         >>> Retention(keep_previous=2, keep_interval=1000).keep_previous
@@ -68,24 +68,24 @@ class Retention:
         check_least(0, keep_previous=self.keep_previous, keep_interval=self.keep_interval)
 
     def keeps(self, number: int) -> bool:
-        """Return whether a number stays for ever, and so is also saved."""
+        """Return whether a number is kept forever, and therefore also saved."""
         return number in self.keep_steps or bool(self.keep_interval and number % self.keep_interval == 0)
 
     def prune(
         self, folder: Path, pattern: str, protect: Iterable[Path] = (), *, newest: int | None = None
     ) -> list[Path]:
-        """Delete what the rule does not keep, oldest number first.
+        """Delete files that the rule does not keep, oldest number first.
 
         Args:
-            folder: of the checkpoints, files or folders of shards alike; what does not match, other folders
+            folder: folder of the checkpoints, files or folders of shards; anything that does not match, other folders
                 and links are never touched.
             pattern: regular expression with one group, the number; the name of a folder ends in a slash.
-            protect: files that stay in any case: the one just written, and the one resumed from.
-            newest: number of the one just written. Further ones stay and are not counted: they are damaged, as states
-                of an earlier run that can be read are renamed. None: the largest.
+            protect: files to keep in any case: the one just written, and the one resumed from.
+            newest: number of the checkpoint just written. Further ones are kept and not counted: they are damaged,
+                since readable states of an earlier run are renamed. None: the largest.
 
         Returns:
-            What was deleted. What cannot be deleted is logged, not raised.
+            The deleted paths. Failures to delete are logged, not raised.
         """
         if self.keep_previous is None:
             return []

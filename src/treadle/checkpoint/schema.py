@@ -1,4 +1,4 @@
-"""The table that every checkpoint holds, and the types it may contain.
+"""Schema of checkpoints: keys and allowed types.
 
 A checkpoint is a dict with these keys, in this order. It holds tensors, numbers, strings, bools, None, lists and
 dicts only, so ``torch.load(path, weights_only=True)`` reads it with no allow-list.
@@ -67,15 +67,15 @@ OF_USERS: dict[str, Encoding] = {
 }  # fmt: skip
 """Keys under which objects of users write, and what is encoded there."""
 _PLAIN = (bool, int, float, str)
-_ON = "cuda"  # where small tensors are copied together
-_SMALL = 1 << 18  # bytes of such a tensor,
-_AT_ONCE = 1024  # and how many of them: 256 MiB at most
+_ON = "cuda"  # device type whose small tensors are copied together
+_SMALL = 1 << 18  # largest size of such a tensor in bytes,
+_AT_ONCE = 1024  # and their largest number: 256 MiB in total
 
 
 def versions() -> dict[str, str]:
     """Return the versions that are written into every checkpoint."""
     return {
-        "treadle": sys.modules["treadle"].__version__,  # kept there: to look it up takes as long as a small state
+        "treadle": sys.modules["treadle"].__version__,  # cached: looking it up takes as long as a small state
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": str(np.__version__),
@@ -91,41 +91,40 @@ def to_plain(
     parts: bool = False,
     encoding: Encoding = "none",
 ) -> Any:
-    """Return a copy of a state tree that is safe to save later: tensors cloned to the CPU, tuples as lists.
+    """Return a copy of a state tree that is safe to save later: tensors cloned to the CPU, tuples turned into lists.
 
-    Tensors that share memory (tied weights) share it in the copy too. Tensors that are spread over ranks are gathered
-    one by one, for which all ranks must call this; rank 0 has the copies, the others have tensors without memory.
+    Tensors that share memory (tied weights) share it in the copy too. Sharded tensors are gathered one by one, which
+    all ranks must take part in; rank 0 gets the copies, the others meta tensors.
 
     Args:
         tree: nesting of dicts, lists and tuples.
-        path: where the tree hangs, for error messages.
+        path: path of the tree, for error messages.
         copies: clones made so far; for the recursion.
-        buffers: where the clones go; None takes fresh memory.
-        parts: of tensors that are spread over ranks, copy this rank's :class:`treadle.distributed.shards.LocalShard`
-            instead.
-        encoding: ``"odd"`` encodes values that a file cannot hold, such as a deque or an array of NumPy, which
-            :func:`from_plain` returns; ``"exact"`` tuples and ordered dicts too, so that they come back as such.
+        buffers: memory for the clones; None allocates new memory.
+        parts: copy this rank's :class:`treadle.distributed.shards.LocalShard` of sharded tensors instead.
+        encoding: ``"odd"`` encodes values that a file cannot hold, such as a deque or a NumPy array, for
+            :func:`from_plain`; ``"exact"`` also encodes tuples and ordered dicts, to restore their types.
 
     Raises:
-        CheckpointError: a value that ``weights_only=True`` could not load, naming its path.
+        CheckpointError: a value cannot be loaded with ``weights_only=True``; the message names its path.
 
     Example:
         >>> to_plain({"betas": (0.9, 0.95), "n": np.int64(3)})
         {'betas': [0.9, 0.95], 'n': 3}
     """
     copies = {} if copies is None else copies
-    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if (
         tree is None or type(tree) in _PLAIN or isinstance(tree, torch.dtype)
-    ):  # subclasses, such as an Enum of strings, would be pickled by class
+    ):  # subclasses, such as a string Enum, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
         return _clone_part(tree, copies, buffers, parts) if is_dtensor(tree) else _clone(tree, path, copies, buffers)
+    below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if isinstance(tree, np.generic) and encoding != "exact" and type(tree.item()) in _PLAIN:
         return tree.item()
     if isinstance(tree, Mapping):
         odd = [key for key in tree if type(key) not in (str, int)]
-        is_ordered = type(tree) is OrderedDict and not hasattr(tree, "_metadata")  # which the state of a module has
+        is_ordered = type(tree) is OrderedDict and not hasattr(tree, "_metadata")  # which a module's state dict has
         is_kept = encoding == "exact" and (is_ordered or type(tree) in (defaultdict, Counter))
         if (is_kept or (odd and encoding != "none")) and (encoded := _encode(tree)) is not OPAQUE:
             return {VALUE: encoded}
@@ -147,7 +146,7 @@ def _encode(value: Any) -> Any:
 
 
 def from_plain(tree: Any) -> Any:
-    """Return a tree that :func:`to_plain` returned with the values that it encoded.
+    """Decode the values that :func:`to_plain` encoded in a tree.
 
     Example:
         >>> from_plain(to_plain({"at": (1, 2)}, encoding="exact"))
@@ -161,7 +160,7 @@ def from_plain(tree: Any) -> Any:
 
 
 def is_encoded(value: Any) -> bool:
-    """Return whether a value of a checkpoint is one that :func:`to_plain` encoded.
+    """Return whether a value in a checkpoint was encoded by :func:`to_plain`.
 
     Example:
         >>> is_encoded(to_plain(range(2), encoding="odd")), is_encoded({})
@@ -171,10 +170,10 @@ def is_encoded(value: Any) -> bool:
 
 
 def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None, parts: bool) -> Tensor | LocalShard:
-    """Copy a tensor that is spread over ranks: this rank's part, or the whole on rank 0."""
+    """Copy a sharded tensor: this rank's part, or the whole on rank 0."""
     tensor = tensor.detach()
     local = tensor.to_local()
-    # All ranks must come to the same answer, or some would gather alone; they share memory on all ranks or on none.
+    # All ranks must decide alike, or some would gather alone; tensors share memory on all ranks or on none.
     identity = ("part", local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, tensor.dtype)
     if identity not in copies:
         summed = without_pending_sums(tensor)
@@ -189,9 +188,10 @@ def _clone_part(tensor: Any, copies: dict[Any, Any], buffers: HostBuffers | None
 
 def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffers | None) -> Tensor:
     tensor = tensor.detach()
-    if tensor.device.type == "meta" or hasattr(tensor, "__tensor_flatten__"):
+    is_plain = type(tensor) is Tensor
+    if tensor.is_meta or (not is_plain and hasattr(tensor, "__tensor_flatten__")):
         raise _not_plain(path, tensor, "it owns no memory that could be saved")
-    if type(tensor) is not Tensor:
+    if not is_plain:
         tensor = tensor.as_subclass(Tensor)
     try:
         identity = _identity(tensor)
@@ -204,16 +204,16 @@ def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffe
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tells a tensor from others: where it lies, and how it is read."""
+    """Return the identity of a tensor's data: its memory and layout."""
     memory = tensor.untyped_storage()._cdata, tensor.storage_offset()
     return (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 class SmallCopies:
-    """Copies of the small CUDA tensors of a state tree on their way to the host, for ``copies`` of :func:`to_plain`.
+    """Asynchronous host copies of small CUDA tensors in a state tree, for ``copies`` of :func:`to_plain`.
 
-    All of one type are joined on the device and come in one transfer, during which other runs of the process work. One
-    by one, the hundreds of a state would each wait for the device.
+    Tensors of one dtype are concatenated on the device and copied in one transfer, during which other runs of the
+    process continue. Copied one by one, hundreds of tensors would each wait for the device.
 
     Args:
         tree: nesting of dicts, lists and tuples.
@@ -236,7 +236,7 @@ class SmallCopies:
                 self._sent.append((some, OnTheWay(torch.cat([found[each].view(-1) for each in some]))))
 
     def arrived(self) -> dict[Any, Tensor]:
-        """Wait for the copies and return them by identity, each in memory of its own."""
+        """Wait for the copies and return them by identity, each in separate memory."""
         copies: dict[Any, Tensor] = {}
         for identities, joined in self._sent:
             shapes = [each[2] for each in identities]
@@ -272,17 +272,17 @@ def _not_plain(path: str, value: Any, rule: str) -> CheckpointError:
 
 
 def check_format(tree: Any, source: str) -> None:
-    """Raise CheckpointError if the tree is no checkpoint this version can read.
+    """Raise CheckpointError if this version cannot read the tree as a checkpoint.
 
     Args:
-        tree: what was loaded.
-        source: names it in the message.
+        tree: the loaded tree.
+        source: name of the file, for the message.
     """
     if not isinstance(tree, Mapping) or not tree:
         raise CheckpointError(f"{source}: holds a {type(tree).__name__}, not a checkpoint dict")
     described = tree.get("format")
     if not isinstance(described, Mapping) or described.get("name") != FORMAT_NAME:
-        return  # a file with a seed document's keys; the loader reports what starts fresh
+        return  # a file with the keys of a library before treadle; the loader reports what starts fresh
     if int(described.get("version", 0)) > FORMAT_VERSION:
         raise CheckpointError(
             f"{source}: checkpoint format {described['version']} is newer than this treadle reads "
@@ -291,7 +291,7 @@ def check_format(tree: Any, source: str) -> None:
 
 
 def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
-    """Return the names of model and EMA tensors that hold a NaN or an infinity, of a checkpoint or an export."""
+    """Return the names of non-finite model and EMA tensors in a checkpoint or an export."""
     if not isinstance(tree.get("model"), Mapping):
         return [name for name, value in tree.items() if not is_finite(value)]
     groups: list[tuple[str, Any]] = [("model", tree["model"])]
@@ -305,7 +305,7 @@ def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value of a checkpoint tree holds neither NaN nor infinity; other types count as finite.
+    """Return whether a value in a checkpoint tree is finite; other types count as finite.
 
     Example:
         >>> is_finite(torch.tensor([1.0, math.nan])), is_finite("nan")
@@ -317,7 +317,7 @@ def is_finite(value: Any) -> bool:
 
 
 def _all_finite(value: Tensor) -> bool:
-    """Look at the extremes only, which are NaN if anything is: a tenth of the time of ``isfinite``, and no memory."""
+    """Check the extremes only, which are NaN if any element is: a tenth of the time of ``isfinite``, without memory."""
     value = elements(value)
     if value.is_complex():
         value = torch.view_as_real(value.resolve_conj())

@@ -1,4 +1,4 @@
-"""Writes this rank's tensors with ``torch.distributed.checkpoint`` and knows the CRC-32 of what was to be written."""
+"""Writing of this rank's tensors with ``torch.distributed.checkpoint``, with CRC-32 of the intended data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from treadle.checkpoint.shard_manifest import METADATA
 from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
-_COPY_AHEAD = 10_000_000  # bytes from the device, as torch has it
+_COPY_AHEAD = 10_000_000  # bytes copied from the device ahead; torch's default
 
 
 def write_shard(
@@ -46,29 +46,29 @@ def write_shard(
     group: dist.ProcessGroup | None,
     files: SummedStreams | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Write tensors to an empty folder, of those that several ranks have one copy; all ranks of the group call it.
+    """Write tensors to an empty folder, with one copy of those that several ranks hold; collective.
 
     Args:
-        tensors: of this rank, by key.
-        folder: is there already.
-        group: of the ranks that write; None for one process.
-        files: file system that ``folder`` is in; None for the local one, where files are synchronised.
+        tensors: tensors of this rank, by key.
+        folder: existing folder.
+        group: group of the writing ranks; None for a single process.
+        files: file system of ``folder``; None for the local one, where files are synced.
 
     Returns:
-        Size and CRC-32 of each file of this rank, as they were handed to the system.
+        Size and CRC-32 of each file of this rank, as passed to the system.
 
     Raises:
-        CheckpointError: it failed on some rank, which is named; the same on all.
+        CheckpointError: it failed on some rank, which is named; raised on all ranks.
     """
     parts = {key: value if isinstance(value, LocalShard) else _all_of(value) for key, value in tensors.items()}
     summed = files or _SummedFiles()
     on_host = all(part.local.device.type == "cpu" for part in parts.values())
-    # With 0 torch waits for no stream, on which training goes on.
+    # With 0, torch does not wait for the stream on which training continues.
     writer = _Writer(folder, summed, sync=files is None, copy_ahead=0 if on_host else _COPY_AHEAD)
     try:
         with warnings.catch_warnings() if group is None else contextlib.nullcontext():
             if group is None:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
             save({}, storage_writer=writer, planner=_Planner(parts), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(sorted(error.failures.items())))
@@ -86,20 +86,20 @@ def _all_of(tensor: Tensor) -> LocalShard:
 
 
 class _Planner(DefaultSavePlanner):
-    """Planner of parts as they are, each at its place; what ``save`` is given would be logged key by key."""
+    """Planner of unchanged parts at their offsets; torch's own would log every key."""
 
     def __init__(self, parts: Mapping[str, LocalShard]):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
 
     def create_local_plan(self) -> SavePlan:
-        """Return one item for each part that is not empty."""
+        """Return one item for each non-empty part."""
         items = [_item(key, part) for key, part in self._parts.items() if part.local.numel() or _is_empty(part)]
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the values of a part."""
+        """Return the tensor of a part."""
         return self._parts[write_item.index.fqn].local.detach()
 
 
@@ -121,7 +121,7 @@ def _item(key: str, part: LocalShard) -> WriteItem:
 
 
 class _Writer(FileSystemWriter):
-    """Names the file in every error and leaves the folder's path out of the metadata: it may be moved."""
+    """Storage writer that names the file in errors and keeps the folder's path out of the metadata."""
 
     def __init__(self, folder: Path | str, files: Any, *, sync: bool, copy_ahead: int):
         super().__init__(
@@ -131,7 +131,7 @@ class _Writer(FileSystemWriter):
         self.path = folder
 
     def storage_meta(self) -> StorageMeta:
-        """Return what identifies this save."""
+        """Return the metadata that identifies this save."""
         return StorageMeta(save_id=self.save_id)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -146,10 +146,10 @@ class _Writer(FileSystemWriter):
 
 
 class SummedStreams:
-    """File system that records the size and the CRC-32 of the data written.
+    """File system mixin that records size and CRC-32 of the written data.
 
     Attributes:
-        sums: of each file by its name.
+        sums: size and CRC-32 of each file by name.
     """
 
     def __init__(self) -> None:
@@ -165,16 +165,16 @@ class SummedStreams:
                 return
             summed = _Summed(stream)
             yield summed
-            name = re.sub(r"\.tmp$", "", os.path.basename(path))  # the metadata is renamed afterwards
+            name = re.sub(r"\.tmp$", "", os.path.basename(path))  # the metadata file is renamed afterwards
             self.sums[name] = {"size": summed.size, "crc32": f"{summed.crc:08x}"}
 
 
 class _SummedFiles(SummedStreams, FileSystem):
-    """Local files."""
+    """Local file system with sums."""
 
 
 class _Summed(io.BufferedIOBase):
-    """File that keeps a CRC-32 of the data written to it."""
+    """File that tracks the CRC-32 of written data."""
 
     def __init__(self, raw: Any):
         self._raw = raw
@@ -198,7 +198,7 @@ class _Summed(io.BufferedIOBase):
             self._raw.flush()
 
     def fileno(self) -> int:
-        self.flush()  # a caller that asks for it wants to sync, which would miss data still in memory
+        self.flush()  # a caller wants to sync, which would miss data still in memory
         number: int = self._raw.fileno()
         return number
 

@@ -1,4 +1,4 @@
-"""The marker that makes a folder of shards a checkpoint: ``WHOLE.json`` with the size and CRC-32 of every file.
+"""Marker of a complete folder of shards: ``WHOLE.json`` with the size and CRC-32 of every file.
 
 One rank writes it, by rename, once every rank has written its part and read it back. A folder without it is
 unfinished: some rank may never have written. Code that deletes a folder deletes the marker first.
@@ -37,7 +37,7 @@ class Marker:
     """Content of a marker.
 
     Attributes:
-        ranks: how many wrote the folder.
+        ranks: number of ranks that wrote the folder.
         files: name to ``{"size", "crc32"}``.
     """
 
@@ -46,7 +46,7 @@ class Marker:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files in bytes."""
         return sum(int(entry["size"]) for entry in self.files.values())
 
     @property
@@ -71,7 +71,7 @@ def checksum_of(file: Any) -> dict[str, Any]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder of shards was published; its files may have been damaged since.
+    """Return whether a folder of shards was published; its files may be damaged since.
 
     Example:
         >>> is_whole(Path("no_such_folder"))
@@ -81,15 +81,15 @@ def is_whole(folder: Path) -> bool:
 
 
 def has_shards(folder: Path) -> bool:
-    """Return whether a folder is one checkpoint, whole or unfinished, and not a folder of checkpoints."""
+    """Return whether a folder is one checkpoint, complete or unfinished, rather than a folder of checkpoints."""
     return is_whole(folder) or (folder / _BEGUN).is_file()
 
 
 def publish(folder: Path, files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> None:
-    """Write the marker, by rename, once all else in the folder is durable.
+    """Write the marker, by rename, once everything else in the folder is durable.
 
     Raises:
-        CheckpointError: it cannot be written; the folder is unfinished then.
+        CheckpointError: it cannot be written; the folder is then unfinished.
     """
     sync_folder(folder)
     write_text(marker_text(files, ranks=ranks), folder / MARKER)
@@ -104,7 +104,7 @@ def marker_text(files: Mapping[str, Mapping[str, Any]], *, ranks: int) -> str:
 
 
 def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
-    """Return the marker of a folder, or None and its fault."""
+    """Return the marker of a folder, or None and the problem."""
     try:
         return parse_marker((folder / MARKER).read_bytes())
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def read_marker(folder: Path) -> tuple[Marker | None, list[str]]:
 
 
 def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
-    """Return a marker from its bytes, or None and its fault."""
+    """Parse a marker from bytes; return it, or None and the problem."""
     try:
         found = json.loads(data)
         version, marker = int(found["format"]["version"]), Marker(int(found["ranks"]), dict(found["files"]))
@@ -132,11 +132,11 @@ def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
 
 
 def folder_problems(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return the faults of the files of a folder of shards; an empty list means that every byte is there.
+    """Return the problems of a folder of shards; an empty list means that every byte is intact.
 
     Args:
-        folder: of one checkpoint.
-        share: (which, of how many): sizes are checked of all files, contents of every how-many-th one only.
+        folder: folder of one checkpoint.
+        share: (index, count): check the size of all files, but the content of every count-th one only.
     """
     marker, problems = read_marker(folder)
     if marker is None:
@@ -159,11 +159,11 @@ def _named(name: str) -> str:
     return f"{name} of rank {shard[1]}" if shard is not None else name
 
 
-# -- folders come and go ------------------------------------------------------------------------------------------
+# -- creation and deletion of folders -------------------------------------------------------------------------------
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether this library began to write or to delete a folder and was cut off.
+    """Return whether this library was interrupted while writing or deleting a folder.
 
     Example:
         >>> is_unfinished(Path("no_such_folder"))
@@ -175,23 +175,23 @@ def is_unfinished(folder: Path) -> bool:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder of shards, the marker first, so that no half of it is ever taken for a checkpoint."""
+    """Delete a folder of shards, the marker first, so that a partial one is never taken for a checkpoint."""
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder / MARKER, folder / _BEGUN)
         sync_folder(folder)
     for path in folder.iterdir():
         if path.name != _BEGUN:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else os.unlink(path)
-    sync_folder(folder)  # after a power loss nothing may be left without the name that identifies it
+    sync_folder(folder)  # after a power loss nothing may remain without the name that identifies it
     (folder / _BEGUN).unlink(missing_ok=True)
     os.rmdir(folder)
 
 
 def begin(folder: Path) -> Path:
-    """Make an empty folder marked as unfinished and return it; beside a complete one of that name, a hidden one.
+    """Create an empty folder marked as unfinished and return it; a hidden one if a complete one has the name.
 
     Raises:
-        CheckpointError: there is a folder or a file of that name that this library did not write.
+        CheckpointError: a folder or file of that name exists that this library did not write.
     """
     settle(folder)
     place = _beside(folder, _NEW) if is_whole(folder) else folder
@@ -205,14 +205,14 @@ def begin(folder: Path) -> Path:
 
 
 def take_place(folder: Path) -> None:
-    """Put the hidden folder, once it is published, in the place of the one that was there before."""
+    """Replace the previous folder by the hidden one, once published."""
     os.rename(folder, _beside(folder, _OLD))
     os.rename(_beside(folder, _NEW), folder)
     sync_folder(folder.parent)
 
 
 def settle(folder: Path) -> None:
-    """Remove what was left unfinished; of a folder that was written again, keep one that is complete."""
+    """Remove unfinished folders; of a folder that was rewritten, keep a complete one."""
     if is_unfinished(folder):
         remove_folder(folder)
     for other in (_beside(folder, _NEW), _beside(folder, _OLD)):
@@ -224,7 +224,7 @@ def settle(folder: Path) -> None:
 
 
 def unfinished(parent: Path, pattern: str) -> list[Path]:
-    """Return the folders, by their final names, that a run which was killed left unfinished.
+    """Return the final names of folders that a killed run left unfinished.
 
     Args:
         parent: the folder of the checkpoints.
@@ -241,7 +241,7 @@ def unfinished(parent: Path, pattern: str) -> list[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """As :func:`settle`, and log that a folder is removed."""
+    """Clean up like :func:`settle`, and log removed folders."""
     if is_unfinished(folder):
         _log.warning("%s is unfinished, as some rank never wrote its part: it is removed", folder)
     settle(folder)

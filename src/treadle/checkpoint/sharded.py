@@ -1,9 +1,9 @@
-"""Checkpoints as folders to which every rank writes its part: whole or absent, whatever happens to a rank.
+"""Sharded checkpoints: folders that every rank writes a part of, complete or absent whatever happens to a rank.
 
-``torch.distributed.checkpoint`` writes the tensors, each rank its own and of equal ones a share; rank 0 writes
-``state.pt``, the tree of a single file with ``{"treadle.stored": key}`` where a tensor was. Every byte is read back by
-the rank that wrote it and compared with what was written; then rank 0 publishes the marker. Every step is agreed: what
-fails on one rank raises the same error on all.
+``torch.distributed.checkpoint`` writes the tensors, each rank its own and a share of replicated ones; rank 0 writes
+``state.pt``, the tree of a single file with ``{"treadle.stored": key}`` in place of tensors. Every byte is read back by
+the rank that wrote it and compared with what was written; then rank 0 publishes the marker. Every stage is collective:
+a failure on one rank raises the same error on all.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def save_sharded(
     A model with a non-finite value on some rank never replaces a folder: it goes to ``<name>.nonfinite``.
 
     Args:
-        tree: what :func:`treadle.checkpoint.schema.to_plain` returned with ``parts=True``, or a whole tree.
-        path: the folder to be; one of that name stays until the new one is whole.
-        equal: names of weights that are equal on all ranks, of which each rank writes a share. Of others that are not
-            spread over ranks, such as buffers, rank 0 writes its own.
-        finish: called on rank 0 with the published folder before any rank returns; not with one that was put aside.
+        tree: result of :func:`treadle.checkpoint.schema.to_plain` with ``parts=True``, or a whole tree.
+        path: the target folder; an existing one is kept until the new one is complete.
+        equal: names of weights that are equal on all ranks, of which each rank writes a share. Other tensors that are
+            not sharded, such as buffers, are written by rank 0.
+        finish: called on rank 0 with the published folder before any rank returns; not for a folder moved aside.
 
     Returns:
-        The folder that was written.
+        The path of the written folder.
 
     Raises:
-        CheckpointError: some rank could not write its part; the same on all ranks. What was there before is intact.
+        CheckpointError: some rank could not write its part; raised on all ranks. The previous folder is intact.
     """
     group, target = writers_group(), Path(path)
     rank = 0 if group is None else dist.get_rank(group)
@@ -65,8 +65,8 @@ def save_sharded(
         files = together(group, lambda: _read_back(place, written, rest if rank == 0 else None))
         together(group, lambda: _publish(target, place, files) if rank == 0 else None)
     except CheckpointError as error:
-        if rank == 0 and not isinstance(error, WriterLostError):  # else someone may still be writing there
-            with contextlib.suppress(OSError):  # the start of the next run tries again
+        if rank == 0 and not isinstance(error, WriterLostError):  # else another rank may still be writing there
+            with contextlib.suppress(OSError):  # the next run tries again at its start
                 shard_manifest.settle(target)
         raise
     together(group, lambda: _finish(target, None if bad else finish) if rank == 0 else None)
@@ -76,7 +76,7 @@ def save_sharded(
 def own_part(
     tree: Mapping[str, Any], equal: Collection[str], group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any], list[str]]:
-    """Return the tensors that this rank writes, the rest of the tree, and names that are not finite on some rank."""
+    """Return the tensors that this rank writes, the rest of the tree, and names non-finite on any rank."""
     tensors, rest = take_apart(tree)
     if group is not None and dist.get_rank(group) != 0:
         tensors = {
@@ -110,7 +110,7 @@ def _begin(target: Path) -> Path:
 def _read_back(
     place: Path, written: Mapping[str, Mapping[str, Any]], rest: Mapping[str, Any] | None
 ) -> dict[str, Mapping[str, Any]]:
-    """Return size and CRC-32 of the files of this rank, once the disk has given every byte back."""
+    """Return size and CRC-32 of the files of this rank, read back from disk."""
     files = dict(written)
     if rest is not None:
         save_checkpoint(rest, place / STATE)
@@ -132,24 +132,24 @@ def _publish(target: Path, place: Path, files: list[dict[str, Mapping[str, Any]]
 
 
 def _finish(target: Path, finish: Callable[[Path], object] | None) -> None:
-    with contextlib.suppress(OSError):  # what stepped aside goes at the start of the next run at the latest
+    with contextlib.suppress(OSError):  # folders moved aside are removed at the next start at the latest
         shard_manifest.settle(target)
     if finish is not None:
         finish(target)
 
 
 def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any]]:
-    """Take the tensors out of model, optimizer state and averages, and whatever is spread over ranks elsewhere.
+    """Extract the tensors of model, optimizer state and averages, and sharded tensors elsewhere.
 
     Args:
         tree: a checkpoint tree.
 
     Returns:
         (the tensors by key: ``model.<name>``, ``optimizer.state.<name of the parameter>.<entry>``,
-        ``ema.<name>.shadow.<name>``; the tree with ``{"treadle.stored": key}`` in their places).
+        ``ema.<name>.shadow.<name>``; the tree with ``{"treadle.stored": key}`` in their place).
 
     Raises:
-        CheckpointError: the tree holds such a dict itself.
+        CheckpointError: the tree itself contains such a dict.
 
     Example:
         >>> tensors, rest = take_apart({"model": {"w": torch.zeros(1)}, "epoch": 3})

@@ -1,12 +1,12 @@
-"""The checkpoint store: whole files or none, verified when written and when read, never worse than before.
+"""Checkpoint store: atomic files, verified on write and on read, never worse than before.
 
-``torch.save`` makes a zip archive with a CRC-32 for each record; torch does not check these, so every read here does.
-It does not check the sizes that a file claims either, so every read here does that too. Nothing is ever unpickled:
-a file that needs it is refused.
+``torch.save`` writes a zip archive with a CRC-32 for each record; torch checks neither these nor the sizes that a file
+claims, so every read here checks both. Nothing is ever unpickled: a file that needs it is refused.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +33,7 @@ from treadle.checkpoint.files import (
 )
 from treadle.checkpoint.order import NONFINITE, aside_of, furthest_first, is_aside
 from treadle.checkpoint.retention import Retention, date_last
-from treadle.checkpoint.safe.archive import ArchiveError, read_archive
+from treadle.checkpoint.safe.archive import ArchiveError, check_last_record, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
@@ -60,18 +60,20 @@ __all__ = [
     "write_text",
 ]
 
+_IN_MEMORY = 1 << 26  # bytes of tensors
+_SCALARS = frozenset({int, float, bool, str, type(None)})
 _log = logging.getLogger("treadle.checkpoint")
 _Opened = Callable[[Path], dict[str, Any]]
 
 
 @checked
 def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
-    """Return the problems found in a checkpoint; an empty list means it is intact and holds no code.
+    """Return the problems of a checkpoint; an empty list means that it is intact and free of code.
 
-    Of a file, checks that it is a whole archive of the kind that ``torch.save`` writes, that every record's CRC-32 is
-    right, that its pickle names nothing but tensors and plain values, and that every tensor is inside its storage.
-    One pass; nothing in the file is executed. Of a folder of shards, checks every byte of every file, and that its
-    metadata holds nothing but places of tensors in them.
+    For a file, check that it is a complete archive as written by ``torch.save``, that every record's CRC-32 is correct,
+    that its pickle names only tensors and plain values, and that every tensor is inside its storage. This takes one
+    pass; nothing in the file is executed. For a folder of shards, check every byte of every file, and that its metadata
+    only locates tensors in them.
 
     Example:
         >>> verify_checkpoint("no_such_file.pt")
@@ -81,7 +83,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _problems_of_file(path: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """Return the problems of a file, and whether it holds pickled objects, which could run code."""
+    """Return the problems of a file, and whether it holds pickled objects that could run code."""
     try:
         archive = read_archive(path)
     except ArchiveError as error:
@@ -100,9 +102,17 @@ def _problems_of_folder(folder: Path) -> list[str]:
     return problems
 
 
-def check_written(path: Path) -> list[str]:
-    """Return the problems of a file this process has just written: whether the disk holds every byte of it."""
+def check_written(path: Path, content: bytes | None = None) -> list[str]:
+    """Return the problems of a file that this process has just written: whether the disk holds every byte.
+
+    Args:
+        path: the file.
+        content: what was written; None checks the sums in the archive instead.
+    """
     try:
+        if content is not None:
+            check_last_record(content)
+            return [] if path.read_bytes() == content else ["it is not what was written"]
         read_archive(path)
     except ArchiveError as error:
         return [str(error)]
@@ -114,13 +124,13 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a checkpoint to the CPU after checking every byte of it.
 
     Args:
-        path: the file, or the folder of shards, which gives the same tree in one process, without any process group.
+        path: the file, or the folder of shards, which gives the same tree in one process, without a process group.
 
     Returns:
         The tree that was saved.
 
     Raises:
-        CheckpointError: it is missing, damaged, unfinished, holds pickled code, or is of a newer format.
+        CheckpointError: it is missing, damaged, unfinished, holds pickled code, or has a newer format.
     """
     if os.path.isdir(path):
         from treadle.checkpoint.stored import in_memory
@@ -138,22 +148,22 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         return dict(tree)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever torch's reader trips over
+    except Exception as error:  # any error of torch's reader
         raise CheckpointError(f"checkpoint {os.fspath(path)!r} cannot be read: {first_line(error)}") from error
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Read a checkpoint but for the tensors of a folder of shards, which are read when they are asked for.
+    """Read a checkpoint; the tensors of a folder of shards are read lazily.
 
-    What loads a state into a model takes such tensors as they are, and reads of each what this rank needs.
+    Code that loads a state into a model accepts such tensors, and reads only what this rank needs.
 
     Args:
-        path: a file, which is read to its end, or a folder.
-        share: (which, of how many): of a folder, check the contents of every how-many-th file only, so that ranks can
-            share the work; sizes are checked of all.
+        path: a file, which is read completely, or a folder.
+        share: (index, count): for a folder, check the content of every count-th file only, so that ranks can share the
+            work; all sizes are checked.
 
     Raises:
-        CheckpointError: as :func:`load_checkpoint` raises it.
+        CheckpointError: as for :func:`load_checkpoint`.
     """
     if not os.path.isdir(path):
         return load_checkpoint(path)
@@ -175,15 +185,15 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     A model with a non-finite value never replaces a file: it goes to ``<stem>.nonfinite.pt`` with a warning.
 
     Args:
-        tree: what :func:`treadle.checkpoint.schema.to_plain` returned.
+        tree: result of :func:`treadle.checkpoint.schema.to_plain`.
         path: the target; its folder is created.
 
     Returns:
-        The file that was written.
+        The path of the written file.
 
     Raises:
-        CheckpointError: the disk is full, the folder is read-only, or what was written does not verify. The old
-            file under the same name is intact then.
+        CheckpointError: the disk is full, the folder is read-only, or the written file fails verification. An old file
+            of the same name is then intact.
     """
     target = Path(path)
     bad = non_finite_names(tree)
@@ -196,26 +206,43 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
 
 def _write(tree: Mapping[str, Any], target: Path) -> None:
     make_folder(target.parent)
+    content = None
+    if _bytes_of(tree) <= _IN_MEMORY:  # comparing bytes is faster than checking records
+        memory = io.BytesIO()
+        torch.save(dict(tree), memory, pickle_module=quick_pickle)
+        content = memory.getvalue()
     with replacing(target) as temporary:
         with open(temporary, "wb") as file:
-            torch.save(dict(tree), file, pickle_module=quick_pickle)
+            if content is None:
+                torch.save(dict(tree), file, pickle_module=quick_pickle)
+            else:
+                file.write(content)
             file.flush()
             date_last(temporary, target.parent)
             os.fsync(file.fileno())
-        _refuse_half_written(temporary, target)
+        _refuse_half_written(temporary, target, content)
+
+
+def _bytes_of(tree: Any) -> int:
+    """Return the size of the tensors of a state."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, Mapping):
+        return sum(_bytes_of(value) for value in tree.values() if type(value) not in _SCALARS)
+    return sum(map(_bytes_of, tree)) if isinstance(tree, list) else 0
 
 
 def copy_checkpoint(source: Path, target: Path) -> Path:
-    """Copy a written checkpoint to another name, atomically and verified, with its write time.
+    """Copy a checkpoint file to another name, atomically and verified, with its modification time.
 
-    No link: what damages one of the two files, or is written into it, must leave the other whole.
+    Not a link: damage or writes to one of the two files must not affect the other.
 
     Args:
         source: a file.
-        target: its folder is there.
+        target: target path in an existing folder.
 
     Raises:
-        CheckpointError: as :func:`save_checkpoint` raises it.
+        CheckpointError: as for :func:`save_checkpoint`.
     """
 
     def copy() -> None:
@@ -231,14 +258,14 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
     return target
 
 
-def _refuse_half_written(temporary: Path, target: Path) -> None:
-    problems = check_written(temporary)
+def _refuse_half_written(temporary: Path, target: Path, content: bytes | None) -> None:
+    problems = check_written(temporary, content)
     if problems:
         raise CheckpointError(f"checkpoint {target} was not written: {'; '.join(problems)}; the disk may fail")
 
 
 def put_aside(target: Path, bad: list[str]) -> Path:
-    """Return the path for a state that is not finite, and warn."""
+    """Return the path for a non-finite state, and warn."""
     aside = aside_of(target)
     if distributed.rank() == 0:
         _log.warning(
@@ -251,23 +278,22 @@ def put_aside(target: Path, bad: list[str]) -> Path:
 def find_latest(
     candidates: Iterable[Path], *, prefer: Path | None = None, load: _Opened = load_checkpoint
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the furthest intact checkpoint and its tree, naming each damaged one it passes over.
+    """Return the furthest intact checkpoint and its tree, reporting each damaged one that is skipped.
 
-    The furthest is that of the largest step, then of the largest epoch, as they are in the files; when a file was
-    written does not matter. States that were put aside, because they are not finite or a later run began before them,
-    are passed over.
+    The furthest has the largest step, then the largest epoch, as stored in the files; file times do not matter. States
+    that were moved aside, because they are not finite or a later run began before them, are skipped.
 
     Args:
-        candidates: files, or folders of shards, that may exist; of equally far ones the first is taken. A link whose
-            target is gone counts as a state that was lost.
-        prefer: the one to try first, however far it is; a link counts as its target.
-        load: reads one.
+        candidates: files or folders of shards that may exist; among equally far ones the first is taken. A dangling
+            link counts as a lost state.
+        prefer: the candidate to try first, however far it is; a link counts as its target.
+        load: reads a checkpoint.
 
     Returns:
         (path, tree), or None when no candidate exists.
 
     Raises:
-        CheckpointError: files are present but none is intact.
+        CheckpointError: there are files but none is intact.
     """
     present = {os.path.realpath(path): path for path in reversed(list(candidates)) if os.path.lexists(path)}
     first = None if prefer is None else os.path.realpath(prefer)
@@ -303,7 +329,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         path: the file, or a folder of shards.
 
     Returns:
-        A plain state dict. Of a checkpoint whose averaged weights were validated, the averaged ones; of a run with
+        A plain state dict: averaged weights if the checkpoint's averaged weights were validated; for a run with
         adapters, without the frozen base.
 
     Raises:
@@ -318,14 +344,14 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def scored_weights(tree: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a loaded checkpoint that were validated: the averaged ones, or the raw ones."""
+    """Return the validated weights of a loaded checkpoint, averaged or raw."""
     described = tree.get("format") or {}
     averaged = averaged_weights(tree) if described.get("scored") == "ema" else None
     return dict(tree["model"]) if averaged is None else averaged
 
 
 def averaged_weights(tree: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Return the averaged weights of a loaded checkpoint in the model's own dtypes; None without an average."""
+    """Return the averaged weights of a loaded checkpoint in the model's dtypes; None without an average."""
     averages = tree.get("ema") or {}
     if not averages:
         return None

@@ -1,7 +1,7 @@
-"""Tensors in a folder of shards, read block by block with PyTorch's own reader; nothing foreign is unpickled.
+"""Tensors in a folder of shards, read block by block with PyTorch's reader, without unpickling foreign classes.
 
-The folder's ``.metadata`` is a pickle, as ``torch.distributed.checkpoint`` writes it. It is read with the few classes
-that such a file needs and no other, and its content must fit the files that the marker names.
+The folder's ``.metadata`` is a pickle, as ``torch.distributed.checkpoint`` writes it. It is read with an allow-list of
+the few classes that such a file needs, and its content must fit the files that the marker names.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _CLASSES |= {("torch", "Size"): torch.Size, ("torch.serialization", "_get_layout
 
 
 class StoredTensor:
-    """A tensor in a folder of shards; :meth:`read` takes a block of it from the disk.
+    """Tensor in a folder of shards; :meth:`read` loads a block of it.
 
     Attributes:
-        shape: of the whole.
-        dtype: of its elements.
+        shape: shape of the whole tensor.
+        dtype: dtype of the tensor.
     """
 
     def __init__(self, folder: ShardFolder, key: str):
@@ -65,7 +65,7 @@ class StoredTensor:
         """Return a block on the CPU.
 
         Raises:
-            CheckpointError: it cannot be read, or the folder does not hold all of it.
+            CheckpointError: it cannot be read, or the folder does not contain all of it.
         """
         return self._folder.read(self.key, offsets, sizes)
 
@@ -78,8 +78,8 @@ class ShardFolder:
 
     Args:
         path: the folder, for messages.
-        stat: returns the content of its ``.metadata``, and the size of each file that its marker names.
-        reader: of its files.
+        stat: returns the content of ``.metadata``, and the size of each file that the marker names.
+        reader: reader of the files.
 
     Raises:
         CheckpointError: its metadata is damaged, holds foreign classes, or does not fit the files.
@@ -94,7 +94,7 @@ class ShardFolder:
 
     @classmethod
     def on_disk(cls, path: str | os.PathLike[str], files: Collection[str]) -> ShardFolder:
-        """Open a folder on this machine, with the files that its marker names."""
+        """Open a local folder, with the files that its marker names."""
         folder = Path(path)
 
         def stat() -> tuple[bytes, Mapping[str, int]]:
@@ -120,7 +120,7 @@ class ShardFolder:
 
 
 class _Into(LoadPlanner):
-    """Reader into one tensor."""
+    """Load planner that reads into one tensor."""
 
     def __init__(self, target: Tensor):
         self._target = target
@@ -147,10 +147,10 @@ class _Into(LoadPlanner):
 
 
 def with_stored(tree: Any, folder: ShardFolder, made: dict[str, StoredTensor] | None = None) -> Any:
-    """Return the tree of ``state.pt`` with stored tensors in their places; tied ones are one object.
+    """Return the tree of ``state.pt`` with stored tensors filled in; tied ones are the same object.
 
     Raises:
-        CheckpointError: the folder does not have one of them.
+        CheckpointError: a tensor is missing in the folder.
     """
     made = {} if made is None else made
     if isinstance(tree, Mapping):
@@ -183,12 +183,12 @@ def in_memory(tree: Any, read: dict[str, Tensor] | None = None) -> Any:
 
 
 class _Restricted(pickle.Unpickler):
-    """Unpickler that knows the classes of such metadata and no others."""
+    """Unpickler that allows only the classes of such metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return _CLASSES[module, name]
-        if (module, name) == ("builtins", "getattr"):  # so does Python 3.11 pickle an Enum
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles an Enum this way
             return _encoding
         raise CheckpointError(
             f"it holds pickled objects ({shortened(f'{module}.{name}')}), which metadata never has and which could run "
@@ -218,7 +218,7 @@ def _read_metadata(folder: str, stat: Stat) -> Metadata:
 
 
 def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
-    """Raise CheckpointError unless all tensors are plain blocks inside the files of the folder."""
+    """Raise CheckpointError unless all tensors are plain blocks within the files of the folder."""
     for key, described in metadata.state_dict_metadata.items():
         if type(key) is not str or type(described) is not TensorStorageMetadata:
             raise CheckpointError(f"{shortened(str(key))} is no tensor")

@@ -1,4 +1,4 @@
-"""Variables that the user's functions and classes use and no object holds: of modules, classes, functions, defaults."""
+"""Variables used by the user's functions and classes: of modules, classes, functions and defaults."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from treadle.checkpoint.introspection import (
 from treadle.checkpoint.library_values import is_library_value
 from treadle.checkpoint.plain_values import is_plain_object
 
-_INSTALLED = ("site-packages", "dist-packages")  # parts of paths below which nobody's own code is
+_INSTALLED = ("site-packages", "dist-packages")  # path components of installed packages
 _KINDS = (bool, int, float, complex, str, type(None), list, dict, set, deque, np.ndarray, Tensor, *GENERATORS)
 
 
 class Variables(Named):
-    """Variables by name, as if they were the attributes of one object.
+    """Variables by name, accessed like attributes of one object.
 
     Args:
-        roots: functions, classes and objects from whose code they are found, through what that code calls.
-        known: names of variables that are left out.
+        roots: functions, classes and objects in whose code, and in code that it calls, variables are searched.
+        known: names of variables to leave out.
 
     Attributes:
-        stateful: objects with state dicts among them, by name, of which nothing is kept here.
+        stateful: objects with state dicts among them, by name, which are not saved here.
 
     Example:
         >>> def made(calls={"n": 0}): return calls
@@ -51,10 +51,10 @@ class Variables(Named):
 
     def __init__(self, roots: Iterable[Any], *, known: Collection[str] = ()):
         self._known = frozenset(known)
-        self._used: dict[str, tuple[dict[str, Any], str]] = {}  # variables of modules
+        self._used: dict[str, tuple[dict[str, Any], str]] = {}  # module variables
         self._codes: list[Any] = []
         self._defaults: dict[str, Any] = {}
-        self._cells: dict[str, types.CellType] = {}  # of variables that functions enclose
+        self._cells: dict[str, types.CellType] = {}  # closure variables
         self.stateful: dict[str, Any] = {}
         for code in _reachable(roots):
             self._add(code)
@@ -77,12 +77,12 @@ class Variables(Named):
                 self._defaults[f"{code.__qualname__}({name})"] = value
 
     def uses(self, name: str) -> bool:
-        """Return whether the code uses a name."""
+        """Return whether the code uses a variable name."""
         functions = (_functions_of(code) for code in self._codes)
         return any(name in names_used_by(function) for found in functions for function in found)
 
     def values(self) -> dict[str, Any]:
-        """Return the variables as they are now, those that have appeared too."""
+        """Return the current variables, including new ones."""
         found = {place: variables[name] for place, (variables, name) in self._used.items() if name in variables}
         for code in self._codes:
             if isinstance(code, enum.EnumMeta):
@@ -95,7 +95,7 @@ class Variables(Named):
         return {name: value for name, value in found.items() if _is_variable(value) and name not in self._known}
 
     def set(self, name: str, value: Any) -> None:
-        """Set one of them; a default was filled in place."""
+        """Set a variable; a default is filled in place."""
         if name in self._cells:
             self._cells[name].cell_contents = value
             return
@@ -110,7 +110,7 @@ class Variables(Named):
 
 
 def _reachable(roots: Iterable[Any]) -> Iterator[Any]:
-    """Yield the functions and classes of the user's own code that roots use, each once."""
+    """Yield the functions and classes of the user's code that the roots use, each once."""
     waiting, seen = list(roots), set()
     while waiting:
         code = waiting.pop()
@@ -156,7 +156,7 @@ def _function_in(value: Any) -> types.FunctionType | None:
 
 
 def _is_own_code(code: Any) -> bool:
-    """Return whether a class or function is of a script or a package that is not installed."""
+    """Return whether a class or function is from a script or a package that is not installed."""
     if not is_users_class(code):
         return False
     path = getattr(sys.modules.get(code.__module__), "__file__", None) or ""

@@ -1,9 +1,9 @@
-"""Checkpoints written during training: one copy to host memory, the rest in a thread.
+"""Background checkpoint writing: one copy to host memory, the rest in a thread.
 
 The thread gets a finished copy and a function that writes it. It touches no live tensor, hook or engine, and takes no
 lock that a data worker forked meanwhile could need: it logs nothing itself (its messages are logged at the next
-boundary by the thread that trains), and whatever ``torch.save`` imports is imported before. Each save has a thread of
-its own, which the interpreter waits for when it ends, unless it waits for other ranks itself.
+boundary by the training thread), and everything that ``torch.save`` imports is imported beforehand. Each save has a
+separate thread, which the interpreter waits for at exit, unless the thread waits for other ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from treadle.checkpoint.files import first_line
 from treadle.errors import CheckpointError
 
 _log = logging.getLogger("treadle.checkpoint")
-_HEARTBEAT = 0.2  # seconds; python acts on a signal between two waits, on every platform
+_HEARTBEAT = 0.2  # seconds; Python handles signals between two waits, on every platform
 _PATIENCE = 20.0  # seconds
 Tree = dict[str, Any]
 
 
 class CheckpointWriter:
-    """Writer of one state at a time in the background; a further request waits for the one before.
+    """Background writer of one state at a time; a new request waits for the previous one.
 
-    There is one copy of the state at most, besides the live one, and the next save uses its memory again.
+    There is at most one copy of the state besides the live one, and the next save reuses its memory.
 
     Example:
         >>> from treadle.checkpoint.schema import to_plain
@@ -48,13 +48,13 @@ class CheckpointWriter:
 
     def __init__(self) -> None:
         self._buffers = HostBuffers()
-        self._flights: list[_Flight] = []  # none or one
+        self._flights: list[_Flight] = []  # at most one
         self._warm = False
         weakref.finalize(self, _last_word, self._flights)
 
     @property
     def writing(self) -> bool:
-        """Whether a write is under way."""
+        """Whether a write is in progress."""
         return bool(self._flights) and self._flights[0].is_alive()
 
     def save(
@@ -65,18 +65,17 @@ class CheckpointWriter:
         background: bool = True,
         with_peers: bool = False,
     ) -> None:
-        """Wait for the write before, copy the state, and start to write it.
+        """Wait for the previous write, copy the state, and start writing it.
 
         Args:
-            collect: makes the state with the buffers it is given; called here and now.
-            write: writes the copy; called in a thread. It must keep nothing of it.
-            background: False writes here, from the live tensors where they can be written as they are, and returns
-                when that is done.
-            with_peers: the write waits for other ranks, so after a failure it may never end: then :meth:`close` gives
-                it up, and it keeps no process alive.
+            collect: collects the state with the given buffers; called immediately.
+            write: writes the copy; called in a thread. It must not keep references to it.
+            background: False writes synchronously, from the live tensors where possible.
+            with_peers: whether the write waits for other ranks, so that it may never end after a failure: then
+                :meth:`close` abandons it, and it keeps no process alive.
 
         Raises:
-            CheckpointError: the write before failed; then nothing is copied.
+            CheckpointError: the previous write failed; then nothing is copied.
         """
         self.wait()
         if not background:
@@ -89,20 +88,20 @@ class CheckpointWriter:
 
     def _start(self, flight: _Flight) -> None:
         if not self._warm:
-            torch.save({}, io.BytesIO())  # an import under way in a thread would be locked for ever in a forked child
+            torch.save({}, io.BytesIO())  # an import lock held in a thread would stay locked in a forked child
             self._warm = True
         try:
             flight.begin()
-        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+        except RuntimeError as error:  # too many threads, or the interpreter is shutting down
             _log.warning("no thread for a background save (%s): this one is written in the foreground", error)
-            flight.run()  # its error comes as that of a thread does, so that other ranks hear of it too
+            flight.run()  # its error is reported like a thread's, so that other ranks learn of it too
         self._flights.append(flight)
 
     def wait(self) -> None:
-        """Wait until what was asked for is written.
+        """Wait for the current write.
 
         Raises:
-            CheckpointError: it could not be written. Raised once.
+            CheckpointError: the write failed; raised once.
         """
         if not self._flights:
             return
@@ -116,7 +115,7 @@ class CheckpointWriter:
         """Wait and return the error instead of raising it.
 
         Args:
-            patience: seconds after which a write that waits for other ranks is given up.
+            patience: seconds after which a write that waits for other ranks is abandoned.
         """
         try:
             if self._flights and self._flights[0].with_peers and self._flights[0].outlasts(patience):
@@ -137,9 +136,9 @@ class CheckpointWriter:
         self.close(error)
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Wait and give the memory back; if training failed already, an error here is logged only.
+        """Wait and free the memory; if training has already failed, an error here is only logged.
 
-        After a failure, a write that waits for other ranks has 20 s: some of them may never come.
+        After a failure, a write that waits for other ranks gets 20 s: some of them may never arrive.
 
         Raises:
             CheckpointError: the last write failed, and ``failure`` is None.
@@ -153,7 +152,7 @@ class CheckpointWriter:
 
 
 class _Flight:
-    """One write: its thread, and what it has to report."""
+    """Single write: its thread, messages and error."""
 
     def __init__(self, tree: Tree, write: Callable[[Tree], object], *, with_peers: bool):
         self.with_peers = with_peers
@@ -180,7 +179,7 @@ class _Flight:
             self.error = error
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        """Hold back the thread's messages: a handler's lock must not be held while a data worker is forked."""
+        """Buffer the thread's messages: a handler's lock must not be held while a data worker is forked."""
         if threading.current_thread() is not self.thread:
             return True
         self._said.append(record)
@@ -197,11 +196,11 @@ class _Flight:
         return self.is_alive()
 
     def give_up(self) -> None:
-        """Let the write finish without reporting its result."""
+        """Abandon the write: it may finish, but its result is not reported."""
         _log.removeFilter(self._keep)
 
     def land(self) -> None:
-        """Say what there is to say and raise what there is to raise, in the thread that waited."""
+        """Log the messages and raise the error of the write, in the waiting thread."""
         _log.removeFilter(self._keep)
         for record in self._said:
             _log.handle(record)
@@ -216,7 +215,7 @@ class _Flight:
 
 
 def _last_word(flights: list[_Flight]) -> None:
-    """Log the error of a last write without a waiter, when the writer or the interpreter ends."""
+    """Log the error of a final write that nobody waited for, when the writer or the interpreter ends."""
     for flight in flights:
         if not flight.is_alive():
             try:

@@ -1,4 +1,4 @@
-"""What ranks agree on about their data: equal lengths before an epoch, and its end where a length is unknown."""
+"""Agreement of ranks about their data: equal lengths before an epoch, and its end if a length is unknown."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SETTINGS = (
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the ranks say about their loaders.
+    """Lengths that the ranks report for their loaders.
 
     Attributes:
-        batches: micro-batches in an epoch for each rank, None where a loader does not say.
-        certain: whether all ranks know for certain, so that none can end before the others think.
-        same_data: whether all of them read the same samples.
+        batches: micro-batches in an epoch for each rank; None for a loader without a length.
+        certain: whether all lengths are exact, so that no rank can end earlier than the others expect.
+        same_data: whether all ranks read the same samples.
     """
 
     batches: tuple[int | None, ...]
@@ -32,14 +32,14 @@ class Lengths:
 
     @property
     def common(self) -> int:
-        """How many micro-batches every rank certainly has."""
+        """Number of micro-batches that every rank is certain to have."""
         return min(length or 0 for length in self.batches) if self.certain else 0
 
     def check_equal(self) -> None:
-        """Raise on every rank if two ranks say different lengths.
+        """Raise on every rank if two ranks report different lengths.
 
         Raises:
-            ConfigError: they do.
+            ConfigError: the lengths differ.
 
         Example:
             >>> try:
@@ -61,16 +61,16 @@ class Lengths:
 
 
 def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | None, data: int = 0) -> Lengths:
-    """Gather the answer of every rank; a collective call.
+    """Gather the lengths of every rank; collective.
 
     Args:
-        length: micro-batches in an epoch of this rank's loader, None if it does not say.
-        certain: whether the length is right for certain.
+        length: micro-batches in an epoch of this rank's loader, or None.
+        certain: whether the length is exact.
         order: the loader's global order, if it has one.
         data: a fingerprint of this rank's data; 0 if unknown.
 
     Raises:
-        ConfigError: the ranks share their data by different orders.
+        ConfigError: the ranks shard their data by different orders.
     """
     settings = [0] * len(_SETTINGS) if order is None else [int(getattr(order, name, 0)) for name in _SETTINGS]
     own = [-1 if length is None else length, int(certain and length is not None), int(order is not None), data]
@@ -82,7 +82,7 @@ def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | 
 
 
 def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:
-    shared = [row for row in rows if row[2] > 1]  # one that is not shared is the rank's own affair
+    shared = [row for row in rows if row[2] > 1]  # an order that is not shared concerns one rank only
     for name, values in zip(_SETTINGS, zip(*shared, strict=True), strict=False):
         if len(set(values)) > 1:
             raise ConfigError(
@@ -93,10 +93,10 @@ def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:
 
 
 def numbers_of_ranks(numbers: Sequence[int]) -> list[list[int]]:
-    """Return the integers of every rank, in rank order; all ranks must call it at the same point.
+    """Return the integers of every rank, in rank order; collective.
 
     Args:
-        numbers: equally many on all ranks; of those from 2**63 on the lower bits only.
+        numbers: integers, equally many on all ranks; those >= 2**63 are reduced to their lower bits.
 
     Example:
         >>> numbers_of_ranks([1, 2])

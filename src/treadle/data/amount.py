@@ -1,4 +1,4 @@
-"""Amounts of batches: a number of them, or a part of an epoch."""
+"""Amounts of batches: a number, or a fraction of an epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Amount = int | float
 
 
 def check_amount(amount: Any, argument: str) -> None:
-    """Raise ConfigError unless it is None, a whole number >= 1, or a float in (0, 1]."""
+    """Raise ConfigError unless the amount is None, a whole number >= 1, or a float in (0, 1]."""
     if amount is None or (type(amount) is int and amount >= 1) or (type(amount) is float and 0 < amount <= 1):
         return
     raise ConfigError(
@@ -26,12 +26,12 @@ def batches_in(amount: Amount, length: int | None, argument: str) -> int:
     """Return an amount as a number of batches.
 
     Args:
-        amount: a number, or a part of ``length``.
-        length: batches of an epoch, or None where the loader has none.
-        argument: how the amount is called, for the error.
+        amount: a number, or a fraction of ``length``.
+        length: batches of an epoch, or None if unknown.
+        argument: name of the amount, for the error.
 
     Raises:
-        ConfigError: it is a part of an unknown length, or comes to no batch at all.
+        ConfigError: it is a fraction of an unknown length, or amounts to no batch.
 
     Example:
         >>> batches_in(3, None, "limit"), batches_in(0.5, 9, "limit")
@@ -52,15 +52,15 @@ def batches_in(amount: Amount, length: int | None, argument: str) -> int:
 
 
 class FirstBatches:
-    """The first batches of a loader, whose other attributes it has.
+    """First batches of a loader; other attributes are those of the loader.
 
     Args:
         loader: any iterable.
-        amount: batches, or the part of the loader.
-        argument: how the amount is called, for errors.
+        amount: number of batches, or fraction of the loader.
+        argument: name of the amount, for errors.
 
     Raises:
-        ConfigError: it is a part of an unknown length, or comes to no batch at all.
+        ConfigError: it is a fraction of an unknown length, or amounts to no batch.
 
     Example:
         >>> list(FirstBatches([1, 2, 3], 2, "limit"))

@@ -1,4 +1,4 @@
-"""The cursor: which epoch, how far in it, and how to get there again to the bit."""
+"""Cursor: epoch and position in the data, and how to restore them to the bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
         accumulation: micro-batches per step, >= 1.
 
     Raises:
-        ConfigError: ``accumulation`` is smaller.
+        ConfigError: ``accumulation`` is below 1.
 
     Example:
         >>> steps_per_epoch(range(7), accumulation=3)
@@ -54,13 +54,13 @@ def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
 
 @dataclass
 class Group:
-    """The micro-batches of one step.
+    """Micro-batches of one step.
 
     Attributes:
-        batches: as the loader gave them.
+        batches: batches from the loader.
         data_time: seconds spent waiting for each.
-        sample_ids: what each was read with: the sampler's own index list where the loader is map-style; what gives the
-            rows when it is called where they are rows of tensors; else None.
+        sample_ids: what each was read with: the sampler's index list for map-style loaders; a callable that returns the
+            rows for rows of tensors; else None.
     """
 
     batches: list[Any] = field(default_factory=list)
@@ -69,22 +69,22 @@ class Group:
 
 
 class Cursor:
-    """Position in the data. It exists before its loader, so a checkpoint can be loaded into it first.
+    """Position in the data. It is created before its loader, so that a checkpoint can be loaded into it first.
 
     Args:
-        ranks: what it does on several ranks. ``"together"``: their epochs must have equally many micro-batches; where
-            one of them cannot tell, all end with the first. ``"told"``: they inform each other, and may differ.
-            ``"apart"``: nothing.
-        limit: micro-batches after which an epoch ends, or the part of it; None for all.
-        only: micro-batches at the start of the loader, or the part of it, that are read once and kept, and make every
-            epoch; None reads the loader in each.
+        ranks: coordination of several ranks. ``"together"``: their epochs must have equally many micro-batches; if a
+            length is unknown, all end with the first to end. ``"told"``: they inform each other, and may differ.
+            ``"apart"``: none.
+        limit: micro-batches after which an epoch ends, or a fraction of it; None for all.
+        only: micro-batches from the start of the loader, or a fraction of it, that are read once, kept, and make up
+            every epoch; None reads the loader in each epoch.
 
     Attributes:
         epoch: epochs completed.
-        position: micro-batches consumed in the running epoch. In an epoch that another number of ranks began, as many
-            as leave the same rest of it as now.
+        position: micro-batches consumed in the running epoch. If another number of ranks began the epoch, the number
+            that leaves the same remainder.
         ended: whether the running epoch has no more micro-batches.
-        lengths: reported by the ranks when the epoch was opened; None on one rank or apart.
+        lengths: lengths reported by the ranks when the epoch was opened; None on one rank or with ``"apart"``.
 
     Example:
         >>> cursor = Cursor()
@@ -102,29 +102,29 @@ class Cursor:
     ) -> None:
         self.ranks = ranks
         self._limit = limit
-        self._end: int | None = None  # the position at which an epoch of the attached loader ends by the limit
+        self._end: int | None = None  # position at which the limit ends an epoch of the attached loader
         self._only = only
-        self._first: tuple[Any, list[Any]] | None = None  # a loader, and the batches that are read instead of it
+        self._first: tuple[Any, list[Any]] | None = None  # a loader, and the batches used in place of it
         self.epoch = 0
         self.position = 0
         self.ended = False
         self.lengths: Lengths | None = None
-        self._place = ResumePoint(0)  # where the running epoch was entered
-        self._passed = 0  # positions before that place that this loader never had
+        self._place = ResumePoint(0)  # where the running epoch was resumed
+        self._passed = 0  # positions before that point that this loader never had
         self._source: Source | None = None
         self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._opening: dict[str, Any] | None = None  # RNG and generator states at the epoch's opening
-        self._loaded: dict[str, Any] | None = None  # a checkpoint's data entry that waits for its loader
+        self._loaded: dict[str, Any] | None = None  # a checkpoint's data entry, pending until the loader is attached
         self._pending_rng: RngState | None = None  # the checkpoint's RNG, set after the epoch is reopened
         self._pending_generators: list[torch.Tensor] = []
         self._objects = LoaderState(None)
         self._pending_objects: dict[str, Any] | None = None
-        self._epoch_of_workers: int | None = None  # the epoch set on the data sets before workers began
+        self._epoch_of_workers: int | None = None  # epoch set on the data sets before workers started
         self._warned: set[str] = set()
 
     def attach(self, loader: Any) -> None:
-        """Name the loader; cheap when it is the one already attached."""
+        """Attach a loader; cheap if it is already attached."""
         if self._only is not None:
             loader = self._first_batches(loader, self._only)
         if loader is not self._loader:
@@ -132,7 +132,7 @@ class Cursor:
                 self._loaded = {
                     **self.state_dict(),
                     "loader": None,
-                }  # the rest is found in any loader
+                }  # the rest is available for any loader
             self._source = open_source(loader)
             self.limit_to(self._limit)
             self._objects = LoaderState(loader)
@@ -141,7 +141,7 @@ class Cursor:
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
     def limit_to(self, limit: Amount | None) -> None:
-        """End epochs after so many micro-batches, or the part of the attached loader; None: where the loader ends.
+        """End epochs after a number of micro-batches or a fraction of the attached loader; None removes the limit.
 
         Raises:
             ConfigError: it is a part of an unknown length, or comes to no batch at all.
@@ -151,7 +151,7 @@ class Cursor:
         self._end = None if limit is None else batches_in(limit, length, "limit_train_batches")
 
     def _first_batches(self, loader: Any, only: Amount) -> list[Any]:
-        """Return the first batches of a loader, in an order that is the same in every process of the run."""
+        """Return the first batches of a loader, in the same order in every process of the run."""
         if self._first is None or loader is not self._first[0]:
             with forked_rng(0), kept_generators(loader):
                 first = Cursor()
@@ -164,17 +164,17 @@ class Cursor:
         return self._first[1]
 
     def open(self, loader: Any) -> None:
-        """Open the running epoch: from its start, its present position, or the position of a loaded checkpoint."""
+        """Open the running epoch: at its start, its current position, or the position of a loaded checkpoint."""
         self.attach(loader)
         loader = self._loader
         if self._iterator is not None or self.ended:
             self._restore_pending()
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
-            self._the_source().close()  # persistent workers have copies set to another epoch
+            self._the_source().close()  # copies in persistent workers are set to another epoch
         self._epoch_of_workers = self.epoch
         if self._opening is not None:
-            self._objects.restore(self._opening.get("objects") or {})  # it may tell how long the epoch is
+            self._objects.restore(self._opening.get("objects") or {})  # it may determine the length of the epoch
         self._the_source().measure()
         self._ask_ranks()
         if self._opening is None:
@@ -183,7 +183,7 @@ class Cursor:
             self._reopen(self._opening)
 
     def _ask_ranks(self) -> None:
-        """Learn how long the epoch is on the other ranks, before any of them begins it."""
+        """Gather the length of the epoch on all ranks, before any of them begins it."""
         if self.ranks == "apart" or distributed.world_size() == 1:
             self.lengths = None
             return
@@ -199,7 +199,7 @@ class Cursor:
 
     @property
     def _asks_at_each_step(self) -> bool:
-        """Whether some rank may end before the others think, so that they must agree on each group."""
+        """Return whether some rank may end early, so that ranks must agree on each group."""
         return self.ranks == "together" and self.lengths is not None and not self.lengths.certain
 
     def _open_fresh(self) -> None:
@@ -209,7 +209,7 @@ class Cursor:
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
             "objects": self._objects.collect(),
         }
-        self._loaded = None  # a checkpoint of the epoch's very start: from here on the place is another
+        self._loaded = None  # a checkpoint of the start of the epoch: from here on the position differs
         self._iterator = self._iterate(skip=0, state=None)
 
     def _reopen(self, opening: Mapping[str, Any]) -> None:
@@ -233,14 +233,14 @@ class Cursor:
         state = from_plain(loaded.get("loader")) if keeps_state else None
         self._iterator = self._iterate(skip=self.position - self._passed, state=state)
         if not self._num_workers:
-            # A generator may be shared with the dataset; without prefetching its state is known exactly.
+            # A generator may be shared with the data set; without prefetching its state is known exactly.
             _set_generators(self._loader, self._pending_generators)
         self._restore_objects()
         self._loaded, self._pending_rng, self._pending_generators = None, None, []
         present.restore()
 
     def _go_to_place(self, loaded: Mapping[str, Any]) -> None:
-        """Find the stored position in the attached loader, whose ranks and batches may be others."""
+        """Find the stored position in the attached loader, whose ranks and batches may differ."""
         ordered = in_global_order(self._loader)
         self._place = find_place(
             loaded,
@@ -282,12 +282,12 @@ class Cursor:
 
     @property
     def loader(self) -> Any:
-        """The attached loader; None before."""
+        """Attached loader, or None."""
         return self._loader
 
     @property
     def length(self) -> int | None:
-        """Micro-batches in an epoch by the ``len`` of the attached loader, and up to the limit."""
+        """Micro-batches in an epoch by ``len`` of the attached loader and the limit."""
         whole = self._source.length if self._source else None
         return whole if self._end is None else self._end if whole is None else min(whole, self._end)
 
@@ -296,7 +296,7 @@ class Cursor:
         return self._source
 
     def take(self, count: int) -> Group:
-        """Draw up to ``count`` micro-batches of the running epoch; an empty group means the epoch ended."""
+        """Draw up to ``count`` micro-batches of the running epoch; an empty group means that the epoch has ended."""
         group = Group()
         if self.ended:
             return group
@@ -331,7 +331,7 @@ class Cursor:
         if asks:
             self._end_with_the_first(group, count)
         if fresh:
-            self.warn(source.warnings(resuming=False))  # a stream is known once it was read from
+            self.warn(source.warnings(resuming=False))  # a stream is only known after reading from it
         if self.ended:
             self._iterator = None
             self.warn(source.warnings(resuming=False))
@@ -339,12 +339,12 @@ class Cursor:
         return group
 
     def skip(self, count: int) -> None:
-        """Count micro-batches that were gathered without being drawn, none of them the last of the epoch."""
+        """Count micro-batches that were gathered without being drawn, excluding the last of the epoch."""
         self._loader.skip(count)
         self.position += count
 
     def _check_buffers(self, count: int) -> None:
-        """Refuse a group whose later batches would be written over its first ones."""
+        """Refuse a group whose later batches would overwrite its first ones."""
         num_buffers = getattr(self._loader, "num_buffers", None)
         if isinstance(num_buffers, int) and count > num_buffers:
             raise ConfigError(
@@ -355,8 +355,8 @@ class Cursor:
             )
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
-        """Give up what other ranks have no micro-batch for, and end the epoch on all of them."""
-        used = -distributed.agree(-len(group.batches))  # the fewest of any rank
+        """Drop micro-batches that other ranks do not have, and end the epoch on all ranks."""
+        used = -distributed.agree(-len(group.batches))  # the minimum over ranks
         unused = len(group.batches) - used
         if unused:
             self.position -= unused
@@ -382,7 +382,7 @@ class Cursor:
             return _END
 
     def _go_back_to(self, position: int) -> None:
-        """Give up a broken iterator, so that no batch is lost when the epoch is opened again."""
+        """Discard a broken iterator, so that no batch is lost when the epoch is reopened."""
         self.position = position
         self._loaded = {**self.state_dict(), "loader": None}
         self._pending_generators = self._loaded["generators"]
@@ -390,7 +390,7 @@ class Cursor:
         self._iterator = None
 
     def give_back(self, count: int) -> None:
-        """Put the last micro-batches back that were taken: the epoch is opened again in front of them."""
+        """Return the last micro-batches: the epoch is reopened before them."""
         self.ended = False
         self._go_back_to(self.position - count)
 
@@ -405,12 +405,12 @@ class Cursor:
         self._place, self._passed = ResumePoint(0), 0
 
     def restart(self, *, epoch: int = 0) -> None:
-        """Go to the start of an epoch, keeping the loader and its persistent workers."""
+        """Go to the start of an epoch, keeping the loader and persistent workers."""
         self.next_epoch()
         self.epoch = epoch
 
     def close(self) -> None:
-        """End workers and threads; the position stays and the epoch can be reopened."""
+        """End workers and threads; the position is kept and the epoch can be reopened."""
         in_background = self._num_workers or getattr(self._loader, "in_background", False)
         if not in_background or self._source is None:
             return
@@ -423,7 +423,7 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ``data`` entry of a checkpoint."""
-        if self._loaded is not None:  # loaded and not opened since: still the same place
+        if self._loaded is not None:  # loaded but not opened yet: still the same position
             return dict(self._loaded)
         source = self._source
         opened = self._iterator is not None
@@ -446,7 +446,7 @@ class Cursor:
         }
 
     def _object_states(self) -> dict[str, Any]:
-        """Return the entry ``objects``, or none where nothing is to be kept."""
+        """Return the entry ``objects``; empty if there is nothing to save."""
         self._warn_of_lost()
         states = self._objects.collect() if self._pending_objects is None else self._pending_objects
         return {"objects": states} if states else {}
@@ -461,7 +461,7 @@ class Cursor:
         self.warn(lost, topic="state that is lost")
 
     def _order_state(self) -> dict[str, Any] | None:
-        """Return how far the ranks together are in the global order, if the loader has one."""
+        """Return the position of all ranks in the global order, if the loader has one."""
         ordered, start = in_global_order(self._loader), self._place.start
         if ordered is None:
             return None
@@ -469,11 +469,10 @@ class Cursor:
         return {**ordered.order.describe(), "start": start, "consumed": consumed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, rng: RngState | None = None) -> None:
-        """Restore the position; the loader is opened there when it comes.
+        """Restore the position, at which the loader is opened once attached.
 
         Args:
-            state_dict: what :meth:`state_dict` returned, with each rank's part under ``"ranks"`` where several
-                wrote it.
+            state_dict: result of :meth:`state_dict`, with each rank's part under ``"ranks"`` if several wrote it.
             rng: the checkpoint's RNG, restored last, after the epoch is reopened.
         """
         of_ranks = state_dict.get("ranks") or []
@@ -491,7 +490,7 @@ class Cursor:
         self._pending_objects = dict(state_dict.get("objects") or {})
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
-        """Log each sentence as a warning, once; ``topic`` becomes an attribute of the record, to filter by."""
+        """Log each message as a warning, once; ``topic`` becomes an attribute of the record, for filters."""
         for sentence in sentences:
             if sentence not in self._warned:
                 self._warned.add(sentence)
@@ -504,7 +503,7 @@ def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:
 
 
 def _without_empty(opening: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return an opening without the states of objects where there are none, as checkpoints of old have it."""
+    """Return an opening without an empty ``objects`` entry, as in older checkpoints."""
     if opening is None:
         return None
     return {key: value for key, value in opening.items() if key != "objects" or value}

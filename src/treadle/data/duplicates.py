@@ -1,4 +1,4 @@
-"""Samples that are read more than once because several workers or ranks read the same data."""
+"""Detection of samples read repeatedly because several workers or ranks read the same data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIX = "give it treadle.data.shard_iterable(items), or take every n-th item by t
 def repeated_by_workers(loader: Any) -> list[str]:
     """Return a warning if every worker of a loader reads all items of its stream.
 
-    Whether a stream shares its items is judged by the names in its code: one that reads its worker or rank, or has
+    Whether a stream splits its items is inferred from the names in its code: one that reads its worker or rank, or has
     a ``worker_init_fn``, is trusted.
 
     Example:
@@ -62,7 +62,7 @@ def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
 
 
 def fingerprint(loader: Any) -> int:
-    """Return a number that is equal on ranks which read the same samples; 0 where they are shared or it is unknown.
+    """Return a number that is equal on ranks that read the same samples; 0 if they are sharded or unknown.
 
     Example:
         >>> fingerprint([1, 2])
@@ -82,14 +82,14 @@ def _size(dataset: Any) -> int:
 
 
 def _shares(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader or one of its samplers knows of ranks."""
+    """Return whether a loader or one of its samplers shards by rank."""
     known = ("rank", "num_replicas", "_rank", "world_size")
     owners = [loader, *samplers_of(loader)]
     return in_global_order(loader) is not None or any(hasattr(owner, name) for owner in owners for name in known)
 
 
 def _fingerprint(dataset: Any, depth: int) -> Iterator[Any]:
-    """Yield values that differ between parts of a data set: indices, numbers and texts, ends of tensors and lists."""
+    """Yield values that differ between parts of a data set: indices, numbers, strings, ends of tensors and lists."""
     if isinstance(dataset, Subset):
         yield list(dataset.indices)
     elif isinstance(dataset, TensorDataset):
@@ -117,7 +117,7 @@ def _is_unshared_stream(loader: Any) -> bool:
 
 
 def _names_in(dataset: Any, depth: int) -> Iterator[str]:
-    """Yield the names that the code of a data set uses, and of the data sets that it holds."""
+    """Yield the names used in the code of a data set and of the data sets that it wraps."""
     yield type(dataset).__name__
     for kind in type(dataset).__mro__:
         if kind.__module__.startswith("torch.utils.data"):

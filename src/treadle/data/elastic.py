@@ -1,4 +1,4 @@
-"""What a stored position means in the data at hand: of other ranks, other batches, another loader."""
+"""Mapping of a stored position to the current data, with other ranks, batches or loaders."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from treadle.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A place in the running epoch.
+    """Position in the running epoch.
 
     Attributes:
-        position: micro-batches consumed, of those of a whole epoch.
+        position: micro-batches consumed, counted in a whole epoch.
         start: samples of the global order after which the epoch was entered; 0 without such an order.
-        keeps_state: whether a loader's own state means the same place.
-        exact: whether the batches to come are those of the run that was stopped.
-        warnings: what the user must know.
+        keeps_state: whether a loader's own state is valid for the position.
+        exact: whether the following batches are those of the stopped run.
+        warnings: messages for the user.
     """
 
     position: int
@@ -32,15 +32,15 @@ class ResumePoint:
 def find_place(
     saved: Mapping[str, Any], *, position: int, order: GlobalOrder | None, length: int | None, ranks: int, loader: str
 ) -> ResumePoint:
-    """Return where a run continues.
+    """Return the position at which a run continues.
 
     Args:
         saved: the ``data`` entry of the checkpoint.
         position: the stored micro-batches.
-        order: how the loader's samples are ordered and cut now; None if it has no global order.
-        length: micro-batches in an epoch now, or None.
-        ranks: how many there are now.
-        loader: what to call the loader.
+        order: current order of the loader's samples; None if it has no global order.
+        length: current number of micro-batches in an epoch, or None.
+        ranks: current number of ranks.
+        loader: name of the loader in messages.
     """
     before = saved.get("order")
     if order is not None and before is not None and order.same_samples(before):
@@ -49,7 +49,7 @@ def find_place(
         return _place_in_order(before, order)
     wrote = saved.get("num_ranks") or ranks
     if wrote == ranks:
-        another_order = "order" in saved and (before is not None or order is not None)  # older states do not say
+        another_order = "order" in saved and (before is not None or order is not None)  # older states lack it
         return _place_in_another_order(position, loader) if another_order else ResumePoint(position)
     old_length = saved.get("length")
     scaled = position if not old_length or length is None else position * length // old_length
@@ -78,7 +78,7 @@ def _place_in_another_order(position: int, loader: str) -> ResumePoint:
 
 
 def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoint:
-    """Order of the remaining samples, cut afresh, in which position and length count those that remain."""
+    """Return the position in the remaining samples, divided anew into batches."""
     start = int(before["consumed"])
     left = order.num_batches(start)
     warnings = [
@@ -96,15 +96,15 @@ def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoin
 
 
 def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, loader: str) -> None:
-    """Raise where a loader's own state is of another number of workers: torchdata fails with a bare assertion.
+    """Raise if a loader's own state has another number of workers, where torchdata fails with a bare assertion.
 
     Args:
         saved: the ``data`` entry of the checkpoint.
-        now: the same keys of the attached loader: ``kind``, ``length``, ``num_workers``.
-        loader: what to call the loader.
+        now: the same keys for the attached loader: ``kind``, ``length``, ``num_workers``.
+        loader: name of the loader in messages.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: the number of workers differs.
     """
     before, both_stateful = saved.get("num_workers"), saved.get("kind") == now["kind"] in ("stateful", "streamed")
     if both_stateful and saved.get("loader") is not None and before not in (None, now["num_workers"]):
@@ -116,7 +116,7 @@ def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, lo
 
 
 def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: ResumePoint) -> list[str]:
-    """Say in words what the loader has in common no more with the one of the checkpoint; arguments as above."""
+    """Return messages on how the loader differs from the checkpoint's; arguments as above."""
     words = []
     if saved.get("kind") not in (None, now["kind"]):
         words.append(f"the checkpoint's loader was of kind {saved['kind']!r}, this one is {now['kind']!r}")

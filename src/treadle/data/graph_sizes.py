@@ -1,7 +1,7 @@
-"""Sizes of graphs that the host counted before their batch was moved, so that no model has to ask the device for them.
+"""Graph sizes counted on the host before a batch is moved, so that models need not read them from the device.
 
-They are kept with the moved tensor that holds the graph of each node, and at no other: a copy that somebody changes,
-another batch, or the same tensor after it was written to has none, and then the model counts for itself.
+They are attached only to the moved tensor with the graph index of each node: a modified copy, another batch, or the
+same tensor after a write has none, and then the model counts itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def count_sizes(batch: Any) -> tuple[int, ...] | None:
     """Count the nodes of each graph of a batch on the host.
 
     Args:
-        batch: with ``batch`` (N,), the graph of each node, and ``num_graphs``, where it knows.
+        batch: batch with ``batch`` (N,), the graph index of each node, and ``num_graphs`` if known.
 
     Returns:
-        One size for each graph; None where that is not known without waiting for a device, or where the numbers are no
-        graphs 0 … ``num_graphs`` - 1, which is for the model to complain about.
+        One size per graph; None if unknown without waiting for a device, or if indices are outside 0 … ``num_graphs`` -
+        1, which the model reports.
 
     Example:
         >>> from types import SimpleNamespace
@@ -52,11 +52,11 @@ def count_sizes(batch: Any) -> tuple[int, ...] | None:
 
 
 def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
-    """Note what was counted of a batch at the batch as it was moved; nothing where that has other nodes.
+    """Attach the counted sizes to the moved batch, unless its nodes differ.
 
     Args:
-        moved: the batch on its device; its ``batch`` must be no tensor of the user's, as it is marked.
-        sizes: of `count_sizes`.
+        moved: the batch on its device; its ``batch`` must not be a tensor of the user, since it is marked.
+        sizes: result of `count_sizes`.
 
     Example:
         >>> from types import SimpleNamespace
@@ -66,13 +66,13 @@ def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
         ((1, 0, 2), None)
     """
     graph_N = getattr(moved, "batch", None)
-    # A tensor of inference mode does not count its writes.
+    # An inference tensor has no version counter.
     if isinstance(graph_N, Tensor) and graph_N.shape == (sum(sizes),) and not graph_N.is_inference():
         setattr(graph_N, _NAME, _Noted(sizes, graph_N._version))
 
 
 def noted_sizes(graph_N: Tensor) -> tuple[int, ...] | None:
-    """Return the sizes that were noted at a tensor; None where there are none, or it was written to since.
+    """Return the sizes attached to a tensor; None if there are none or it was written to since.
 
     Example:
         >>> noted_sizes(torch.tensor([0, 0])) is None

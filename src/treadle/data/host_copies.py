@@ -1,7 +1,7 @@
-"""The copies on the host that batches on a device were made from, for code that counts something in them.
+"""Host copies of batches on a device, for code that counts something in them.
 
-Counting on the device and reading the result would make the host wait in every step. A copy is known as long as the
-moved tensor lives, and no longer once either of the two was written to: then counting needs a read from the device.
+Counting on the device and reading the result would make the host wait in every step. A copy is known while the moved
+tensor lives and neither of the two is written to; otherwise counting needs a read from the device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_COPIES = WeakIdKeyDictionary()  # not attributes of the tensors, which would go into files with them
+_COPIES = WeakIdKeyDictionary()  # not attributes of the tensors, which would be saved with them
 
 
 class _Noted(NamedTuple):
@@ -21,13 +21,13 @@ class _Noted(NamedTuple):
 
 
 def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
-    """Note the copy on the host that a tensor of a device was made from, and return the tensor.
+    """Record the host copy of a device tensor, and return the tensor.
 
-    Nothing is noted where the tensor was not moved: one that is its own copy would live for ever.
+    Nothing is recorded if the tensor was not moved: a tensor that is its own copy would live forever.
 
     Args:
         moved: the tensor.
-        copy: equal to it; of this package, since it is not seen when NumPy writes to it.
+        copy: equal host tensor, created by this package, since writes through NumPy go unnoticed.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ def note_host_copy(moved: Tensor, copy: Tensor) -> Tensor:
 
 
 def note_host_copies(moved: Any, copies: Mapping[str, Tensor]) -> Any:
-    """Note the copies of an object's tensors, by their names, and return the object."""
+    """Record the host copies of an object's tensors by name, and return the object."""
     for name, tensor in tensors_by_name(moved).items():
         if name in copies:
             note_host_copy(tensor, copies[name])
@@ -50,7 +50,7 @@ def note_host_copies(moved: Any, copies: Mapping[str, Tensor]) -> Any:
 
 
 def tensors_by_name(value: Any) -> dict[str, Tensor]:
-    """Return the tensors that an object holds directly, as a graph of torch_geometric does or any other object.
+    """Return the tensors that an object, such as a graph of torch_geometric, holds directly.
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ def tensors_by_name(value: Any) -> dict[str, Tensor]:
 
 
 def host_of(tensor: Tensor) -> Tensor:
-    """Return the copy on the host that a tensor was made from, where one is known; else the tensor itself.
+    """Return the host copy of a tensor if known, else the tensor itself.
 
     Example:
         >>> import torch

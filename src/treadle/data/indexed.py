@@ -1,13 +1,13 @@
-"""Map-style datasets behind any DataLoader: the index lists are known, so a resume passes over lists, not data.
+"""Map-style data sets behind a DataLoader: index lists are known, so resuming skips lists instead of data.
 
-The loader made here runs the user's own dataset, batch sampler and collate function. It differs in two ways:
+The loader built here runs the user's data set, batch sampler and collate function. It differs in three ways:
 
-* consumed index lists are passed over in the batch sampler, so nothing is read for them;
-* with workers, each index list carries a seed and the worker seeds python, numpy and torch with it before
-  reading. So random augmentation depends on neither the number of workers nor prefetching nor ``persistent_workers``.
-  With 0 workers items draw from the main RNG, as in a plain loop;
-* an epoch that is entered in the middle hands each list to the worker that reads it in an epoch from the start, so that
-  items may depend on ``get_worker_info().id``.
+* consumed index lists are skipped in the batch sampler, so nothing is read for them;
+* with workers, each index list carries a seed, with which the worker seeds Python, NumPy and torch before reading. So
+random augmentation is independent of the number of workers, prefetching and ``persistent_workers``. With 0 workers
+items draw from the main RNG, as in a plain loop;
+* a resumed epoch sends each list to the worker that reads it in an epoch from the start, so that items may depend on
+``get_worker_info().id``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from treadle.data.own_state import WatchedState
 from treadle.data.ranks import RankBatchSampler
 from treadle.seed import RngState, mix_seed
 
-# These draw from the global RNG when they are opened and never again while they run, and their length is right.
-# By type: a subclass may do anything.
+# These draw from the global RNG only when opened, never while running, and their length is exact. By type: a subclass
+# may do anything.
 _KNOWN = (
     DistributedSampler,
     RandomSampler,
@@ -52,14 +52,14 @@ _KNOWN = (
 
 
 def is_known(loader: Any) -> bool:
-    """Return whether a DataLoader's order comes from torch's own samplers, whose ways are known."""
+    """Return whether a DataLoader's order comes from torch's own samplers, whose behaviour is known."""
     lists = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     inner = lists.sampler if type(lists) is BatchSampler else lists
     return type(inner) in _KNOWN
 
 
 class _SeededIndex:
-    """What the batch sampler hands to a worker: an index (list) and the seed of its random draws."""
+    """Index (list) that the batch sampler sends to a worker, with a seed."""
 
     def __init__(self, index: Any, seed: int):
         self.index = index
@@ -67,9 +67,9 @@ class _SeededIndex:
 
 
 class _SeededDataset(Dataset[Any]):
-    """Reader of the user's dataset under the seed that came with the index; used in workers only.
+    """Wrapper of the user's data set that seeds with the index's seed before reading; used in workers only.
 
-    For None in the place of an index nothing is read: the turn of this worker is passed over.
+    None in place of an index reads nothing: it skips the turn of this worker.
     """
 
     def __init__(self, dataset: Any, watch: WatchedState):
@@ -111,38 +111,38 @@ class _WatchedCollate:
 
 
 def seed_worker(seed: int) -> None:
-    """Seed python, numpy and torch on the CPU, as far as a worker draws from them."""
+    """Seed Python, NumPy and torch on the CPU in a worker."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
 
 
 class _WorkerInit:
-    """Call of the user's ``worker_init_fn`` with the user's own dataset in ``get_worker_info()``."""
+    """Wrapper of the user's ``worker_init_fn`` that puts the user's data set into ``get_worker_info()``."""
 
     def __init__(self, user_fn: Callable[[int], None] | None):
         self.user_fn = user_fn
 
     def __call__(self, worker_id: int) -> None:
         info: Any = get_worker_info()
-        # WorkerInfo refuses setattr, but user code must find its dataset here, not the seeding wrapper.
+        # WorkerInfo refuses setattr, but user code must find its data set here, not the seeding wrapper.
         object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.user_fn is not None:
             self.user_fn(worker_id)
 
 
 class _Feed:
-    """The iterator over index lists of one epoch."""
+    """Iterator over the index lists of one epoch."""
 
     def __init__(self, lists: Iterable[Any], *, skip: int, seed: int | None, watch: bool, turns: int = 0):
-        # Opened at once: a sampler may draw here, and in a plain loop this comes before the loader's own draw.
+        # Opened eagerly: a sampler may draw here, and in a plain loop this precedes the loader's own draw.
         self._lists = iter(lists)
         self._skip = skip
         self._number = 0
         self._seed = seed
         self._watch = watch
-        self._turns = turns  # of workers that are passed over, so that the next list comes to the right one
-        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch was not asked about yet
+        self._turns = turns  # worker turns to skip, so that the next list goes to the right worker
+        self._handed_out: deque[tuple[int, Any]] = deque()  # lists whose batch was not queried yet
         self.exhausted = False
         self.draws_while_running = False
 
@@ -150,7 +150,7 @@ class _Feed:
         return self
 
     def prime(self) -> None:
-        """Pass over the consumed lists; must run under the RNG of the epoch's opening."""
+        """Skip the consumed lists; must run under the RNG of the epoch's opening."""
         while self._number < self._skip and not self.exhausted:
             self._draw()
 
@@ -164,7 +164,7 @@ class _Feed:
         return index
 
     def ids_at(self, number: int) -> Any:
-        """Return the index list of batch ``number`` and forget those before it, so that only the prefetch is kept."""
+        """Return the index list of batch ``number`` and drop earlier ones, so that only the prefetch is kept."""
         while self._handed_out:
             drawn, index = self._handed_out.popleft()
             if drawn == number:
@@ -172,7 +172,7 @@ class _Feed:
         return None
 
     def is_over_at(self, position: int) -> bool:
-        """Return whether all lists were drawn and nothing but ``position`` batches can come of them."""
+        """Return whether all lists were drawn and they yield exactly ``position`` batches."""
         return self.exhausted and self._number <= position
 
     def __next__(self) -> Any:
@@ -198,19 +198,19 @@ def _moved(before: RngState) -> bool:
 
 
 def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> None:
-    """Make the draw that torch leaves out when persistent workers begin another epoch.
+    """Make the draw that torch omits when persistent workers begin another epoch.
 
-    Workers that persist are not seeded again, while those of a resumed run start and are. Drawing in both cases keeps
-    the stream of random numbers the same whether an epoch is reached or resumed.
+    Persistent workers are not reseeded, while those of a resumed run start and are seeded. Drawing in both cases keeps
+    the random stream the same whether an epoch is reached or resumed.
     """
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
 class Workers:
-    """The workers of a loader's last pass, ended on request.
+    """Workers of a loader's last pass, ended on request.
 
-    Left to garbage collection, each pair of persistent ones can take ten seconds to go; and those of a pass that failed
-    live as long as the error's traceback does.
+    Left to garbage collection, each pair of persistent workers can take ten seconds to end; those of a failed pass live
+    as long as the error's traceback.
 
     Example:
         >>> workers = Workers()
@@ -223,19 +223,19 @@ class Workers:
         self._pass: Callable[[], Any] = lambda: None
 
     def of(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return a pass whose workers are meant from here on."""
+        """Return a pass and track its workers from now on."""
         self._pass = weakref.ref(iterator) if hasattr(iterator, "_shutdown_workers") else lambda: None
         return iterator
 
     def end(self) -> None:
-        """End them, if there are any; do nothing a second time."""
+        """End the workers, if any; a no-op the second time."""
         iterator = self._pass()
         if iterator is not None:
             iterator._shutdown_workers()
 
 
 class _IndexFeed:
-    """The user's batch sampler (or sampler, without batching), able to start in the middle."""
+    """User's batch sampler (or sampler, without batching) that can start in the middle."""
 
     def __init__(self, lists: Any, *, seeded: bool, watch: bool):
         self.lists = lists
@@ -263,7 +263,7 @@ class IndexedReader:
     """Reader that opens the epochs of a map-style DataLoader at any position.
 
     Args:
-        loader: the user's loader; it is not changed and not iterated.
+        loader: the user's loader, which is neither changed nor iterated.
     """
 
     def __init__(self, loader: DataLoader[Any]):
@@ -304,7 +304,7 @@ class IndexedReader:
         self.feed.skip, self.feed.seed = skip, seed
         self.feed.turns = skip % self.loader.num_workers if self.seeded and self.loader.in_order else 0
         iterator = self._workers.of(iter(self.loader))
-        self._watch.stop()  # the copies of workers that begin later need not look once more
+        self._watch.stop()  # copies in workers that start later need not check again
         self.feed.workers_are_running = self.loader.persistent_workers
         if skip and self.feed.current is not None:
             self.feed.current.prime()
@@ -313,7 +313,7 @@ class IndexedReader:
         return iterator
 
     def finish(self) -> None:
-        """Exhaust the sampler, as a plain loop does: its own generator may advance once more there."""
+        """Exhaust the sampler, as a plain loop does: its generator may advance once more."""
         for _ in self.feed.current or ():
             raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
 
@@ -322,12 +322,12 @@ class IndexedReader:
         return self.feed.current is not None and self.feed.current.is_over_at(position)
 
     def ids_at(self, position: int) -> Any:
-        """Return the index list that the batch at ``position`` was read with; None where workers may swap batches."""
+        """Return the index list of the batch at ``position``; None if workers may reorder batches."""
         return self.feed.current.ids_at(position) if self.feed.current is not None and self.loader.in_order else None
 
     @property
     def draws_while_running(self) -> bool:
-        """Whether the sampler was seen drawing from the global RNG between batches."""
+        """Whether the sampler has drawn from the global RNG between batches."""
         return self.feed.current is not None and self.feed.current.draws_while_running
 
     def close(self) -> None:

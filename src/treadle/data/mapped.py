@@ -1,4 +1,4 @@
-"""MappedLoader: rows of arrays that are larger than memory, read in chunks by a thread, resumed without reading."""
+"""MappedLoader: rows of larger-than-memory arrays, read in chunks by a thread, resumed without reading."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _CHUNK_BYTES = 2**20
 
 
 class MappedLoader(RowLoader):
-    """Loader of batches of rows of arrays on disk, which a thread reads one window ahead.
+    """Loader of batches of rows from arrays on disk, read one window ahead by a thread.
 
-    The rows are cut into chunks of neighbours, since a disk reads neighbours many times faster than single rows. A
-    window is some chunks; two windows are in memory, never more: one that batches are taken from and one that is being
-    read. Batches continue across their borders.
+    The rows are divided into chunks of neighbours, since a disk reads neighbours many times faster than single rows. A
+    window consists of several chunks; at most two windows are in memory: the one that batches are taken from and the
+    one being read. Batches may span windows.
 
-    With ``shuffle`` the chunks come in a new order each epoch, and the rows are mixed within each window. That is less
-    than a shuffle of all rows: neighbours of one chunk come within one window. Where neighbours are alike (sorted by
-    class, or cut from one recording), small chunks and many of them in a window mix better and read slower. The order
-    depends on the seed and the epoch alone; nothing is drawn from the global random generators.
+    With ``shuffle`` the chunks come in a new order each epoch, and the rows are shuffled within each window. This is
+    weaker than a shuffle of all rows: rows of one chunk stay within one window. If neighbours are similar (sorted by
+    class, or cut from one recording), small chunks and many of them in a window mix better but read slower. The order
+    depends only on the seed and the epoch; nothing is drawn from the global RNG.
 
-    The state is an epoch and a position; a resume reads only the window of its position. On several ranks it
-    shares rows as :class:`TensorLoader` does; each rank reads the windows whole.
+    The state is an epoch and a position; a resume reads only the window of its position. On several ranks it shards
+    rows like :class:`TensorLoader`; each rank reads whole windows.
 
     Args:
-        arrays: equal first dimensions (N, ...): NumPy arrays, ``np.memmap``, tensors on the CPU such as
-            ``torch.from_file`` makes, slices of safetensors files, or other arrays with a shape and slices of rows; or
-            one mapping of names to such arrays.
+        arrays: arrays (N, ...) with equal first dimensions: NumPy arrays, ``np.memmap``, CPU tensors such as from
+            ``torch.from_file``, slices of safetensors files, or other arrays with a shape and row slicing; or one
+            mapping of names to such arrays.
         batch_size: rows in a batch of one rank, >= 1.
-        chunk_rows: rows that are read at once, >= 1; None takes about 1 MiB.
-        window_chunks: chunks of a window, >= 1.
-        shuffle: a new order for each epoch.
+        chunk_rows: rows per read, >= 1; None takes about 1 MiB.
+        window_chunks: chunks per window, >= 1.
+        shuffle: whether to use a new order for each epoch.
         seed: seeds the orders.
-        drop_last: leave a short last batch out.
-        device: where windows go and batches come from; None is the CPU.
+        drop_last: whether to drop a short last batch.
+        device: device of windows and batches; None is the CPU.
         global_batch_size: instead of ``batch_size``, rows in a batch of all ranks together.
-        distributed: share the rows among all ranks of the process group.
-        rank: which part is read here, instead of the process group's.
-        num_replicas: how many share the rows, instead of the process group's.
+        distributed: whether to shard the rows over all ranks of the process group.
+        rank: rank of this reader, in place of the process group's.
+        num_replicas: number of readers that share the rows, in place of the process group's.
 
     Yields:
-        New tensors (B, ...), in the form of :class:`TensorLoader`. What goes wrong while reading is raised at the
-        batch that needs it.
+        New tensors (B, ...), in the form of :class:`TensorLoader`. Errors while reading are raised at the batch that
+        needs the data.
 
     Raises:
-        ConfigError: no arrays, different numbers of rows, numbers that torch does not have, or a setting outside its
-            range.
+        ConfigError: there are no arrays, their numbers of rows differ, a dtype is not supported by torch, or a setting
+            is outside its range.
 
     Example:
         >>> import numpy as np
@@ -101,11 +101,11 @@ class MappedLoader(RowLoader):
         self.chunk_rows = _rows_of_a_chunk(self.arrays) if chunk_rows is None else chunk_rows
         self.window_chunks = window_chunks
         check_least(1, chunk_rows=self.chunk_rows, window_chunks=window_chunks)
-        self.device = get_device("cpu" if device is None else device)  # numbered: each thread has its own default
+        self.device = get_device("cpu" if device is None else device)  # with an index: each thread has its own default
         self._reader: WindowReader | None = None
 
     def _order_of(self, size: int, replicas: int) -> GlobalOrder:
-        if not self.shuffle:  # 0, 1, 2, ... is the same order whatever the chunks
+        if not self.shuffle:  # the order 0, 1, 2, ... is independent of the chunks
             return super()._order_of(size, replicas)
         settings = (self.num_rows, size, replicas, self.shuffle, self.seed, self.drop_last)
         return WindowedOrder(*settings, chunk_rows=self.chunk_rows, window_chunks=self.window_chunks)
@@ -115,7 +115,7 @@ class MappedLoader(RowLoader):
         return super()._refers_to() | chunks
 
     def close(self) -> None:
-        """End the pass and its thread. The position stays, and the next pass continues from it."""
+        """End the pass and its thread. The position is kept, and the next pass continues from it."""
         self._passes += 1
         if self._reader is not None:
             self._reader.close()

@@ -1,4 +1,4 @@
-"""The global order of an epoch: one for all ranks, cut into batches that the ranks share."""
+"""Global order of an epoch, common to all ranks and divided into batches that the ranks share."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least, checked
 from treadle.seed import mix_seed
 
-_CUTS = ("global_batch_size", "num_replicas", "drop_last")  # how an order is cut into batches
+_CUTS = ("global_batch_size", "num_replicas", "drop_last")  # how an order is divided into batches
 
 
 @checked
 @dataclass(frozen=True)
 class GlobalOrder:
-    """Samples that each rank reads in each batch of an epoch.
+    """Order of an epoch's samples, with the part that each rank reads of each batch.
 
-    The order of the samples depends on the seed and the epoch alone, so it is the same on any number of ranks. Batch
-    t of all ranks is the next slice of it, and each rank takes a contiguous part of the slice; parts differ by one
-    sample at most. So every sample is read once in an epoch, by one rank, and all ranks have equally many batches.
+    The order depends only on the seed and the epoch, so it is the same on any number of ranks. Batch t of all ranks is
+    the next slice of it, and each rank takes a contiguous part of the slice; parts differ by at most one sample. So
+    every sample is read once per epoch, by one rank, and all ranks have equally many batches.
 
-    A short last batch with fewer samples than ranks takes as many as it needs from the one before it. If both together
-    have less than two samples for each rank, they become one batch. Nothing is repeated and nothing is left out.
+    A last batch with fewer samples than ranks takes as many as it needs from the previous one. If both together have
+    fewer than two samples per rank, they become one batch. Nothing is repeated or left out.
 
-    An epoch may be entered after ``start`` samples: the rest of the same order is then cut afresh, by any number of
+    An epoch may be resumed after ``start`` samples: the rest of the same order is then divided anew, for any number of
     ranks and any batch size. If it has fewer samples than ranks, it has no batch.
 
     Attributes:
         num_samples: samples in an epoch, >= the number of ranks.
         global_batch_size: samples in a batch of all ranks together, >= the number of ranks.
         num_replicas: ranks that share the samples, >= 1.
-        shuffle: a new order for each epoch; otherwise 0, 1, 2, ...
+        shuffle: whether to use a new order for each epoch; otherwise 0, 1, 2, ...
         seed: seeds the orders.
         drop_last: leave a short last batch out.
 
@@ -69,7 +69,7 @@ class GlobalOrder:
             )
 
     def num_batches(self, start: int = 0) -> int:
-        """Return the batches of an epoch that is entered after ``start`` samples."""
+        """Return the number of batches of an epoch resumed after ``start`` samples."""
         whole, rest = divmod(self.num_samples - start, self.global_batch_size)
         if self.drop_last or rest == 0:
             return whole
@@ -77,7 +77,7 @@ class GlobalOrder:
         return whole + 1 if rest >= self.num_replicas or (whole > 0 and enough_for_two) else whole
 
     def consumed(self, batches: int, start: int = 0) -> int:
-        """Return how many samples of the order are read once ``batches`` batches after ``start`` are."""
+        """Return how many samples of the order are consumed by ``batches`` batches after ``start``."""
         count = self.num_batches(start)
         batches = min(batches, count)
         end = start + batches * self.global_batch_size
@@ -86,17 +86,17 @@ class GlobalOrder:
         return self.num_samples if batches == count else min(end, self.num_samples - self.num_replicas)
 
     def part(self, number: int, rank: int, start: int = 0, *, count: int | None = None) -> range:
-        """Return the places in the order that a rank reads in batch ``number`` after ``start``.
+        """Return the positions in the order that a rank reads in batch ``number`` after ``start``.
 
         Args:
-            number: 0-based.
-            rank: whose.
-            start: samples before the epoch was entered.
-            count: what :meth:`num_batches` returns, if it is known already.
+            number: 0-based batch number.
+            rank: rank of the reader.
+            start: samples consumed before the epoch was resumed.
+            count: result of :meth:`num_batches`, if already known.
         """
         if (
             number < (self.num_batches(start) if count is None else count) - 2
-        ):  # neither end is a short one's: the usual case, asked in each step
+        ):  # no short batch involved: the usual case, in each step
             begin = start + number * self.global_batch_size
             end = begin + self.global_batch_size
         else:
@@ -106,7 +106,7 @@ class GlobalOrder:
         return range(first, first + size + (rank < extra))
 
     def rows(self, epoch: int) -> Tensor | None:
-        """Return the order of an epoch, (num_samples,) int64 on the CPU; None is 0, 1, 2, ..."""
+        """Return the order of an epoch, (num_samples,) int64 on the CPU; None stands for 0, 1, 2, ..."""
         if not self.shuffle:
             return None
         return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(mix_seed(self.seed, epoch)))
@@ -116,31 +116,31 @@ class GlobalOrder:
         return asdict(self)
 
     def same_samples(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether the order is that of a description, whatever the batches."""
+        """Return whether the order matches a description, regardless of the batches."""
         aside = {*_CUTS, "start", "consumed"} if self.shuffle else {*_CUTS, "start", "consumed", "seed"}
         before = {name: value for name, value in saved.items() if name not in aside}
         return before == {name: value for name, value in self.describe().items() if name not in aside}
 
     def same_batches(self, saved: Mapping[str, Any]) -> bool:
-        """Return whether the batches are those of a description, if the order is."""
+        """Return whether the batches match a description, given that the order does."""
         return all(saved[name] == getattr(self, name) for name in _CUTS)
 
 
 class InGlobalOrder(Protocol):
-    """A loader or batch sampler whose samples come in a global order."""
+    """Loader or batch sampler with a global order of samples."""
 
     @property
     def order(self) -> GlobalOrder:
-        """The order and how it is cut."""
+        """Order with its batch division."""
         ...
 
     def start_at(self, consumed: int) -> None:
-        """Let the next pass give what follows the first ``consumed`` samples of its epoch."""
+        """Start the next pass after the first ``consumed`` samples of its epoch."""
         ...
 
 
 def in_global_order(loader: Any) -> InGlobalOrder | None:
-    """Return what gives a loader a global order, or None.
+    """Return the object that gives a loader a global order, or None.
 
     Example:
         >>> in_global_order([1, 2]) is None
@@ -154,7 +154,7 @@ def in_global_order(loader: Any) -> InGlobalOrder | None:
 
 
 def check_batch_size(batch_size: int | None, global_batch_size: int | None, *, owner: str) -> None:
-    """Raise unless exactly one size is given, and it is at least 1.
+    """Raise unless exactly one size is given and it is at least 1.
 
     Raises:
         ConfigError: none or both are given, or the size is below 1.

@@ -1,4 +1,4 @@
-"""State that samplers, data sets and collate functions keep: through ``state_dict``, or as plain attributes."""
+"""State of samplers, data sets and collate functions: from ``state_dict``, or plain attributes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from treadle.data.transfer import TransferLoader
 from treadle.errors import ConfigError
 
 _log = logging.getLogger("treadle.data")
-_WATCHED_READS = 3  # of a worker, after which its copies are taken to keep no state
+_WATCHED_READS = 3  # reads of a worker after which its copies are assumed to be stateless
 _DEEPEST = 8
 _PARTS_OF_DATA = (
     "dataset", "datasets", "pipeline", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform",
     "transforms", "target_transform",
 )  # fmt: skip
-_OF_TORCHS = ("generator", "epoch")  # carried by themselves, or set before each epoch
+_OF_TORCHS = ("generator", "epoch")  # saved separately, or set before each epoch
 
 
 def owners_of(loader: Any) -> dict[str, Any]:
-    """Return what a loader is made of, by path: samplers, data sets, collate functions, and what they wrap.
+    """Return the parts of a loader by path: samplers, data sets, collate functions, and what they wrap.
 
     Example:
         >>> list(owners_of(DataLoader([1.0, 2.0])))
@@ -51,14 +51,14 @@ def owners_of(loader: Any) -> dict[str, Any]:
         return found  # its own state holds the others
     if not isinstance(loader, DataLoader):
         _walk("loader", loader, found, seen, _DEEPEST)
-    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # of what both hold, the data come first
+    for name in ("dataset", "collate_fn", "batch_sampler", "sampler"):  # data sets first, for objects that several hold
         _walk(name, getattr(loader, name, None), found, seen, _DEEPEST)
     return found
 
 
 def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
     if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or is_of_a_run(owner):
-        return  # the last is an engine or a trainer that the user's data know: its state holds that of the data
+        return  # the last is an engine or a trainer known to the user's data set: its state holds that of the data
     if isinstance(owner, (list, tuple)):
         for number, item in enumerate(owner[:_DEEPEST]):
             if _is_part(item):
@@ -79,15 +79,15 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
     seen.add(id(owner))
     found[path] = owner
     if isinstance(owner, nn.Module) or (isinstance(owner, IterableDataset) and has_state(owner)):
-        return  # the state of a stream is that of all that it is made of
+        return  # the state of a stream includes that of its parts
     for name, value in held.items():
         if name in _PARTS_OF_DATA or any(_is_part(item) for item in _items_of(value)):
             _walk(f"{path}.{name}", value, found, seen, depth - 1)
 
 
 def _is_part(value: Any) -> bool:
-    """Return whether what an object of the data holds may have state: other parts of data, and the user's objects."""
-    if type(value).__module__.startswith("webdataset."):  # its stages hold generators and count epochs
+    """Return whether an attribute of a data object may have state: data objects, and the user's objects."""
+    if type(value).__module__.startswith("webdataset."):  # its stages hold generators and epoch counters
         return True
     if isinstance(value, (Sampler, Dataset)) or callable(offered(value, "set_epoch")) or has_state(value):
         return True
@@ -99,7 +99,7 @@ def _is_part(value: Any) -> bool:
 
 
 def set_epoch(loader: Any, epoch: int) -> bool:
-    """Call ``set_epoch`` of a loader and of all that it is made of; return whether a data set has one."""
+    """Call ``set_epoch`` of a loader and all of its parts; return whether a data set has one."""
     of_data = False
     for path, owner in {"": loader, **owners_of(loader)}.items():
         method = offered(owner, "set_epoch")
@@ -110,14 +110,14 @@ def set_epoch(loader: Any, epoch: int) -> bool:
 
 
 class LoaderState:
-    """State of what a loader is made of, taken at the start of an epoch and where a checkpoint is made.
+    """State of a loader's parts, at the start of an epoch and at checkpoints.
 
-    What offers ``state_dict`` and ``load_state_dict`` is carried by them; of the others, the attributes that changed
-    since the loader was attached.
+    Objects with ``state_dict`` and ``load_state_dict`` are saved through them; for others, attributes that changed
+    since the loader was attached are saved.
 
     Args:
-        loader: the loader; nothing of it is iterated.
-        owners: its parts, where they are known.
+        loader: the loader, which is not iterated.
+        owners: its parts, if known.
 
     Example:
         >>> LoaderState(DataLoader([1.0])).collect()
@@ -137,10 +137,10 @@ class LoaderState:
         self._modules = {path: ModuleState(module) for path, module in modules.items()}
 
     def collect(self) -> dict[str, Any]:
-        """Return the states by path, as plain copies; nothing for unchanged ones.
+        """Return the states by path, as plain copies, without unchanged ones.
 
         Raises:
-            CheckpointError: a state dict holds what no checkpoint can.
+            CheckpointError: a state dict holds a value that no checkpoint can hold.
         """
         found: dict[str, Any] = {}
         for path, owner in self.owners.items():
@@ -160,9 +160,9 @@ class LoaderState:
         return {name: entry[name] for name in ("tensors", "attributes") if name in entry}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Load states that :meth:`collect` returned, where they differ; attributes without one go back to the start.
+        """Load states from :meth:`collect` where they differ; reset attributes without one.
 
-        A sampler that is being iterated and has come to the same state is left alone.
+        A sampler that is being iterated and already has the same state is not touched.
         """
         for path, owner in self.owners.items():
             entry = states.get(path, {})
@@ -177,7 +177,7 @@ class LoaderState:
                 self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
 
     def lost(self) -> Iterator[str]:
-        """Yield the names of attributes that changed since this was last asked and that no checkpoint holds."""
+        """Yield the names of attributes that changed since the last call and that no checkpoint holds."""
         for attributes in self._attributes.values():
             if not has_state(attributes.owner):  # else its own state may hold them
                 yield from (f"{_name_of(attributes.owner)}.{name}".lstrip(".") for name in attributes.lost())
@@ -186,16 +186,16 @@ class LoaderState:
 
     @property
     def depends_on_workers(self) -> bool:
-        """Whether the code that reads the data asks which worker it is in."""
+        """Whether the code that reads the data depends on the worker."""
         return bool(self.owners["variables"].uses("get_worker_info"))
 
     def unknown(self, states: Mapping[str, Any]) -> list[str]:
-        """Return the paths of states for which this loader has no object."""
+        """Return the paths of states without an object in this loader."""
         return [path for path in states if path not in self.owners]
 
 
 def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
-    """Yield what reads the data, and the functions and methods that it holds."""
+    """Yield the objects that read the data, and their functions and methods."""
     if isinstance(loader, TransferLoader):
         loader = loader.loader
     parts = [getattr(loader, name, None) for name in ("dataset", "collate_fn", "batch_sampler", "sampler")]
@@ -206,7 +206,7 @@ def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
 
 
 def _has_attributes(owner: Any) -> bool:
-    """Return whether the attributes of a part of the data are kept: of one without state, or of a user's class."""
+    """Return whether attributes of a data object are saved: without a state dict, or of a user's class."""
     if has_state(owner):
         return is_users(owner) and not isinstance(owner, nn.Module)
     return isinstance(owner, Variables) or not type(owner).__module__.startswith("treadle.")
@@ -221,9 +221,9 @@ def _is_torchs(owner: Any) -> bool:
 
 
 def hidden_generators(loader: Any) -> list[str]:
-    """Return warnings of random generators that data sets and collate functions keep while workers read them.
+    """Return warnings about random generators held by data sets and collate functions that workers read.
 
-    Each worker has a copy, which no checkpoint holds. Without workers they are part of every state.
+    Each worker has a copy that no checkpoint holds. Without workers they are part of every state.
 
     Args:
         loader: a DataLoader, or any other iterable.
@@ -249,7 +249,7 @@ def hidden_generators(loader: Any) -> list[str]:
 
 
 def unrepeatable_shuffles(loader: Any) -> list[str]:
-    """Return a warning where a stage of webdataset shuffles by a generator that it seeds from the clock.
+    """Return a warning if a stage of webdataset shuffles with a generator seeded from the clock.
 
     Example:
         >>> unrepeatable_shuffles(DataLoader([1.0]))
@@ -275,11 +275,11 @@ def _items_of(value: Any) -> list[Any]:
 
 
 class WatchedState:
-    """State of a worker's copies of the data set and the collate function while items are read.
+    """Monitor of the state of a worker's copies of data set and collate function during reads.
 
-    No checkpoint can hold it, so what changes there is refused where it is a state dict, and named where it is an
-    attribute; a file that is opened by the first read is neither. The copies are compared after the first three reads,
-    and then each time that as many again were made.
+    No checkpoint can hold this state, so changes of a state dict are refused and changes of attributes are reported; a
+    file opened by the first read is neither. The copies are compared after the first three reads, and then each time
+    the number of reads has doubled.
 
     Args:
         roots: the data set and the collate function.
@@ -287,7 +287,7 @@ class WatchedState:
 
     def __init__(self, roots: Mapping[str, Any]):
         self._roots = dict(roots)
-        self._named = {  # generators that a warning names before workers start
+        self._named = {  # generators named in a warning before workers start
             (path, name)
             for path, owner in self._owners().items()
             for name, value in attributes_of(owner).items()
@@ -295,7 +295,7 @@ class WatchedState:
         }
         self._reads = 0
         self._stopped = False
-        self._looks = False  # whether what was read is compared
+        self._looks = False  # whether reads are compared
         self._state: LoaderState | None = None
         self._before: dict[str, Any] = {}
 
@@ -307,7 +307,7 @@ class WatchedState:
         return found
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop watching."""
         self._stopped = True
 
     @contextlib.contextmanager
@@ -325,7 +325,7 @@ class WatchedState:
         self.compare()
 
     def compare(self) -> None:
-        """Look for changes since the last time.
+        """Check for changes since the last call.
 
         Raises:
             ConfigError: a state dict changed.
@@ -357,7 +357,7 @@ class WatchedState:
 
 @contextlib.contextmanager
 def kept_generators(loader: Any) -> Iterator[None]:
-    """Put generators, samplers and data sets of a loader back after the block, so that its next pass is the same."""
+    """Restore generators, samplers and data sets of a loader after the block, so that its next pass is the same."""
     states = [(generator, generator.get_state()) for generator in generators_of(loader)]
     objects = LoaderState(loader)
     before = objects.collect()

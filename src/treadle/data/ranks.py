@@ -1,4 +1,4 @@
-"""Data shared among ranks: a batch sampler for map-style data sets, and every n-th item of anything else."""
+"""Sharding of data over ranks: a batch sampler for map-style data sets, and every n-th item of other iterables."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ _T = TypeVar("_T")
 
 
 class RankBatchSampler(Sampler[list[int]]):
-    """Sampler of each rank's part of each batch: every sample once in an epoch, on one rank, equally many batches.
+    """Batch sampler that shards each batch over ranks: every sample once per epoch, equally many batches per rank.
 
     Pass it as ``batch_sampler`` to a ``DataLoader`` of torch or torch_geometric, for training and evaluation alike.
-    :class:`GlobalOrder` has the rule for a short last batch. No sample is repeated, so means and metrics over ranks are
-    those of one process. A run may continue with another number of ranks inside an epoch: the rest of the epoch
-    comes in the same order, without a sample lost or doubled.
+    :class:`GlobalOrder` documents the rule for a short last batch. No sample is repeated, so means and metrics over
+    ranks equal those of one process. A run may continue with another number of ranks within an epoch: the rest of the
+    epoch keeps its order, without lost or repeated samples.
 
     Args:
         data: a data set, or its number of samples.
         batch_size: samples in a batch of one rank, >= 1.
-        global_batch_size: instead, samples in a batch of all ranks together; it stays when the number of ranks
-            changes, and with it the number of steps in an epoch.
-        shuffle: a new order for each epoch; it is the same on all ranks.
-        seed: seeds the orders; equal on all ranks.
+        global_batch_size: instead, samples in a batch over all ranks; independent of the number of ranks, and so is the
+            number of steps per epoch.
+        shuffle: whether to use a new order for each epoch, the same on all ranks.
+        seed: seed of the orders; must be equal on all ranks.
         drop_last: leave a short last batch out.
-        rank: which part is read here, from 0; None takes that of the process group.
-        num_replicas: how many share the data; None takes all ranks of the process group, 1 without one.
+        rank: rank of this reader, from 0; None takes that of the process group.
+        num_replicas: number of readers that share the data; None takes all ranks of the process group, or 1 without
+            one.
 
     Raises:
         ConfigError: not exactly one size is given, only one of ``rank`` and ``num_replicas`` is, or a number is
@@ -73,7 +74,7 @@ class RankBatchSampler(Sampler[list[int]]):
 
     @property
     def order(self) -> GlobalOrder:
-        """The order and how it is cut; read each time, since a process group may be started later."""
+        """Order with its batch division; computed each time, since a process group may be initialized later."""
         replicas = distributed.world_size() if self._num_replicas is None else self._num_replicas
         size = self.global_batch_size if self.batch_size is None else self.batch_size * replicas
         assert size is not None, "the constructor checks it"
@@ -81,7 +82,7 @@ class RankBatchSampler(Sampler[list[int]]):
         return GlobalOrder(length, size, replicas, self.shuffle, self.seed, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next pass has; an engine calls it."""
+        """Set the epoch whose order the next pass uses; called by the engine."""
         self.epoch = epoch
         self._start = 0
 
@@ -90,7 +91,7 @@ class RankBatchSampler(Sampler[list[int]]):
         self._start = consumed
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, the same on all ranks."""
+        """Return the number of batches of a whole epoch, the same on all ranks."""
         return self.order.num_batches()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -104,10 +105,10 @@ class RankBatchSampler(Sampler[list[int]]):
 
 
 def check_rank(rank: int | None, num_replicas: int | None) -> None:
-    """Raise unless both or none are given, and they fit.
+    """Raise unless both or none are given and they are consistent.
 
     Raises:
-        ConfigError: one is missing, or the rank is not below the number.
+        ConfigError: one is missing, or the rank is not below the number of replicas.
     """
     if (rank is None) != (num_replicas is None):
         raise ConfigError(
@@ -118,9 +119,9 @@ def check_rank(rank: int | None, num_replicas: int | None) -> None:
 
 
 def rank_and_worker() -> tuple[int, int]:
-    """Return which of how many readers this is, counting every worker of a loader on every rank.
+    """Return index and number of readers, counting every worker of a loader on every rank.
 
-    For data sets of your own that yield: take item i where ``i % count == index``.
+    For your own iterable data sets: take item i if ``i % count == index``.
 
     Returns:
         (index, count), 0 <= index < count; (0, 1) in one process without workers.
@@ -133,14 +134,14 @@ def rank_and_worker() -> tuple[int, int]:
 
 
 def ranks_of() -> tuple[int, int]:
-    """Return rank and number of ranks, also in a worker that was spawned and so has no process group."""
+    """Return rank and number of ranks, also in a spawned worker, which has no process group."""
     if get_worker_info() is not None and not distributed.is_distributed():
         return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     return distributed.rank(), distributed.world_size()
 
 
 def reader_of(rank: int, world_size: int) -> tuple[int, int]:
-    """Return which of how many readers this is, as :func:`rank_and_worker` does, for a given rank."""
+    """Return index and number of readers like :func:`rank_and_worker`, for a given rank."""
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
     return rank * workers + worker, world_size * workers
@@ -152,7 +153,7 @@ class _Shard(IterableDataset[_T]):
         self._of_main_process: tuple[int, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker has no process group, and a launcher need not set its environment.
+        # A spawned worker has no process group, and not every launcher sets environment variables.
         return {**self.__dict__, "_of_main_process": self._of_main_process or ranks_of()}
 
     def __iter__(self) -> Iterator[_T]:
@@ -162,14 +163,14 @@ class _Shard(IterableDataset[_T]):
 
 @checked
 def shard_iterable(iterable: Iterable[_T]) -> IterableDataset[_T]:
-    """Return a data set that gives each rank, and each of its loader's workers, every n-th item of an iterable.
+    """Return a data set that yields every n-th item of an iterable on each rank and loader worker.
 
-    All of them iterate over the whole iterable, which must give the same items in the same order everywhere, and each
-    leaves out what the others read. Where passing over items is costly, use :func:`rank_and_worker` to open other
-    files in each.
+    Each of them iterates over the whole iterable, which must yield the same items in the same order everywhere, and
+    skips the items of the others. If skipping items is costly, use :func:`rank_and_worker` to open different files in
+    each.
 
     Args:
-        iterable: picklable if the loader's workers are spawned; a fresh iterator is made for each epoch.
+        iterable: picklable if the loader's workers are spawned; iterated anew for each epoch.
 
     Example:
         >>> list(shard_iterable("abc"))

@@ -1,4 +1,4 @@
-"""What the loaders of whole rows share: which rows a rank reads in which batch, and a position that is two numbers."""
+"""Base of row loaders: rows of each rank and batch, and a position of two numbers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from treadle.data.order import GlobalOrder, check_batch_size
 from treadle.data.ranks import check_rank
 from treadle.errors import ConfigError
 
-Read = Callable[[range], Any]  # places in the order of the epoch -> a batch
+Read = Callable[[range], Any]  # positions in the order of the epoch -> a batch
 
 
 class LastRows(NamedTuple):
-    """The rows of a batch, looked up when they are asked for: few ever are.
+    """Rows of a batch, looked up lazily.
 
     Attributes:
         rows: the order of the epoch, or the rows themselves, on the CPU; None for 0, 1, 2, ...
-        part: places in it.
-        given: the tensors of the batch as :func:`noted`, where the loader does so.
+        part: positions in the order.
+        given: tensors of the batch from :func:`noted`, if the loader records them.
 
     Example:
         >>> from torch import tensor
@@ -40,16 +40,16 @@ class LastRows(NamedTuple):
         return self.part if self.rows is None else self.rows[self.part.start : self.part.stop]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out the state of this process only."""
+        """Pickle without process-local state."""
         return LastRows, (self.rows, self.part)
 
     def gave(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one that the loader gave with these rows, unwritten since."""
+        """Return whether a tensor was returned by the loader with these rows and not written to since."""
         return any(of() is tensor and tensor._version == version for of, version in self.given)
 
 
 def noted(tensors: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
-    """Return tensors with their versions, which count their writes; without those that have no counter.
+    """Return tensors with their version counters, without tensors that have none.
 
     Example:
         >>> from torch import zeros
@@ -63,9 +63,9 @@ class RowLoader:
     """Loader of batches of rows in a global order; a subclass holds the rows.
 
     Args:
-        num_rows: N.
+        num_rows: number of rows N.
         batch_size: rows in a batch of one rank, >= 1.
-        global_batch_size: instead, rows in a batch of all ranks together.
+        global_batch_size: instead, rows in a batch over all ranks.
         shuffle: a new order for each epoch.
         seed: seeds the orders.
         drop_last: leave a short last batch out.
@@ -74,14 +74,14 @@ class RowLoader:
         num_replicas: how many share the rows, instead of the process group's.
 
     Attributes:
-        epoch: whose order the next pass has.
-        position: batches given since the epoch was entered.
+        epoch: epoch whose order the next pass uses.
+        position: batches yielded since the epoch was entered.
 
     Raises:
         ConfigError: a number is outside its range.
     """
 
-    exact_length = True  # the cursor may trust len(): an epoch has exactly as many batches
+    exact_length = True  # the cursor may trust len(): it is the exact number of batches
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class RowLoader:
 
     @property
     def last_rows(self) -> Tensor | range:
-        """The rows of the batch that was given last: a view, nothing is read."""
+        """Rows of the last batch, as a view; reads no data."""
         return self._last()
 
     def last_ids(self) -> LastRows:
-        """Return what gives the rows of the batch that was given last, now or later."""
+        """Return a callable that returns the rows of the last batch, now or later."""
         return self._last
 
     @property
@@ -138,28 +138,28 @@ class RowLoader:
         return (ranks.rank(), ranks.world_size()) if self._distributed else (0, 1)
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         return self.order.num_batches()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order the next pass has; a pass that ends advances to the next epoch by itself."""
+        """Set the epoch whose order the next pass uses; a completed pass advances the epoch automatically."""
         self.epoch = epoch
         self.start_at(0)
 
     def start_at(self, consumed: int) -> None:
-        """Let the next pass give what follows the first ``consumed`` rows of its epoch."""
+        """Start the next pass after the first ``consumed`` rows of its epoch."""
         self._start = consumed
         self.position = 0
 
     def pass_over(self, batches: int) -> None:
-        """Let the next pass leave out that many batches, without reading them."""
+        """Skip a number of batches in the next pass, without reading them."""
         self.position = batches
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of the epoch: all of it, unless a state was loaded.
 
         Raises:
-            RuntimeError: a later pass was begun meanwhile; the loader has one position.
+            RuntimeError: a later pass was started meanwhile; the loader has one position.
         """
         self._passes += 1
         order, (rank, _), own = self.order, self._rank_of(), self._passes
@@ -181,18 +181,18 @@ class RowLoader:
         )
 
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:
-        """Open an epoch: entering reads one batch; ``ahead`` lists the batches to come."""
+        """Open an epoch; the callable reads one batch, and ``ahead`` lists the following batches."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position, and what they refer to."""
+        """Return epoch and position, and the settings they refer to."""
         return {"epoch": self.epoch, "position": self.position, "start": self._start, **self._refers_to()}
 
     def _refers_to(self) -> dict[str, Any]:
         order = self.order
         return {
             "num_rows": self.num_rows,
-            "batch_size": order.global_batch_size,  # of all ranks: a state of one process is as it always was
+            "batch_size": order.global_batch_size,  # over all ranks: keeps the format of single-process states
             "seed": self.seed,
             "num_replicas": order.num_replicas,
             "shuffle": self.shuffle,
@@ -202,9 +202,9 @@ class RowLoader:
         """Go to a stored position.
 
         Raises:
-            ConfigError: rows, batches, order or ranks are others, so the position means other data.
+            ConfigError: rows, batches, order or ranks differ, so the position refers to other data.
         """
-        was_implied = {"num_replicas": 1, "shuffle": self.shuffle}  # what older states do not say
+        was_implied = {"num_replicas": 1, "shuffle": self.shuffle}  # keys that older states lack
         for name, now in self._refers_to().items():
             saved = state_dict.get(name, was_implied.get(name))
             if saved != now:
@@ -218,10 +218,10 @@ class RowLoader:
 
 
 def one_number_of_rows(rows: list[int], *, owner: str) -> int:
-    """Return the number of rows that all have.
+    """Return the common number of rows.
 
     Raises:
-        ConfigError: there is nothing, or the numbers differ.
+        ConfigError: there are no arrays, or the numbers differ.
 
     Example:
         >>> one_number_of_rows([3, 3], owner="TensorLoader")

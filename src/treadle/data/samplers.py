@@ -1,4 +1,4 @@
-"""The samplers of a loader, and the random generators that it and they draw from."""
+"""Samplers of a loader, and their random generators."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from treadle.checkpoint.introspection import has_state
 
-_DEEPEST = 8  # samplers inside samplers
+_DEEPEST = 8  # nesting depth of samplers
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """Return the samplers of a loader and those that they wrap, outermost first."""
+    """Return the samplers of a loader and the samplers that they wrap, outermost first."""
     found = list(samplers_of_nodes(loader))
     owners = [loader, *found]
     for _ in range(_DEEPEST):
@@ -38,7 +38,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def samplers_of_nodes(loader: Any) -> Iterator[Any]:
-    """Yield the samplers of a ``torchdata.nodes.Loader`` that have no state; the loader's state counts their items.
+    """Yield the stateless samplers of a ``torchdata.nodes.Loader``, whose state counts their items.
 
     Example:
         >>> list(samplers_of_nodes([1, 2]))

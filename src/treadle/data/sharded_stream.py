@@ -1,7 +1,8 @@
-"""Samples from many ``.tar`` or Parquet files, entered at any sample: the order comes from seed and epoch alone.
+"""Streams of samples from ``.tar`` or Parquet files, resumable at any sample; the order depends on seed and epoch.
 
-A shuffle buffer over a stream of tar files has contents that no small state can hold. Here a window of files is mixed
-instead: their tables of contents are read, and each sample in its place. So nothing that was given is read again.
+The content of a shuffle buffer over a stream of tar files does not fit into a small state. Instead, samples of a window
+of files are shuffled: their tables of contents are read first, then each sample by offset. So consumed samples are
+never read again.
 """
 
 from __future__ import annotations
@@ -25,24 +26,25 @@ _KINDS = (".tar", ".parquet")
 
 
 class ShardedStream(EnteredStream):
-    """A stream of samples from ``.tar`` or Parquet files, shared among ranks and workers by whole files.
+    """Stream of samples from ``.tar`` or Parquet files, sharded over ranks and workers by whole files.
 
-    Samples of a ``.tar`` are its neighbouring members of one stem, as in WebDataset: ``{"__key__": "0001", "png":
-    bytes, "cls": bytes}``. Those of a Parquet file are its rows, as dicts; it is read by row groups.
+    Samples of a ``.tar`` are neighbouring members with the same stem, as in WebDataset: ``{"__key__": "0001", "png":
+    bytes, "cls": bytes}``. Samples of a Parquet file are its rows, as dicts; it is read by row groups.
 
-    A DataLoader over it resumes at the very sample, with any number of workers that stays the same. Of a ``.tar``
-    nothing that was consumed is read again; of a Parquet file the row groups of the present window are.
+    A DataLoader over it resumes at the exact sample, with the same number of workers. Nothing consumed from a ``.tar``
+    is read again; for a Parquet file, the row groups of the current window are.
 
     Args:
-        shards: a folder, or paths and URLs of files, all of one kind. URLs need fsspec, Parquet needs pyarrow.
-        shuffle: a new order of files for each epoch, and of samples within each window.
+        shards: a folder, or paths and URLs of files, all of the same format. URLs need fsspec, Parquet needs pyarrow.
+        shuffle: whether to use a new order of files for each epoch, and of samples within each window.
         seed: seeds the orders; equal on all ranks.
-        window: files (``.tar``) or row groups of one file (Parquet) whose samples are mixed, >= 1.
-        decode: makes a sample of what was read; may draw from the global random generators.
-        columns: of Parquet files, those that are read; None for all.
+        window: number of files (``.tar``) or row groups of one file (Parquet) whose samples are shuffled together, >=
+            1.
+        decode: converts raw data to a sample; may draw from the global RNG.
+        columns: columns of Parquet files to read; None for all.
 
     Raises:
-        ConfigError: there are no files, they are of two kinds, or ``window`` is below 1; while iterating, there are
+        ConfigError: there are no files, their formats differ, or ``window`` is below 1; while iterating, there are
             fewer files than readers.
 
     Example:
@@ -103,12 +105,12 @@ class ShardedStream(EnteredStream):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place after the sample that was given last."""
+        """Return the position after the last sample."""
         place = self._at if self._entered is None else self._entered
         return dict(vars(place))
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Let the next pass begin where ``state`` was taken, if it is one of the same epoch."""
+        """Start the next pass at the position of ``state``, if of the same epoch."""
         self._entered = _Place(**state)
 
     def __iter__(self) -> Iterator[Any]:
@@ -156,7 +158,7 @@ class ShardedStream(EnteredStream):
 
 
 class _Place:
-    """A place in a pass of one reader: samples given of the window that begins at a part of one of its files."""
+    """Position in a reader's pass: samples yielded from the window that starts at a part of one of its files."""
 
     def __init__(self, epoch: int = 0, shard: int = 0, part: int = 0, place: int = 0):
         self.epoch = epoch
@@ -172,7 +174,7 @@ class _Window(Protocol):
 
 
 class _TarWindow:
-    """Samples of some ``.tar`` files; the tables of contents are read at once, a sample when it is asked for."""
+    """Samples of several ``.tar`` files; tables of contents are read at once, samples lazily."""
 
     def __init__(self, shards: Sequence[str], groups: Sequence[int]):
         self._files = [_open(shard) for shard in shards]
@@ -197,7 +199,7 @@ class _TarWindow:
 
 
 def _contents(file: BinaryIO) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
-    """Yield the samples of a ``.tar``: the stem, and of each member the rest of its name, its place and its size."""
+    """Yield the samples of a ``.tar``: the stem, and suffix, offset and size of each member."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         members = [member for member in tar if member.isreg()]
     for key, group in itertools.groupby(members, key=lambda member: _stem(member.name)):
@@ -210,7 +212,7 @@ def _stem(name: str) -> str:
 
 
 class _ParquetWindow:
-    """Rows of some row groups of a Parquet file, read at once."""
+    """Rows of several row groups of a Parquet file, read at once."""
 
     def __init__(self, shard: str, groups: Sequence[int], columns: Sequence[str] | None):
         with _open(shard) as file:

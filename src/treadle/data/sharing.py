@@ -1,4 +1,4 @@
-"""Tensors that several runs of one process read are kept once."""
+"""Sharing of equal read-only tensors between runs of one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _scopes: list[dict[tuple[object, ...], list[Tensor]]] = []
 
 @contextlib.contextmanager
 def shared_tensors() -> Iterator[None]:
-    """Let loaders that are made inside the block keep equal tensors of a device once; they are only read.
+    """Share equal tensors of a device between loaders created inside the block; they must only be read.
 
     Example:
         >>> with shared_tensors():
@@ -29,10 +29,10 @@ def shared_tensors() -> Iterator[None]:
 
 
 def kept_once(tensor: Tensor) -> Tensor:
-    """Return an equal tensor that an earlier loader keeps, or this one; outside :func:`shared_tensors` this one.
+    """Return an equal tensor of an earlier loader, or this one; outside :func:`shared_tensors` always this one.
 
     Args:
-        tensor: where it is to be read; compared to the bit.
+        tensor: tensor on its final device; compared to the bit.
     """
     if not _scopes or tensor.requires_grad or tensor.layout != torch.strided:
         return tensor
@@ -42,13 +42,13 @@ def kept_once(tensor: Tensor) -> Tensor:
         if other is tensor or torch.equal(_bits(other), _bits(tensor)):
             return other
     if tensor.device.type == "cuda":
-        torch.cuda.current_stream(tensor.device).synchronize()  # other streams read it
+        torch.cuda.current_stream(tensor.device).synchronize()  # other streams will read it
     kept.append(tensor)
     return tensor
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a tensor whose equality is that of the bits: NaN equals itself, and zeros differ by their sign."""
+    """Return a tensor that compares bitwise: NaN equals NaN, and zeros differ by sign."""
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,4 +1,4 @@
-"""A shuffle buffer that is entered in the middle: its state is where the stream was when it was filled last."""
+"""Resumable shuffle buffer, whose state is the stream's position when it was last filled."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from treadle.seed import mix_seed
 
 
 class ShuffleBuffer(EnteredStream):
-    """Shuffled samples of a stream that keeps its place; the buffer keeps its own place too.
+    """Shuffle buffer over a stream with state; the buffer has state as well.
 
-    It reads ``size`` samples, gives them in another order, and reads the next ones. The state holds no samples: a
-    resume reads those of the present buffer again, at most ``size``. Give it a stream that is not shuffled itself by a
-    buffer, such as ``datasets.IterableDataset`` with its shards shuffled alone.
+    It reads ``size`` samples, yields them in another order, and reads the next ones. The state holds no samples: a
+    resume rereads those of the current buffer, at most ``size``. The stream must not have a shuffle buffer itself; for
+    example, use ``datasets.IterableDataset`` with shuffled shards only.
 
     Args:
-        stream: with ``state_dict`` and ``load_state_dict``, shared among ranks and workers by itself.
-        size: samples that are mixed, >= 2.
-        seed: seeds the orders, and what the stream draws from the global generators while the buffer is filled.
+        stream: stream with ``state_dict`` and ``load_state_dict``, which shards itself over ranks and workers.
+        size: samples to shuffle together, >= 2.
+        seed: seed of the orders, and of what the stream draws from the global RNG while the buffer is filled.
 
     Raises:
-        ConfigError: the stream offers no state, or ``size`` is below 2.
+        ConfigError: the stream has no state, or ``size`` is below 2.
 
     Example:
         >>> from treadle.data import ShardedStream
@@ -56,13 +56,13 @@ class ShuffleBuffer(EnteredStream):
         self.size = size
         self.seed = seed
         self.epoch = 0
-        self._fill = 0  # how often the buffer was filled before
-        self._given = 0  # samples given of it
+        self._fill = 0  # number of earlier fills of the buffer
+        self._given = 0  # samples yielded from it
         self._before: Any = None  # state of the stream before it was filled
         self._entered = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, and tell the stream; an engine calls it."""
+        """Set the epoch of the next pass, and of the stream; called by the engine."""
         self.epoch = epoch
         if callable(getattr(self.stream, "set_epoch", None)):
             self.stream.set_epoch(epoch)
@@ -77,7 +77,7 @@ class ShuffleBuffer(EnteredStream):
         self._entered = int(state["epoch"]) == self.epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the samples of the stream in another order."""
+        """Yield the samples of the stream in shuffled order."""
         entered, self._entered = self._entered, False
         if not entered:
             self._fill, self._given, self._before = 0, 0, None
@@ -102,7 +102,7 @@ class ShuffleBuffer(EnteredStream):
 
 @contextlib.contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Draw from a seed with the CPU's generators inside the block, and restore them after it."""
+    """Seed the CPU generators inside the block, and restore them afterwards."""
     outside = Draws()
     seed_worker(seed)
     try:

@@ -1,4 +1,4 @@
-"""Four kinds of loaders behind one small interface: index lists known, own state of a loader or a stream, or replay."""
+"""Interface to four kinds of loaders: known index lists, own state of a loader or of a stream, and replay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Source(Protocol):
     Attributes:
         kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.
         length: micro-batches in an epoch by the loader's ``len``, or None.
-        exact: whether the length is certain, so that the last batch is known to be the last.
+        exact: whether the length is exact, so that the last batch is known to be the last.
     """
 
     kind: str
@@ -42,15 +42,15 @@ class Source(Protocol):
     exact: bool
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        """Open an epoch after ``skip`` micro-batches; ``state`` is what :meth:`state` returned then."""
+        """Open an epoch after ``skip`` micro-batches; ``state`` is the result of :meth:`state` at that position."""
         ...
 
     def measure(self) -> None:
-        """Read the length again, which a data set that grows between two epochs changes."""
+        """Update the length, since a data set may grow between two epochs."""
         ...
 
     def finish(self, iterator: Iterator[Any]) -> None:
-        """Let the loader find its end after the last batch of an exact length, as a plain loop does."""
+        """Exhaust the loader after the last batch of an exact length, as a plain loop does."""
         ...
 
     def is_over_at(self, position: int) -> bool:
@@ -58,7 +58,7 @@ class Source(Protocol):
         ...
 
     def ids_at(self, position: int) -> Any:
-        """Return what the batch after ``position`` others was read with, or None; asked once for each batch."""
+        """Return what the batch at ``position`` was read with, or None; called once for each batch."""
         ...
 
     def state(self) -> Any:
@@ -66,11 +66,11 @@ class Source(Protocol):
         ...
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        """Return what the user must know about exact resume with this loader."""
+        """Return warnings about exact resume with this loader."""
         ...
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End background workers and threads."""
         ...
 
 
@@ -126,7 +126,8 @@ class _Stateful:
         self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
         self._workers = Workers()
         self._proved = False
-        # The state of such a sampler may be that of its pass and not of its place, and the loader would load it there.
+        # The state of such a sampler may be that of its pass rather than its position, and the loader would load it
+        # there.
         self._replays = isinstance(loader, DataLoader) and any(map(_is_users_with_state, samplers_of(loader)))
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
@@ -185,7 +186,7 @@ class _Stateful:
 
 
 class _FromStart:
-    """Part of a source that is entered at its start only: its length, and nothing by position."""
+    """Mixin of sources that open epochs at their start only: a length, and nothing by position."""
 
     loader: Any
     length: int | None
@@ -232,7 +233,7 @@ class _Streamed(_FromStart):
         return sentences
 
 
-_WATCHED_SECONDS = 0.05  # in which a thread that reads ahead would draw
+_WATCHED_SECONDS = 0.05  # time in which a prefetching thread would draw
 _log = logging.getLogger("treadle.data")
 _EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
 
@@ -271,7 +272,7 @@ class _Replayed(_FromStart):
                 "no exact resume; pass an iterable that makes a fresh iterator each time"
             ]
         sentences = hidden_generators(self.loader) + unrepeatable_shuffles(self.loader)
-        if resuming and type(self.loader) not in (list, tuple, range):  # whose items no replay changes
+        if resuming and type(self.loader) not in (list, tuple, range):  # replay does not change these
             sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
                 f"batches are read again and dropped. {_EXACT_REPLAY}"
@@ -285,13 +286,13 @@ class _Replayed(_FromStart):
 
 
 def _proved(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader; one that works ahead in threads or processes must load its state first.
+    """Yield the batches of a loader; a prefetching loader must pass a test of its state first.
 
-    Its state may be that of what it has read and not of what it gave. After the first batch the state is loaded again,
-    and the batch that follows is compared with the one that would have come.
+    Its state may describe what it has read rather than what it has yielded. After the first batch the state is
+    reloaded, and the next batch is compared with the expected one.
 
     Raises:
-        ConfigError: they differ.
+        ConfigError: the batches differ.
     """
     running = _helpers()
     for first in iterator:
@@ -316,7 +317,7 @@ def _proved(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _naming_threads_that_draw(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader, and warn before the first one if a thread draws random numbers beside us."""
+    """Yield the batches of a loader, and warn before the first one if a thread draws random numbers concurrently."""
     running = set(threading.enumerate())
     for first in iterator:
         if set(threading.enumerate()) - running:
@@ -352,7 +353,7 @@ def _is_users_with_state(sampler: Any) -> bool:
 
 @contextlib.contextmanager
 def _ending_where_it_ends(loader: Any) -> Iterator[None]:
-    """Keep a loader whose state is at the end of an epoch from beginning the next one, as ``torchdata.nodes`` would."""
+    """Keep a loader with a state at the end of an epoch from starting the next one, as ``torchdata.nodes`` would."""
     restarts = getattr(loader, "restart_on_stop_iteration", None) is True
     if restarts:
         loader.restart_on_stop_iteration = False
@@ -368,9 +369,9 @@ def _keeps_workers(loader: Any) -> bool:
 
 
 def _draw_for_running_workers(loader: Any) -> None:
-    """Draw what torch leaves out when persistent workers begin another epoch; a resumed run's workers start and draw.
+    """Make the draws that torch omits when persistent workers begin another epoch, as new workers would.
 
-    That is one iterator of the sampler too many (torchdata's samplers draw when they make one) and a seed of workers.
+    These are an extra iterator of the sampler (torchdata's samplers draw when creating one) and a seed of workers.
     """
     if _keeps_workers(loader) and getattr(loader, "_iterator", None) is not None:
         iter(loader._index_sampler)
@@ -378,7 +379,7 @@ def _draw_for_running_workers(loader: Any) -> None:
 
 
 def _end_persistent_workers(loader: Any) -> None:
-    """End the workers that the loader keeps between epochs."""
+    """End persistent workers of the loader."""
     if isinstance(loader, DataLoader) and hasattr(loader._iterator, "_shutdown_workers"):
         drop_iterator(loader)
 
@@ -397,11 +398,11 @@ def _length(loader: Any) -> int | None:
 
 
 def refuse_dataset(loader: Any, argument: str = "loader") -> None:
-    """Raise ConfigError for a data set of single samples, or a tuple of inputs and targets, whose items are no batches.
+    """Raise ConfigError for a data set of single samples, or a tuple of inputs and targets, instead of batches.
 
     Args:
-        loader: what was given.
-        argument: how it is called.
+        loader: the user's argument.
+        argument: name of the argument.
     """
     if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
         raise ConfigError(
@@ -420,7 +421,7 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
 
 
 def _is_torchs_own(loader: Any) -> bool:
-    """Return whether a DataLoader iterates as torch's class does, so that another over the same parts gives the same.
+    """Return whether a DataLoader iterates like torch's class, so that one rebuilt from its parts is equivalent.
 
     Example:
         >>> _is_torchs_own(DataLoader([1.0]))
@@ -433,9 +434,10 @@ def _is_torchs_own(loader: Any) -> bool:
 
 
 def _refuse_counts(loader: Any) -> None:
-    """Raise ConfigError for a loader or a stream whose state is a count of samples and does not lead to their order.
+    """Raise ConfigError for a loader or a stream whose state is a sample count that does not determine their order.
 
-    Those of litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own loaders.
+    These are litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own
+    loaders.
     """
     dataset = getattr(loader, "dataset", None)
     named = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
@@ -457,14 +459,14 @@ def _refuse_counts(loader: Any) -> None:
 
 
 def open_source(loader: Any) -> Source:
-    """Choose how a loader is read.
+    """Return the source for a loader.
 
     Args:
         loader: a DataLoader, a loader with ``state_dict``/``load_state_dict``, any iterable, or one of these in a
             TransferLoader.
 
     Raises:
-        ConfigError: it is not iterable, or a data set of single samples.
+        ConfigError: it is not iterable, or is a data set of single samples.
 
     Example:
         >>> open_source([1, 2]).kind

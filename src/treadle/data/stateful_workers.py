@@ -1,7 +1,7 @@
-"""Workers of loaders that carry the state of their data sets, as torchdata's StatefulDataLoader does, seeded by batch.
+"""Per-batch seeding of workers in loaders that save the state of their data sets, like StatefulDataLoader.
 
-Such a loader restores where each worker is, but not what it draws from the random generators. Its workers get a data
-set that seeds them before each batch, by a number that is part of the state that the loader carries anyway.
+Such a loader restores the position of each worker, but not its RNG. Its workers get a data set that seeds them before
+each batch, with a number that is part of the state that the loader saves anyway.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from treadle.seed import mix_seed
 
 
 class SeededReads(Dataset[Any]):
-    """Reader of a map-style data set, with a separate seed for each batch of this worker.
+    """Wrapper of a map-style data set with a separate seed for each batch of this worker.
 
     Args:
         dataset: the user's data set.
-        seed: of the epoch.
+        seed: seed of the epoch.
     """
 
     def __init__(self, dataset: Any, seed: int):
@@ -34,7 +34,7 @@ class SeededReads(Dataset[Any]):
 
     @property
     def worker(self) -> int:
-        """Number of the worker that this copy is in."""
+        """Index of the worker that holds this copy."""
         info = get_worker_info()
         return 0 if info is None else info.id
 
@@ -43,7 +43,7 @@ class SeededReads(Dataset[Any]):
         self._reads += 1
 
     def __getitem__(self, index: Any) -> Any:
-        """Read one item that is a batch."""
+        """Read one item, which is a batch."""
         self._seed()
         return self.dataset[index]
 
@@ -65,7 +65,7 @@ class SeededReads(Dataset[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, or a bare state of the user's data set."""
+        """Load the result of :meth:`state_dict`, or a bare state of the user's data set."""
         if not {"seed", "reads", "dataset"} <= set(state):
             state = {"seed": self.seed, "reads": 0, "dataset": state}
         self.seed, self._reads = int(state["seed"]), int(state["reads"])
@@ -75,11 +75,11 @@ class SeededReads(Dataset[Any]):
 
 @contextlib.contextmanager
 def seeded_workers(loader: Any, seed: int) -> Iterator[None]:
-    """Let the workers that a loader starts inside the block seed themselves before each batch.
+    """Make workers that a loader starts inside the block seed themselves before each batch.
 
     Args:
-        loader: with state; one without workers, or that is no DataLoader, is left alone.
-        seed: of the epoch.
+        loader: loader with state; loaders without workers, or other than a DataLoader, are not changed.
+        seed: seed of the epoch.
     """
     if not seeds_workers(loader):
         yield
@@ -91,7 +91,7 @@ def seeded_workers(loader: Any, seed: int) -> Iterator[None]:
         kind = StatefulSeededStream if has_state(dataset) else SeededStream
         seeded = kind(dataset, batch_size=loader.batch_size, seeded=True)
         seeded.seed = seed
-    # DataLoader refuses setattr once it is made, but reads these two when it starts its workers.
+    # DataLoader refuses setattr after construction, but reads these two when it starts its workers.
     object.__setattr__(loader, "dataset", seeded)
     object.__setattr__(loader, "worker_init_fn", StreamInit(seeded, init))
     try:
@@ -102,7 +102,7 @@ def seeded_workers(loader: Any, seed: int) -> Iterator[None]:
 
 
 def seeds_workers(loader: Any) -> bool:
-    """Return whether the workers of a loader with state can be seeded by batch.
+    """Return whether the workers of a stateful loader can be seeded per batch.
 
     Example:
         >>> seeds_workers(DataLoader([1.0]))
@@ -120,7 +120,7 @@ def _starts_workers_as_torchdata(loader: Any) -> bool:
 
 
 def _end_running(loader: Any) -> None:
-    """End workers that the loader keeps between epochs: they have the seed of another one."""
+    """End persistent workers, which have the seed of another epoch."""
     if loader.persistent_workers:
         drop_iterator(loader)
 
@@ -130,15 +130,15 @@ def drop_iterator(loader: Any) -> None:
     iterator, loader._iterator = loader._iterator, None
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
-    if getattr(loader, "_initial_iter_for_state_dict", False):  # torchdata's __iter__ would expect that iterator
+    if getattr(loader, "_initial_iter_for_state_dict", False):  # torchdata's __iter__ would reuse that iterator
         loader._initial_iter_for_state_dict = False
 
 
 def drop_unread_iterator(loader: Any) -> None:
-    """End the iterator that torchdata's ``state_dict`` made before the epoch was opened: it has drawn its seeds."""
+    """End the iterator created by torchdata's ``state_dict`` before the epoch was opened, which has drawn its seeds."""
     if getattr(loader, "_initial_iter_for_state_dict", False):
         state = loader.state_dict()
-        entered = loader._iterator._num_yielded > 0  # in the middle of an epoch, by a state that the user loaded
+        entered = loader._iterator._num_yielded > 0  # in the middle of an epoch, from a state loaded by the user
         drop_iterator(loader)
         if entered:
             loader.load_state_dict(state)

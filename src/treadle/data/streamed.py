@@ -1,8 +1,8 @@
-"""DataLoaders over streams that keep their place themselves: entered in the middle, by their own state.
+"""DataLoaders over stateful streams, resumed in the middle from the streams' own state.
 
-Each worker of such a loader has a copy of the data set. The loader made here wraps that copy: it seeds python, numpy
-and torch before each batch, and sends the state after the batch along with it. So the state that a checkpoint holds is
-that of the batches that were consumed, whatever workers have read ahead, and random augmentation does not depend on it.
+Each worker of such a loader has a copy of the data set. The loader built here wraps that copy: it seeds Python, NumPy
+and torch before each batch, and sends the state after the batch along with it. So a checkpoint holds the state after
+the consumed batches, regardless of prefetching, and random augmentation does not depend on prefetching either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from treadle.seed import mix_seed
 
 
 def keeps_its_place(dataset: Any) -> bool:
-    """Return whether a stream offers a state that may be its place: ``state_dict()`` without arguments.
+    """Return whether a stream has a state that may be its position: ``state_dict()`` without arguments.
 
     Example:
         >>> keeps_its_place([1, 2])
@@ -41,21 +41,21 @@ def keeps_its_place(dataset: Any) -> bool:
     stateful: Any = dataset
     try:
         inspect.signature(stateful.state_dict).bind()
-    except TypeError:  # litdata's and mosaicml-streaming's want numbers that only their own loaders have
+    except TypeError:  # those of litdata and mosaicml-streaming need numbers that only their loaders have
         return False
-    except ValueError:  # no signature to look at
+    except ValueError:  # no signature
         return True
     return True
 
 
 class EnteredStream(IterableDataset[Any]):
-    """A stream whose state is known to lead back to its place; others are tried."""
+    """Stream whose state is known to restore its position; others are tested."""
 
 
 class SeededStream(IterableDataset[Any]):
-    """A stream whose random generators are seeded before each batch, with a state that holds its position.
+    """Stream that is seeded before each batch, with a state that holds its position.
 
-    It is iterated in a worker, or with 0 workers in the main process, where it seeds nothing.
+    It is iterated in a worker, or with 0 workers in the main process, where it does not seed.
 
     Args:
         dataset: the user's stream.
@@ -64,9 +64,9 @@ class SeededStream(IterableDataset[Any]):
 
     Attributes:
         seed: of the epoch.
-        start: states of all workers to begin with; empty begins afresh.
-        first: the worker that is asked first.
-        tries: whether the some samples are read a second time, to see if the state leads back to its place.
+        start: initial states of all workers; empty starts from the beginning.
+        first: the worker to be read first.
+        tries: whether some samples are read a second time, to test that the state restores the position.
     """
 
     def __init__(self, dataset: Any, *, batch_size: int | None, seeded: bool):
@@ -83,7 +83,7 @@ class SeededStream(IterableDataset[Any]):
 
     @property
     def worker(self) -> int:
-        """Number of the worker that this copy is in, counted as when the epoch began; 0 in the main process."""
+        """Index of the worker that holds this copy, counted as at the start of the epoch; 0 in the main process."""
         info = get_worker_info()
         return 0 if info is None else (info.id + self.first) % info.num_workers
 
@@ -111,7 +111,7 @@ class SeededStream(IterableDataset[Any]):
             try:
                 sample = next(self._iterator)
             except StopIteration:
-                if fresh:  # its state was loaded at the end of an epoch: this was the rest of that, now comes the next
+                if fresh:  # its state was loaded at the end of an epoch, whose empty rest this was: now comes the next
                     fresh, self._iterator = False, iter(self.dataset)
                     continue
                 self._ended = True
@@ -123,7 +123,7 @@ class SeededStream(IterableDataset[Any]):
             yield sample
 
     def enter(self, state: Mapping[str, Any]) -> None:
-        """Move a pass that has just begun to the position of a state, by the iterator's own state."""
+        """Move a new pass to the position of a state, by the iterator's own state."""
         if "reads" not in state:
             state = {"reads": 0, "ended": False, "iterator": state}
         self._reads, self._ended = int(state["reads"]), bool(state["ended"])
@@ -146,10 +146,10 @@ class SeededStream(IterableDataset[Any]):
 
 
 class StatefulSeededStream(SeededStream):
-    """A :class:`SeededStream` for loaders that carry the state of each worker's data set themselves."""
+    """A :class:`SeededStream` for loaders that save the state of each worker's data set themselves."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or a bare state of the data set, before the next iteration."""
+        """Load the result of ``state_dict``, or a bare state of the data set, before the next iteration."""
         if "reads" not in state:
             state = {"reads": 0, "ended": False, "dataset": state}
         info = get_worker_info()
@@ -157,7 +157,7 @@ class StatefulSeededStream(SeededStream):
 
 
 class _StatefulPass:
-    """A pass over a stream whose iterator keeps the place, and not the data set."""
+    """Pass over a stream whose iterator, rather than the data set, holds the position."""
 
     def __init__(self, stream: SeededStream, samples: Iterator[Any]):
         self._stream = stream
@@ -177,26 +177,26 @@ class _StatefulPass:
 
 
 class Draws:
-    """State of the CPU's random generators, as it is when the object is made."""
+    """State of the CPU's random generators at construction."""
 
     def __init__(self) -> None:
         self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def restore(self) -> None:
-        """Set the generators back."""
+        """Restore the generators."""
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])
         torch.set_rng_state(self._states[2])
 
 
 class _Trial:
-    """Trials of whether the state of a stream leads back to its place: some samples are read from a copy too.
+    """Test that a stream's state restores its position, by reading some samples from a copy too.
 
-    After 1, 8, 64, ... samples, so that a state that stops to tell when a buffer inside is filled again is found.
+    Tests run after 1, 8, 64, ... samples, to find states that become wrong when an inner buffer is refilled.
 
     Attributes:
-        problem: why it does not; None if it does, or is not known yet.
-        over: whether the first trial is over.
+        problem: why the test failed; None if it passed or is not finished.
+        over: whether the first test is over.
     """
 
     def __init__(self, dataset: Any):
@@ -204,7 +204,7 @@ class _Trial:
         self._copy: Any = None
         self._reads = 0
         self._next = 1
-        self._last: Any = None  # the state after the sample before, where the present one is tried
+        self._last: Any = None  # state after the previous sample, while the current one is tested
         self.over = False
         self.problem = shuffle_buffer_of_datasets(dataset)
         if self.problem is None:
@@ -214,7 +214,7 @@ class _Trial:
                 self.problem = f"it cannot be copied to try it ({type(error).__name__})"
 
     def see(self, sample: Any, before: Draws) -> None:
-        """Take in a sample that was read, and the random state before it."""
+        """Record a sample and the random state before it."""
         if self.problem is not None:
             return
         self._reads += 1
@@ -241,7 +241,7 @@ class _Trial:
 
 
 def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
-    """Return why a ``datasets.IterableDataset`` with a shuffle buffer cannot be entered; None for all others.
+    """Return why a ``datasets.IterableDataset`` with a shuffle buffer cannot be resumed; None for all others.
 
     Example:
         >>> shuffle_buffer_of_datasets([1, 2]) is None
@@ -253,7 +253,7 @@ def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
 
 
 def _stages_of_datasets(dataset: Any, kind_name: str) -> Iterator[Any]:
-    """Yield the parts of a ``datasets.IterableDataset`` that are of one of the library's own classes."""
+    """Yield the parts of a ``datasets.IterableDataset`` that are instances of the library's classes."""
     library = sys.modules.get("datasets")
     if library is None or not isinstance(dataset, library.IterableDataset):
         return
@@ -267,12 +267,12 @@ def _stages_of_datasets(dataset: Any, kind_name: str) -> Iterator[Any]:
 
 
 def _problem_of_workers(loader: DataLoader[Any]) -> str | None:
-    """Return why the states of a loader's workers cannot be loaded; None where nothing is known against it."""
+    """Return why the states of a loader's workers cannot be loaded; None if no problem is known."""
     if loader.num_workers > 0 and not loader.in_order:
         return "batches come as workers finish them (in_order=False)"
     joined = _stages_of_datasets(loader.dataset, "VerticallyConcatenatedMultiSourcesExamplesIterable")
     if loader.num_workers > 1 and next(joined, None) is not None:
-        # datasets 5.2 loads the state of a worker's share into the whole, whose list of sources is longer by then.
+        # datasets 5.2 loads the state of a worker's share into the whole, whose list of sources is longer.
         return "datasets cannot load a worker's state of concatenated streams after the first epoch"
     return None
 
@@ -286,7 +286,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 @dataclass
 class _Carried:
-    """A batch with the state of its worker after it."""
+    """Batch with the state of its worker after it."""
 
     batch: Any
     worker: int
@@ -299,7 +299,7 @@ class _Carried:
 
 
 class _Carrying:
-    """The user's collate function; what it returns is sent with the state of the stream."""
+    """User's collate function, whose result is sent with the state of the stream."""
 
     def __init__(self, stream: SeededStream, collate: Callable[[Any], Any]):
         self.stream = stream
@@ -313,17 +313,17 @@ class _Carrying:
 
 
 class StreamInit:
-    """The user's ``worker_init_fn``, with the user's data set and worker number in ``get_worker_info()``."""
+    """User's ``worker_init_fn``, called with the user's data set and worker index in ``get_worker_info()``."""
 
     def __init__(self, stream: Any, user_fn: Callable[[int], None] | None):
         self.stream = stream
         self.user_fn = user_fn
 
     def __call__(self, worker_id: int) -> None:
-        """Number the worker as when the epoch began, seed it, and call the user's function."""
+        """Set the worker's index as at the start of the epoch, seed it, and call the user's function."""
         info: Any = get_worker_info()
         worker = self.stream.worker
-        # WorkerInfo refuses setattr; a data set takes its share of files by this number.
+        # WorkerInfo refuses setattr; a data set selects its files by this index.
         object.__setattr__(info, "id", worker)
         object.__setattr__(info, "dataset", self.stream.dataset)
         self.stream.first = 0
@@ -333,13 +333,13 @@ class StreamInit:
 
 
 class StreamReader:
-    """Reader that opens the epochs of a DataLoader over a stream that keeps its place, at any place.
+    """Reader that opens the epochs of a DataLoader over a stateful stream at any position.
 
     Args:
-        loader: the user's loader; it is not changed and not iterated.
+        loader: the user's loader, which is neither changed nor iterated.
 
     Attributes:
-        problem: why the stream cannot be entered in the middle; None as long as it can.
+        problem: why the stream cannot be resumed in the middle, or None.
     """
 
     def __init__(self, loader: DataLoader[Any]):
@@ -354,7 +354,7 @@ class StreamReader:
 
     def _remake(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         settings: dict[str, Any] = {}
-        if loader.num_workers > 0:  # without persistent ones: each epoch has a seed, which workers get when they start
+        if loader.num_workers > 0:  # not persistent: each epoch has a seed, which workers get at their start
             settings["prefetch_factor"] = loader.prefetch_factor
             settings["multiprocessing_context"] = loader.multiprocessing_context
             settings["in_order"] = loader.in_order
@@ -376,7 +376,7 @@ class StreamReader:
         """Open an epoch at its start, or at the position of ``state``.
 
         Raises:
-            CheckpointError: the state is of another number of workers.
+            CheckpointError: the state has another number of workers.
         """
         states = [] if state is None else list(state["workers"])
         if states and len(states) != self.workers:
@@ -401,7 +401,7 @@ class StreamReader:
             yield carried.batch
 
     def state(self) -> dict[str, Any] | None:
-        """Return the place after the batch that was given last; None where it is known by number alone."""
+        """Return the position after the last batch; None if it is known only as a count."""
         if not self._tells or self.problem is not None:
             return None
         return {"workers": to_plain(self._states, "data.loader"), "next": self._next}

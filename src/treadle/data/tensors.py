@@ -1,4 +1,4 @@
-"""TensorLoader: data that fits into memory as whole tensors, read in vectorised batches, resumed in O(1)."""
+"""TensorLoader: in-memory tensors read in vectorised batches, resumed in O(1)."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from treadle.errors.arguments import checked
 class TensorLoader(RowLoader):
     """Loader of batches of rows of one or several tensors.
 
-    The order of an epoch depends on the seed and the epoch alone, and it is the same on every device. Nothing is drawn
-    from the global random generators. The state is an epoch and a position.
+    The order of an epoch depends only on the seed and the epoch, and is the same on every device. Nothing is drawn from
+    the global RNG. The state is an epoch and a position.
 
-    On several ranks, every rank reads all rows unless ``distributed`` is set or a part is named: then each reads its
-    part of every batch, as with :class:`RankBatchSampler`, and needs all rows in its memory.
+    On several ranks, every rank reads all rows unless ``distributed`` or ``rank`` is set: then each reads its part of
+    every batch, as with :class:`RankBatchSampler`, and needs all rows in its memory.
 
-    With ``num_buffers``, batches are written in turn into that many sets of tensors, whose addresses never change, and
-    nothing is allocated: batch t of an epoch into set t modulo ``num_buffers``. A short batch is the first rows of its
-    set. A batch is then valid only until ``num_buffers`` more are drawn: who keeps one, a hook for example, keeps a
-    copy. Accumulation over k micro-batches needs k sets; fewer are refused. With one set and a shuffled order, a
-    captured step gathers its batch itself, when it runs.
+    With ``num_buffers``, batches are written in turn into that many sets of tensors, whose addresses never change,
+    without allocation: batch t of an epoch goes into set t modulo ``num_buffers``. A short batch is the first rows of
+    its set. A batch is then valid only until ``num_buffers`` more are drawn: to keep one, in a hook for example, copy
+    it. Accumulation over k micro-batches needs k sets; fewer are refused. With one set and a shuffled order, a captured
+    step gathers its own batch when it runs.
 
     Args:
-        tensors: equal first dimensions (N, ...), any dtypes; or one mapping of names to such tensors.
+        tensors: tensors (N, ...) with equal first dimensions, of any dtypes; or one mapping of names to such tensors.
         batch_size: rows in a batch of one rank, >= 1.
         shuffle: a new order for each epoch.
         seed: seeds the orders.
         drop_last: leave a short last batch out.
-        device: where the tensors are kept and batches come from; None leaves them where they are.
-        num_buffers: sets of tensors that batches are written into, >= 1; None makes new tensors.
-        global_batch_size: instead of ``batch_size``, rows in a batch of all ranks together.
+        device: device of the tensors and batches; None leaves them where they are.
+        num_buffers: number of sets of tensors that batches are written into, >= 1; None allocates new tensors.
+        global_batch_size: instead of ``batch_size``, rows in a batch over all ranks.
         distributed: share the rows among all ranks of the process group.
         rank: which part is read here, instead of the process group's.
         num_replicas: how many share the rows, instead of the process group's.
 
     Yields:
-        A tensor (B, ...) if there is one; otherwise a tuple of them, or a dict with the names of the mapping.
+        A tensor (B, ...) if there is one; otherwise a tuple of tensors, or a dict with the names of the mapping.
 
     Raises:
-        ConfigError: no tensors, different numbers of rows, or a number outside its range.
+        ConfigError: there are no tensors, their numbers of rows differ, or a number is outside its range.
 
     Example:
         >>> loader = TensorLoader(torch.arange(5), batch_size=2)
@@ -91,9 +91,9 @@ class TensorLoader(RowLoader):
         self._gather: RowGather | None = None
 
     def gather(self) -> RowGather | None:
-        """Return what gathers the whole batches, for who would do so inside a CUDA graph; None where nothing can.
+        """Return the gather of whole batches, for use inside a CUDA graph; None if impossible.
 
-        From here on it does it, with one set of buffers for a shuffled order.
+        From now on it gathers, with one set of buffers for a shuffled order.
         """
         if self._gather is None and self.num_buffers == 1 and self.shuffle and not self._apart:
             order, rank = self.order, self._rank_of()[0]
@@ -104,7 +104,7 @@ class TensorLoader(RowLoader):
         return self._gather
 
     def skip(self, count: int) -> None:
-        """Move on by whole batches of a pass that a CUDA graph has gathered by itself."""
+        """Advance by whole batches of a pass that a CUDA graph has gathered itself."""
         assert self._gather is not None
         self.position += count
         stride, part = self.order.global_batch_size, self._last.part
@@ -112,7 +112,7 @@ class TensorLoader(RowLoader):
         self._gather.skip(count)
 
     def settle(self) -> None:
-        """Gather the batch that was given last, if that was left to who trains on it."""
+        """Gather the last batch, if that was deferred to the training step."""
         if self._gather is not None:
             self._gather.settle()
 
@@ -148,12 +148,12 @@ class TensorLoader(RowLoader):
         return batch
 
     def _outs(self, count: int, order: GlobalOrder) -> list[Tensor] | None:
-        """Return where the next batch is written; all of a set, or its first rows."""
+        """Return the output buffers of the next batch: a whole set, or its first rows."""
         if self.num_buffers is None:
             return None
         number = self.position % self.num_buffers
         if number not in self._buffers:
-            # An uneven batch, or a short one that takes the one before it in, gives a rank one row more.
+            # In an uneven batch, or a short one merged with the previous one, a rank may get an extra row.
             most = -(-(order.global_batch_size + order.num_replicas - 1) // order.num_replicas)
             self._buffers[number] = tuple(tensor.new_empty((most, *tensor.shape[1:])) for tensor in self.tensors)
         return [buffer[:count] for buffer in self._buffers[number]]
@@ -164,22 +164,22 @@ TRIED_AHEAD = 16
 
 
 class RowGather:
-    """Gathering of batches of one size into fixed memory, in the loader, or later in the step that trains on them.
+    """Gather of batches of one size into fixed memory, in the loader or deferred to the training step.
 
-    Who does so in a CUDA graph needs nothing from the host between two batches that follow each other: the order of the
-    epoch and the places in it of the next batch are on the device, and :meth:`advance` moves them on.
+    In a CUDA graph, consecutive batches need nothing from the host: the order of the epoch and the positions of the
+    next batch are on the device, and :meth:`advance` moves them forward.
 
     Args:
-        tensors: read from.
-        outs: written to, of the batch's size.
-        names: of the tensors in a batch, or None.
-        num_rows: of an epoch's order.
-        spare: places after them that may be gathered from, too.
+        tensors: source tensors.
+        outs: output tensors of the batch's size.
+        names: names of the tensors in a batch, or None.
+        num_rows: rows of an epoch's order.
+        spare: extra positions after them that may be gathered from.
 
     Attributes:
-        count: rows of a batch.
-        batch: in the fixed memory; the same object for each that is given, unless its tensors have names.
-        is_left: whether the batch that was given last is still to be gathered.
+        count: rows per batch.
+        batch: batch in the fixed memory; always the same object, unless its tensors have names.
+        is_left: whether the last batch is still to be gathered.
 
     Example:
         >>> gather = RowGather([torch.arange(4)], [torch.zeros(2, dtype=torch.long)], None, num_rows=4)
@@ -214,22 +214,22 @@ class RowGather:
         self._from_0 = torch.arange(self.count, device=device)
         self._places = torch.zeros_like(self._from_0)
         self._rows = torch.zeros_like(self._from_0)
-        self._of: Tensor | None = None  # whose copy the order is
-        self._start = self._stride = 0  # of the batch that was given last
-        self._expected: int | None = None  # where the next batch must start to be left
-        self._is_new = False  # whether the loader has not advanced since a batch was given
+        self._of: Tensor | None = None  # tensor that the order is a copy of
+        self._start = self._stride = 0  # of the last batch
+        self._expected: int | None = None  # where the next batch must start to be deferred
+        self._is_new = False  # whether the loader has not advanced since a batch was returned
 
     def begin(self) -> None:
-        """Begin a pass: its first batch is gathered when it is given."""
+        """Begin a pass: its first batch is gathered when it is returned."""
         self._expected, self.is_left = None, False
 
     def give(self, order: Tensor, start: int, *, stride: int) -> Any:
-        """Return a batch, gathered unless it follows one after which :meth:`leave_next` was called.
+        """Return a batch, gathered unless deferred by :meth:`leave_next`.
 
         Args:
-            order: of the epoch.
-            start: of the batch in it.
-            stride: from the start of a batch to that of the next.
+            order: order of the epoch.
+            start: position of the batch in the order.
+            stride: distance between the starts of two batches.
         """
         self.is_left = start == self._expected
         self._expected, self._start, self._stride = None, start, stride
@@ -243,7 +243,7 @@ class RowGather:
         return self.batch if self._names is None else packed(self._names, self._outs)
 
     def gives(self, batch: Any) -> bool:
-        """Return whether a batch is the last one given, and the loader has not advanced since."""
+        """Return whether a batch is the last one returned and the loader has not advanced since."""
         if not self._is_new:
             return False
         if batch is self.batch:
@@ -252,36 +252,36 @@ class RowGather:
         return named and all(tensor is out for tensor, out in zip(batch.values(), self._outs, strict=True))
 
     def run(self) -> None:
-        """Gather the batch whose places are noted."""
+        """Gather the batch at the current positions."""
         torch.index_select(self._order, 0, self._places, out=self._rows)
         for tensor, out in self._pairs:
             torch.index_select(tensor, 0, self._rows, out=out)
 
     def advance(self) -> None:
-        """Note the places of the next batch."""
+        """Set the positions of the next batch."""
         self._places.add_(self._stride)
 
     def rewind(self) -> None:
-        """Note the places of the batch that was given last."""
+        """Set the positions of the last batch."""
         torch.add(self._from_0, self._start, out=self._places)
 
     def leave_next(self) -> None:
-        """Leave the next batch, if it follows the last, to who has gathered that one and advanced."""
+        """Defer the next batch, if it follows the last, to the step that gathered that one and advanced."""
         self.is_left = self._is_new = False
         self._expected = self._start + self._stride
 
     @property
     def leaves_next(self) -> bool:
-        """Whether the next batch is left to who has gathered the last one and advanced."""
+        """Whether the next batch is deferred to the step that gathered the last one and advanced."""
         return self._expected is not None
 
     def skip(self, count: int) -> None:
-        """Note that so many batches were gathered after the last one, by who advanced each time."""
+        """Record that a number of batches after the last one were gathered elsewhere."""
         self._start += count * self._stride
         self._expected = self._start + self._stride
 
     def settle(self) -> None:
-        """Gather the batch that was given last, if it was left."""
+        """Gather the last batch, if it was deferred."""
         if self.is_left:
             self.run()
             self.is_left = False
@@ -293,10 +293,10 @@ class RowGather:
 
 
 def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] | None, list[Any]]:
-    """Return names and values of one mapping, or None and the values that were given one by one.
+    """Return names and values of one mapping, or None and the positional values.
 
     Raises:
-        ConfigError: a mapping is given beside others.
+        ConfigError: a mapping is given together with other arguments.
 
     Example:
         >>> named_or_not([{"x": 1}], owner="TensorLoader"), named_or_not([1, 2], owner="TensorLoader")
@@ -310,7 +310,7 @@ def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] |
 
 
 def packed(names: tuple[str, ...] | None, batch: Sequence[Tensor]) -> Any:
-    """Return a batch in the form the tensors were given in: a dict, a tensor, or a tuple.
+    """Return a batch in the form of the tensors: a dict, a tensor, or a tuple.
 
     Example:
         >>> packed(None, [1]), packed(None, [1, 2]), packed(("x",), [1])

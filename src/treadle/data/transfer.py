@@ -25,30 +25,30 @@ _log = logging.getLogger("treadle.data")
 
 
 class TransferLoader:
-    """Loader whose batches arrive on the GPU, copied while the GPU still computes the step before.
+    """Loader that copies batches to the GPU while the GPU still computes the previous step.
 
-    Every CPU tensor of a batch is put into pinned memory, if the loader has not done so, and copied on a stream of its
-    own; neither the host nor the GPU's present work waits. Containers and dataclasses are looked into, and objects
-    that pin, move and record themselves, such as graphs of torch_geometric, are asked to. Other objects with a ``to``
-    and sparse tensors are moved on the stream that uses them. What trainers count in a batch, as they do labels, they
-    count in the copy on the host, which stays as long as the batch.
+    Every CPU tensor of a batch is moved to pinned memory, unless already pinned, and copied on a separate stream;
+    neither the host nor the GPU's current work waits. Containers and dataclasses are traversed; objects with methods to
+    pin, move and record a stream, such as graphs of torch_geometric, use them. Other objects with a ``to`` and sparse
+    tensors are moved on the stream that uses them. What trainers count in a batch, such as labels, is counted in the
+    host copy, which lives as long as the batch.
 
-    Where worker processes read the data, the copy of the next batch is begun before a batch is handed out. Other
-    loaders are asked for a batch only when it is wanted, since reading ahead would draw from the random generators
-    before the step does; their copies overlap with what the GPU has not finished.
+    If worker processes read the data, the copy of the next batch starts before a batch is yielded. Other loaders are
+    read only on demand, since prefetching would draw from the RNG before the step does; their copies overlap with
+    unfinished GPU work.
 
-    The order, the position, and what a checkpoint holds are those of the wrapped loader: a run may resume with or
-    without the wrapper. Everything else that is asked of this loader is answered by the wrapped one, too.
+    The order, the position and the checkpoint state are those of the wrapped loader: a run may resume with or without
+    the wrapper. All other attributes are forwarded to the wrapped loader.
 
     Without a GPU it passes batches through unchanged, with a warning.
 
     Args:
-        loader: a DataLoader or another iterable of batches. One with ``num_buffers`` would write over a batch that is
+        loader: a DataLoader or another iterable of batches. One with ``num_buffers`` would overwrite a batch that is
             being copied, and is refused.
-        device: where batches go; None takes the present CUDA device, if there is one.
+        device: target device; None takes the current CUDA device, if there is one.
 
     Raises:
-        ConfigError: the loader has ``num_buffers``, or the device is not there.
+        ConfigError: the loader has ``num_buffers``, or the device is not available.
 
     Example:
         >>> loader = TransferLoader([torch.ones(2)], "cpu")
@@ -78,20 +78,20 @@ class TransferLoader:
         return len(self.loader)  # type: ignore[arg-type]  # a TypeError, as of the wrapped loader
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what the wrapped loader yields, on the device."""
+        """Yield the batches of the wrapped loader on the device."""
         return self.over(iter(self.loader), stateful=hasattr(self.loader, "state_dict"))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "loader" not in self.__dict__:  # copying and unpickling ask before there is one
+        if name.startswith("__") or "loader" not in self.__dict__:  # looked up early by copy and pickle
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def over(self, batches: Iterator[Any], *, stateful: bool) -> Iterator[Any]:
-        """Return an iterator over a pass of the wrapped loader that copies.
+        """Return an iterator that copies the batches of a pass.
 
         Args:
-            batches: of the wrapped loader.
-            stateful: whether the loader's own state holds the position of the pass, so that it must not run ahead.
+            batches: pass of the wrapped loader.
+            stateful: whether the loader's own state holds the position of the pass, so that it must not prefetch.
         """
         if self.copies is None:
             return batches
@@ -100,24 +100,24 @@ class TransferLoader:
 
 
 class Copies(Protocol):
-    """Copies of batches that are begun early and handed out later."""
+    """Copies of batches that are started early and received later."""
 
     def send(self, batch: Any) -> Any:
-        """Begin the copy; return what :meth:`receive` takes."""
+        """Start the copy; return the argument of :meth:`receive`."""
         ...
 
     def receive(self, sent: Any) -> Any:
-        """Return the batch; what the present stream does with it comes after the copy."""
+        """Return the batch; work of the current stream on it waits for the copy."""
         ...
 
 
 class InOrder:
-    """Iterator over a pass, ``ahead`` copies begun before they are wanted; batches and errors come in their order.
+    """Iterator over a pass that starts ``ahead`` copies early; batches and errors keep their order.
 
     Args:
         batches: a pass of a loader.
-        copies: copies them.
-        ahead: how many.
+        copies: performs the copies.
+        ahead: number of early copies.
     """
 
     def __init__(self, batches: Iterator[Any], copies: Copies, *, ahead: int):
@@ -143,10 +143,10 @@ class InOrder:
 
 
 class TransferredSource:
-    """The wrapped loader's source, copying; kind, position and state are those of the batches handed out.
+    """Source of the wrapped loader with copying; kind, position and state are those of the yielded batches.
 
     Args:
-        source: of the wrapped loader.
+        source: source of the wrapped loader.
         loader: the wrapper.
     """
 
@@ -164,7 +164,7 @@ class TransferredSource:
         )
 
     def finish(self, iterator: Iterator[Any]) -> None:
-        """Let the wrapped loader find its end."""
+        """Exhaust the wrapped loader."""
         self.source.finish(iterator.batches if isinstance(iterator, InOrder) else iterator)
 
     def is_over_at(self, position: int) -> bool:
@@ -172,7 +172,7 @@ class TransferredSource:
         return self.source.is_over_at(position)
 
     def ids_at(self, position: int) -> Any:
-        """Return what the batch after ``position`` others was read with, or None."""
+        """Return what the batch at ``position`` was read with, or None."""
         return self.source.ids_at(position)
 
     def state(self) -> Any:
@@ -180,16 +180,16 @@ class TransferredSource:
         return self.source.state()
 
     def warnings(self, *, resuming: bool) -> list[str]:
-        """Return what the user must know about exact resume with the wrapped loader."""
+        """Return warnings about exact resume with the wrapped loader."""
         return self.source.warnings(resuming=resuming)
 
     def measure(self) -> None:
-        """Read the length of the wrapped loader again."""
+        """Update the length of the wrapped loader."""
         self.source.measure()
         self.length = self.source.length
 
     def close(self) -> None:
-        """End what the wrapped loader runs in the background."""
+        """End background workers and threads of the wrapped loader."""
         self.source.close()
 
 
@@ -202,10 +202,10 @@ class GpuCopies:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self._stream: Any = None  # made with the first batch: a loader may be built before processes are forked
+        self._stream: Any = None  # created with the first batch: a loader may be built before processes are forked
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Begin the copy of every CPU tensor; return the batch and the event that ends it."""
+        """Start the copy of every CPU tensor; return the batch and the event at its end."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
@@ -214,7 +214,7 @@ class GpuCopies:
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            return tensor  # another stream may still write it, or it cannot be pinned
+            return tensor  # another stream may still write to it, or it cannot be pinned
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         return note_host_copy(pinned.to(self.device, non_blocking=True), pinned)
 
@@ -229,7 +229,7 @@ class GpuCopies:
         return note_host_copies(pinned.to(self.device, non_blocking=True), copies)
 
     def receive(self, sent: tuple[Any, Any]) -> Any:
-        """Return the batch for the present stream; its memory is not used again before that stream is done with it."""
+        """Return the batch for the current stream; its memory is not reused before that stream is done with it."""
         batch, event = sent
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)

@@ -1,4 +1,4 @@
-"""Reads windows of rows from arrays that are larger than memory, one ahead, in a thread."""
+"""Reader of windows of rows from larger-than-memory arrays, one window ahead in a thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from treadle.errors import ConfigError
 
 @dataclass(frozen=True)
 class RowArray:
-    """Rows that can be read in slices: of a NumPy array, a memory map, a tensor, or a slice of a safetensors file.
+    """Row slices of a NumPy array, a memory map, a tensor, or a slice of a safetensors file.
 
     Attributes:
         array: the array to slice.
-        num_rows: N.
-        shape: of one row.
-        dtype: of the tensors that rows are read into.
+        num_rows: number of rows N.
+        shape: shape of one row.
+        dtype: dtype of the tensors that rows are read into.
 
     Example:
         >>> RowArray.of(np.zeros((4, 2), dtype=np.float32), "array 0").dtype
@@ -39,10 +39,10 @@ class RowArray:
 
     @classmethod
     def of(cls, array: Any, name: str) -> RowArray:
-        """Look at an array, without reading more than one row.
+        """Inspect an array, without reading more than one row.
 
         Raises:
-            ConfigError: it cannot be sliced, or torch has no such numbers.
+            ConfigError: it cannot be sliced, or torch does not support its dtype.
         """
         # A slice of a safetensors file has no attribute `shape`.
         shape = tuple(array.get_shape() if hasattr(array, "get_shape") else getattr(array, "shape", ()))
@@ -57,15 +57,15 @@ class RowArray:
         return cls(array, shape[0], shape[1:], sample.dtype if isinstance(sample, Tensor) else _dtype_of(sample, name))
 
     def read_into(self, out: Tensor, rows: range) -> None:
-        """Copy neighbouring rows into ``out``, contiguous, on the CPU.
+        """Copy neighbouring rows into ``out``, a contiguous CPU tensor.
 
         Raises:
-            OSError: the array gives another number of rows.
+            OSError: the array returns a different number of rows.
         """
         piece = self.array[rows.start : rows.stop]
         if len(piece) != len(rows):
             raise OSError(f"rows {rows.start} to {rows.stop - 1} were asked for and {len(piece)} came: is it cut off?")
-        # NumPy copies without the interpreter's lock, and without a pool of threads for this thread alone.
+        # NumPy copies without the GIL, and without an extra thread pool for this thread.
         if isinstance(piece, Tensor):
             np.copyto(_bytes(out), _bytes(piece.detach().contiguous()))
         else:
@@ -73,7 +73,7 @@ class RowArray:
 
 
 def _dtype_of(sample: NDArray[Any], name: str) -> torch.dtype:
-    native = sample.dtype.newbyteorder("=")  # FITS files have the other order, which copying undoes
+    native = sample.dtype.newbyteorder("=")  # FITS files have the other byte order, which copying converts
     try:
         return torch.from_numpy(np.empty(0, native)).dtype
     except TypeError as error:
@@ -89,20 +89,20 @@ def _bytes(tensor: Tensor) -> NDArray[Any]:
 class _Window:
     number: int
     tensors: list[Tensor]
-    rows: Tensor  # on the CPU, in the order they are given
-    mixed: Tensor | None  # beside the tensors
+    rows: Tensor  # on the CPU, in the order in which they are yielded
+    mixed: Tensor | None  # on the device of the tensors
 
 
 class WindowReader:
-    """Reader of windows of rows that reads the window after the one in use meanwhile; never more than these two.
+    """Reader of windows of rows that prefetches the next window; it never holds more than two.
 
-    What goes wrong in the thread is raised where the rows are asked for.
+    Errors in the thread are raised when the rows are requested.
 
     Args:
-        arrays: equally many rows.
-        windows: of an epoch.
-        needed: the windows that will be asked for, in this order.
-        device: where the windows go.
+        arrays: arrays with equal numbers of rows.
+        windows: windows of an epoch.
+        needed: the windows that will be requested, in this order.
+        device: device of the windows.
 
     Example:
         >>> windows = Windows(4, chunk_rows=2, window_chunks=1, shuffle=False, seed=0, epoch=0)
@@ -126,14 +126,14 @@ class WindowReader:
         self._sets: list[dict[int, Tensor]] = [{}, {}] if self._to_device is None else [{}]
 
     def take(self, number: int, span: range) -> tuple[list[Tensor], Tensor]:
-        """Return rows of a window in new tensors, and which they are.
+        """Return rows of a window in new tensors, with their indices.
 
         Args:
-            number: the window; one of ``needed``, not before those asked for already.
-            span: places in the window.
+            number: the window; one of ``needed``, not before those already requested.
+            span: positions in the window.
         """
         while self._current is None or self._current.number != number:
-            self._current = None  # freed before the one after the next is begun
+            self._current = None  # freed before the window after the next is read
             loaded = (self._ahead or self._begin()).result()
             self._ahead = self._begin()
             self._current = loaded
@@ -163,7 +163,7 @@ class WindowReader:
         return window if self._to_device is None else self._to_device.copied(window)
 
     def _memory(self, index: int, array: RowArray) -> Tensor:
-        """Return memory for the largest window of an array, made once and not for each window."""
+        """Return memory for the largest window of an array, allocated only once."""
         memory = self._sets[-1]
         if index not in memory:
             rows = min(self.windows.chunk_rows * self.windows.window_chunks, self.windows.num_rows)
@@ -171,7 +171,7 @@ class WindowReader:
         return memory[index]
 
     def close(self) -> None:
-        """End the thread, after the chunk that it is reading."""
+        """End the thread after its current chunk."""
         self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._current, self._ahead, self._sets = None, None, []
@@ -182,14 +182,14 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Te
 
 
 class _ToDevice:
-    """Copies of windows to an accelerator, on a side stream, in the thread."""
+    """Copies of windows to an accelerator on a side stream, in the thread."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._stream: Any = None
 
     def copied(self, window: _Window) -> _Window:
-        """Return the window on the device; wait for the copies, in the thread, so that the memory is free again."""
+        """Return the window on the device; the thread waits for the copies, so that the host memory is free again."""
         if self.device.type != "cuda":
             tensors = [tensor.to(self.device) for tensor in window.tensors]
             mixed = None if window.mixed is None else window.mixed.to(self.device)
@@ -202,7 +202,7 @@ class _ToDevice:
         return _Window(window.number, tensors, window.rows, mixed)
 
     def hand_over(self, window: _Window) -> None:
-        """Keep the memory from being used again before the stream that reads it now is done."""
+        """Keep the memory from being reused before the current stream is done reading."""
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             for tensor in (*window.tensors, *([] if window.mixed is None else [window.mixed])):

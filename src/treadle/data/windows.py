@@ -1,4 +1,4 @@
-"""The order of rows that are read in chunks: chunks in a new order, rows mixed within a window of several chunks."""
+"""Order of rows read in chunks: chunks are shuffled, and rows within a window of several chunks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from treadle.seed import mix_seed
 
 
 class Windows:
-    """Rows that each window of an epoch holds, and the order in which they are given.
+    """Rows of each window of an epoch, and their order.
 
-    The rows are cut into chunks of neighbours. A window is the next few chunks; with ``shuffle`` the chunks come in an
-    order of seed and epoch alone, and so do the rows within each window. Finding a place costs no more than an order
-    of the chunks.
+    The rows are divided into chunks of neighbours. A window is the next few chunks; with ``shuffle``, the order of
+    chunks, and of rows within each window, depends only on seed and epoch. Finding a position costs no more than an
+    order of the chunks.
 
     Args:
-        num_rows: N >= 0.
-        chunk_rows: rows that are read at once, >= 1; the last chunk may have fewer.
-        window_chunks: chunks of a window, >= 1.
-        shuffle: mix chunks, and rows within windows.
+        num_rows: number of rows N >= 0.
+        chunk_rows: rows per read, >= 1; the last chunk may have fewer.
+        window_chunks: chunks per window, >= 1.
+        shuffle: whether to shuffle chunks, and rows within windows.
         seed: seeds the orders.
-        epoch: whose order it is.
+        epoch: epoch of the order.
 
     Attributes:
-        starts: the place in the order at which each window begins, and N.
+        starts: the position in the order at which each window begins, and N.
 
     Example:
         >>> windows = Windows(7, chunk_rows=2, window_chunks=2, shuffle=False, seed=0, epoch=0)
@@ -55,7 +55,7 @@ class Windows:
         return torch.Generator().manual_seed(mix_seed(*self._seeds, *numbers))
 
     def chunks(self, number: int) -> list[range]:
-        """Return the neighbouring rows that window ``number`` is made of, in the order they stand in it."""
+        """Return the chunks of neighbouring rows of window ``number``, in order."""
         first = number * self.window_chunks
         return [
             range(chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.num_rows))
@@ -63,20 +63,20 @@ class Windows:
         ]
 
     def mixed(self, number: int) -> Tensor | None:
-        """Return in which order the rows of a window are given, (rows,) int64; None is as they stand."""
+        """Return the shuffled order of the rows of a window, (rows,) int64; None for the original order."""
         if not self.shuffle:
             return None
         count = self.starts[number + 1] - self.starts[number]
         return torch.randperm(count, generator=self._generator(number + 1))
 
     def rows(self, number: int) -> Tensor:
-        """Return the rows of a window in the order they are given, (rows,) int64."""
+        """Return the rows of a window in shuffled order, (rows,) int64."""
         standing = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in self.chunks(number)])
         mixed = self.mixed(number)
         return standing if mixed is None else standing[mixed]
 
     def spans(self, part: range) -> Iterator[tuple[int, range]]:
-        """Yield the windows of places in the order, and their rows in each."""
+        """Yield the windows that contain the given positions, with the positions within each."""
         place = part.start
         while place < part.stop:
             number = bisect_right(self.starts, place) - 1
@@ -87,7 +87,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class WindowedOrder(GlobalOrder):
-    """A global order that is mixed in windows; it is cut into batches as any other.
+    """Global order that is shuffled in windows; it is divided into batches like any other.
 
     Attributes:
         chunk_rows: as in :class:`Windows`.
@@ -110,7 +110,7 @@ class WindowedOrder(GlobalOrder):
         )  # fmt: skip
 
     def rows(self, epoch: int) -> Tensor | None:
-        """Return the order of a whole epoch, (num_samples,) int64; a loader asks for one window at a time instead."""
+        """Return the order of a whole epoch, (num_samples,) int64; loaders use one window at a time instead."""
         if not self.shuffle:
             return None
         windows = self.windows(epoch)

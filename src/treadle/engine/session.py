@@ -110,7 +110,10 @@ def finite_guard(engine: Engine) -> FiniteGuard:
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
     deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
-    return FiniteGuard(deferred=deferred, plan=plan, agreed=engine.exchange.equal, num_ranks=engine.num_ranks)
+    return FiniteGuard(
+        deferred=deferred, can_wait=not must_know_now, plan=plan, agreed=engine.exchange.equal,
+        num_ranks=engine.num_ranks,
+    )  # fmt: skip
 
 
 def resume_from_hooks(engine: Engine) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.checkpoint.store import write_text
 from treadle.faces.epochs import numbers_of
 from treadle.hooks.files import to_json
 from treadle.hooks.history import HistoryHook
@@ -94,7 +93,7 @@ class HistoryFile(HistoryHook):
 
     def _write(self) -> None:
         if self.folder is not None and distributed.rank() == 0:
-            write_text(dump_columns(self.history()), self.path)
+            self._write_text(dump_columns(self.history()))
 
 
 def dump_columns(records: Iterable[Mapping[str, Any]]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from treadle import distributed
-from treadle.checkpoint.store import write_text
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
@@ -184,7 +183,7 @@ class GraphHistoryFile(HistoryHook):
 
     def _write(self) -> None:
         if distributed.rank() == 0:
-            write_text(dump_history(self.history()), self.path)
+            self._write_text(dump_history(self.history()))
 
 
 def dump_history(records: Sequence[Mapping[str, Any]]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,7 +168,7 @@ def room_of(batch: PaddedGraphBatch) -> dict[str, tuple[int, int]]:
     masks = {"nodes": batch.node_mask, "edges": batch.edge_mask}
     if batch.edge_pe_index is not None:
         masks["pairs"] = batch.node_mask[batch.edge_pe_index[0]]
-    return {kind: (int(mask.count_nonzero()), len(mask)) for kind, mask in masks.items()}
+    return {kind: (int(np.count_nonzero(mask.numpy())), len(mask)) for kind, mask in masks.items()}
 
 
 def share_of_padding(used: Mapping[str, Sequence[int]]) -> dict[str, float]:

@@ -78,6 +78,18 @@ def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
     return device.type == "cuda" and all(group.get("fused") for group in optimizer.param_groups)
 
 
+def can_be_recorded(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether a step can be recorded as a CUDA graph that leaves out a gradient: fused or capturable, on CUDA.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> can_be_recorded(torch.optim.RAdam([weight], capturable=True), torch.device("cuda"))
+        True
+    """
+    groups = optimizer.param_groups
+    return device.type == "cuda" and all(group.get("fused") or group.get("capturable") for group in groups)
+
+
 @dataclass(frozen=True)
 class LateRefusal:
     """A step that the optimizer left out on the device, found out later.
@@ -133,12 +145,29 @@ class FoundInf:
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
-    """Step a fused optimizer, which leaves the step out on the device where ``found_inf`` is 1."""
+    """Step an optimizer; on the device the step is left out where ``found_inf`` is 1.
+
+    A fused one does so itself. Of any other, all that it moved is put back; it must have all of its state.
+    """
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        _step_or_put_back(found_inf, optimizer)
+        return
     optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _step_or_put_back(found_inf: Tensor, optimizer: Optimizer) -> None:
+    moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    moved += [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
+    before = [tensor.clone() for tensor in moved]
+    optimizer.step()
+    left_out = found_inf.bool()
+    for tensor, old in zip(moved, before, strict=True):
+        torch.where(left_out, old, tensor, out=tensor)
 
 
 class FiniteGuard:
@@ -147,6 +176,7 @@ class FiniteGuard:
     Args:
         deferred: whether the answer comes some steps late; only where the optimizer skips on the device, and not with
             retries, an fp16 scaler or a plan.
+        can_wait: whether the host may learn late of a captured step that was refused; as for ``deferred``.
         plan: what a hook asks for at a refusal, or None.
         agreed: whether gradients and weights are the same on all ranks already, so that nothing is to be exchanged.
         num_ranks: of the run; by default as many as the process group has.
@@ -167,11 +197,13 @@ class FiniteGuard:
         self,
         *,
         deferred: bool = False,
+        can_wait: bool = False,
         plan: RefusalPlan | None = None,
         agreed: bool = False,
         num_ranks: int | None = None,
     ):
         self.deferred = deferred
+        self.can_wait = can_wait
         self.plan = plan
         self.late: LateFlags | None = None
         self._alone = agreed or (distributed.world_size() if num_ranks is None else num_ranks) == 1

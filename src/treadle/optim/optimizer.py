@@ -185,6 +185,10 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
         for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
             if isinstance(value, tuple) and isinstance(group.get(key), list):
                 group[key] = tuple(group[key])
+            if isinstance(group.get(key), Tensor) and (isinstance(value, Tensor) or live.get("capturable")):
+                # A rate on another device than before rounds otherwise.
+                beside = value if isinstance(value, Tensor) else live["params"][0]
+                group[key] = group[key].to(beside.device)
     inner = inner_optimizers(optimizer)
     shared = shared_groups(optimizer, inner)
     whole = {key: value for key, value in saved.items() if key != INNER}

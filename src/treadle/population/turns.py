@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import random
 import sys
@@ -339,28 +340,27 @@ def run_in_turns(
     begun, interval = ProcessState.capture(), sys.getswitchinterval()
     begun.restore()
     seats: list[Seat] = []
-
-    def ask(function: Callable[[], None]) -> None:
-        seat = next((each for each in seats if each.thread is threading.current_thread()), None)
-        function() if seat is None else seat.ask(function)
-
-    relay = SignalRelay(ask)
+    relay = SignalRelay(functools.partial(_ask_from_this_thread, seats))
     try:
         sys.setswitchinterval(SWITCH)
         with relay.installed():
             waiting: Member | None = None
             while True:
-                while len(seats) < together and relay.received is None:
+                # One in each round: members that begin together also end their epochs together, and then all of them
+                # want the host while the GPU has nothing to do.
+                begins = False
+                if len(seats) < together and relay.received is None:
                     waiting = waiting or source.next()
-                    if waiting is None or (seats and not admit(len(seats))):
-                        break
+                    begins = waiting is not None and (not seats or admit(len(seats)))
+                if begins:
+                    assert waiting is not None
                     seats.append(Seat(make, waiting, begun, steps=steps, stream=streams.take()))
                     waiting = None
                     seats[-1].take_turn()
                     _collect(seats, source, streams)
-                if not seats:
+                elif not seats:
                     return relay.received
-                able = [seat for seat in seats if not seat.waits] or seats[:1]
+                able = [seat for seat in seats if not seat.waits] or ([] if begins else seats[:1])
                 for seat in list(seats) if relay.received is not None else able:
                     if relay.received is not None and not relay.serves(seat.thread):
                         seat.end_with(SystemExit(128 + relay.received))
@@ -374,6 +374,12 @@ def run_in_turns(
     finally:
         sys.setswitchinterval(interval)
         begun.restore()
+
+
+def _ask_from_this_thread(seats: list[Seat], function: Callable[[], None]) -> None:
+    """Have the main thread call a function, and wait for it."""
+    seat = next((each for each in seats if each.thread is threading.current_thread()), None)
+    function() if seat is None else seat.ask(function)
 
 
 def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:

@@ -1,6 +1,6 @@
 """Masked autoencoding of 1-D spectra: SNV, ChemoMAE, its trainer, and cosine clustering of the latent.
 
-SNV puts every spectrum on a sphere, so everything after it is cosine geometry.
+SNV maps every spectrum to a sphere, so everything after it uses cosine geometry.
 """
 
 from __future__ import annotations

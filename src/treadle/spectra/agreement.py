@@ -1,4 +1,4 @@
-"""Local label agreement: how often neighbouring pixels of a label map have one label, corrected for chance.
+"""Local label agreement: chance-corrected frequency of equal labels among neighbouring pixels of a label map.
 
 Shapes: H, W = height and width of the map.
 """
@@ -28,14 +28,14 @@ class LLAWindowResult:
 
     Attributes:
         window: width in pixels, odd.
-        score: (raw - chance) / (1 - chance); NaN where it is undefined.
+        score: (raw - chance) / (1 - chance); NaN if undefined.
         raw_agreement: matching pairs / pairs; NaN without pairs.
-        matching_pairs: ordered pairs of a pixel and a neighbour that have one label.
+        matching_pairs: ordered pairs of a pixel and a neighbour with the same label.
         valid_pairs: ordered pairs of valid pixels.
         pixels_with_neighbors: pixels with at least one valid neighbour.
-        neighbor_pixel_fraction: their share of the valid pixels.
+        neighbor_pixel_fraction: their fraction of the valid pixels.
         raw_undefined_reason: ``"no_valid_neighbor_pairs"`` or None.
-        undefined_reasons: why ``score`` is NaN; empty where it is not.
+        undefined_reasons: why ``score`` is NaN; empty if it is not.
     """
 
     window: int
@@ -54,14 +54,14 @@ class LLAResult:
     """Agreement of one label map.
 
     Attributes:
-        valid_pixels: how many count.
+        valid_pixels: number of valid pixels.
         class_labels: labels in use, ascending.
-        class_counts: pixels of each.
-        occupancy: share of each.
-        used_classes: how many labels are in use.
-        maximum_occupancy: share of the most frequent one.
-        chance_agreement: probability that two different pixels have one label; NaN for one pixel.
-        windows: one result a window, in the order asked for.
+        class_counts: number of pixels of each label.
+        occupancy: fraction of pixels of each label.
+        used_classes: number of labels in use.
+        maximum_occupancy: fraction of the most frequent label.
+        chance_agreement: probability that two different pixels have the same label; NaN for one pixel.
+        windows: one result per window, in the requested order.
     """
 
     valid_pixels: int
@@ -84,14 +84,14 @@ def local_label_agreement(
     device: torch.device | str | None = None,
     class_chunk: int | None = 16,
 ) -> LLAResult:
-    """Measure how often neighbours share a label, relative to what their frequencies alone would give.
+    """Measure how often neighbours share a label, relative to chance agreement given the label frequencies.
 
     Args:
         labels: (H, W) integers.
-        valid_mask: (H, W) bool, or 0 and 1; True counts.
-        windows: widths of the neighbourhoods, odd and each once; a pixel is not its own neighbour.
-        device: where it is computed; None means that of the tensors, else the CPU.
-        class_chunk: labels worked on at once; None all of them.
+        valid_mask: (H, W) bool, or 0 and 1; True = valid.
+        windows: neighbourhood widths, odd and distinct; a pixel is not its own neighbour.
+        device: device for the computation; None uses that of the tensors, else the CPU.
+        class_chunk: labels processed at once; None processes all.
 
     Returns:
         The counts and a score for each window.
@@ -136,7 +136,7 @@ def local_label_agreement(
 
 
 def _pairs(codes_HW: Tensor, valid_HW: Tensor, width: int, num_classes: int, chunk: int | None) -> tuple[int, int, int]:
-    """Return the matching pairs, all pairs, and the pixels that have a neighbour."""
+    """Return the numbers of matching pairs, of all pairs, and of pixels with a neighbour."""
     around_HW = _neighbours(valid_HW[None], width)[0]
     pairs = int(around_HW[valid_HW].sum())
     covered = int(((around_HW > 0) & valid_HW).sum())
@@ -150,7 +150,7 @@ def _pairs(codes_HW: Tensor, valid_HW: Tensor, width: int, num_classes: int, chu
 
 
 def _neighbours(maps_KHW: Tensor, width: int) -> Tensor:
-    """Return for each pixel how many others within the window are True; exact, as counts fit into float32."""
+    """Return the number of other True pixels in each pixel's window; exact, since the counts fit into float32."""
     kernel = torch.ones(1, 1, width, width, device=maps_KHW.device)
     kernel[0, 0, width // 2, width // 2] = 0
     with torch.backends.cudnn.flags(allow_tf32=False):
@@ -168,7 +168,7 @@ def _result(width: int, matching: int, pairs: int, covered: int, counts: tuple[i
     if len(counts) == 1:
         reasons.append("single_class")
     score = math.nan
-    if not reasons:  # in integers: near chance 1 the difference of two quotients would be rounding
+    if not reasons:  # in integers: near chance 1 the difference of two quotients would be mostly rounding error
         same, total = sum(count * (count - 1) for count in counts), n * (n - 1)
         score = (matching * total - pairs * same) / (pairs * (total - same))
     return LLAWindowResult(

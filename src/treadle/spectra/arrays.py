@@ -1,4 +1,4 @@
-"""Spectra as NumPy arrays or tensors: into float64 for the arithmetic, and back into what they were.
+"""Conversion of spectra between NumPy arrays or tensors and float64 tensors.
 
 Shapes: N = rows, L = channels.
 """
@@ -18,17 +18,17 @@ Spectra = TypeVar("Spectra", NDArray[Any], Tensor)
 
 
 def unmasked(X: NDArray[Any]) -> NDArray[Any]:
-    """A masked array with NaN where it is masked; any other array as it is."""
+    """Fill the masked entries of a masked array with NaN; return any other array unchanged."""
     if isinstance(X, np.ma.MaskedArray):
         return np.ma.filled(X.astype(np.float64), np.nan) if np.ma.is_masked(X) else X.data
     return X
 
 
 def as_array(X: Any, name: str) -> Any:
-    """Return a table of pandas or polars as a NumPy array; anything else as it is.
+    """Return a pandas or polars table as a NumPy array; anything else unchanged.
 
     Raises:
-        TypeError: it is sparse.
+        TypeError: ``X`` is sparse.
     """
     if callable(getattr(X, "toarray", None)):
         raise TypeError(f"{name} is sparse ({type(X).__name__}); pass {name}.toarray()")
@@ -36,17 +36,17 @@ def as_array(X: Any, name: str) -> Any:
 
 
 def as_float64(X: object, name: str) -> Tensor:
-    """A float64 tensor with the values of ``X``; a tensor stays on its device where float64 exists there."""
+    """Return ``X`` as a float64 tensor; a tensor stays on its device if that supports float64."""
     X = as_array(X, name)
     if isinstance(X, Tensor):
         if X.is_complex():
             raise ValueError(f"{name} has dtype {X.dtype} but must hold real numbers; pass its modulus")
-        # Apple's GPU has no float64.
+        # MPS has no float64.
         return (X.cpu() if X.device.type == "mps" else X).to(torch.float64)
     if isinstance(X, np.ndarray):
         if X.dtype.kind not in "fiub":
             raise ValueError(f"{name} has dtype {X.dtype} but must hold real numbers; convert it with astype")
-        # A copy: torch takes neither read-only memory nor foreign byte order (FITS files have both).
+        # A copy: torch supports neither read-only memory nor foreign byte order (FITS files have both).
         return torch.from_numpy(np.array(unmasked(X), dtype=np.float64))
     raise TypeError(
         f"{name} is a {type(X).__name__} but must be a NumPy array or a tensor; convert it with numpy.asarray"
@@ -54,7 +54,7 @@ def as_float64(X: object, name: str) -> Tensor:
 
 
 def like(values: Tensor, X: Spectra) -> Spectra:
-    """``values`` in the container, device and floating dtype of ``X``; integers give float32."""
+    """Return ``values`` in the container, device and floating dtype of ``X``; float32 if ``X`` holds integers."""
     if isinstance(X, Tensor):
         return values.to(X.dtype if X.is_floating_point() else torch.float32).to(X.device)
     array: NDArray[Any] = values.numpy().astype(X.dtype if X.dtype.kind == "f" else np.float32)
@@ -71,12 +71,12 @@ def write_into(X: Spectra, values: Spectra) -> Spectra:
 
 
 def device_of(X: object) -> torch.device:
-    """The device of a tensor; the CPU for anything else."""
+    """Return the device of a tensor; the CPU for anything else."""
     return X.device if isinstance(X, Tensor) else torch.device("cpu")
 
 
 def take(X: NDArray[Any] | Tensor, indices_K: Tensor, *, as_numpy: bool) -> NDArray[Any] | Tensor:
-    """The rows of ``X`` at ``indices_K``, as NumPy or as a tensor."""
+    """Return the rows of ``X`` at ``indices_K``, as a NumPy array or a tensor."""
     if isinstance(X, Tensor):
         rows = X[indices_K]
         if not as_numpy:
@@ -91,7 +91,7 @@ def take(X: NDArray[Any] | Tensor, indices_K: Tensor, *, as_numpy: bool) -> NDAr
 
 
 def per_row(stat: Any, name: str, work: Tensor) -> Tensor:
-    """A statistic of the rows of ``work``, shaped to broadcast along its channels."""
+    """Return a per-row statistic of ``work``, shaped to broadcast along the channels."""
     column = as_float64(stat if isinstance(stat, Tensor) else np.asarray(stat), name).to(work.device)
     if column.numel() == 1:
         return column.reshape(())
@@ -104,20 +104,20 @@ def per_row(stat: Any, name: str, work: Tensor) -> Tensor:
 
 
 def centre(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Take the mean of each row away; constant rows become exact zeros.
+    """Subtract the mean of each row; constant rows become exact zeros.
 
     Returns:
-        The centred rows, the means with a last axis of length 1, and a bool tensor of that shape, True
-        where a row is constant.
+        The centred rows, the means with a last axis of length 1, and a bool tensor of that shape, True for constant
+        rows.
     """
     low, high = work.aminmax(dim=-1, keepdim=True)
     constant = high - low == 0.0  # False for a row of infinities
-    # The mean of L equal numbers can miss that number by an ulp, which a division by eps would blow up.
+    # The mean of L equal numbers can be off by one ulp, which a division by eps would amplify.
     mean = torch.where(constant, low, work.mean(dim=-1, keepdim=True))
     return work - mean, mean, constant
 
 
 def check_complete(gaps: int, count: int) -> None:
-    """Raise ConfigError if ``gaps`` of ``count`` training rows have values that are not finite."""
+    """Raise ConfigError if any training rows (``gaps`` of ``count``) have non-finite values."""
     if gaps:
         raise ConfigError(f"{gaps} of {count} rows are not finite; leave them out", argument="train")

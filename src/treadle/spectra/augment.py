@@ -1,4 +1,4 @@
-"""Augmentation of spectra on the sphere that SNV puts them on.
+"""Augmentation of SNV-scaled spectra that stays on their sphere.
 
 Shapes: B = rows, L = channels. After SNV every row has mean 0 and norm sqrt(L - 1).
 """
@@ -16,21 +16,21 @@ from treadle.spectra.arrays import centre
 
 
 class SpectraAugmenter:
-    """Shift and rotate spectra a little, staying on the sphere that SNV puts them on.
+    """Augmentation that slightly shifts and rotates spectra on the sphere of SNV-scaled rows.
 
-    Each row is shifted by a uniform fraction of channels (linear interpolation, edge values held; a positive
-    shift moves features to higher channels), turned by a uniform angle towards a random direction of the
-    tangent space, then centred and rescaled to norm sqrt(L - 1). Constant rows become zeros. The augmented
-    rows are meant as the model's input, the original rows as its target.
+    Each row is shifted by a uniform fraction of channels (linear interpolation, edge values repeated; a positive shift
+    moves features to higher channels), rotated by a uniform angle towards a random direction of the tangent space, then
+    centred and rescaled to norm sqrt(L - 1). Constant rows become zeros. Use the augmented rows as the model's input
+    and the original rows as its target.
 
     Args:
-        max_shift: Largest shift in channels, either way, at least 0.
-        max_angle: Largest rotation in radians, 0 to pi.
-        generator: CPU generator of the draws; None uses torch's global CPU generator, the one whose state a
-            checkpoint stores. All draws are made on the CPU, so one seed gives the same rows on every device.
+        max_shift: Maximum shift in channels in either direction, at least 0.
+        max_angle: Maximum rotation in radians, 0 to pi.
+        generator: CPU generator for sampling; None uses torch's global CPU generator, whose state a checkpoint stores.
+            Sampling runs on the CPU, so a seed gives the same rows on every device.
 
     Raises:
-        ValueError: When an argument breaks one of these rules.
+        ValueError: When an argument is out of range.
 
     Example:
         >>> import torch
@@ -58,10 +58,10 @@ class SpectraAugmenter:
         self.generator = generator
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Augment every row on its own.
+        """Augment each row independently.
 
         Args:
-            x: (B, L) floating, L of at least 2 (3 with rotation); not changed.
+            x: (B, L) floating, L of at least 2 (3 with rotation); not modified.
 
         Returns:
             (B, L) of the dtype and device of ``x``.
@@ -82,7 +82,7 @@ class SpectraAugmenter:
         unit_BL = _unit(centre(work_BL)[0])
         if self.max_angle > 0.0:
             unit_BL = self._rotate(unit_BL)
-        # Centred once more: rounding in the rotation would otherwise leave a mean of about 1e-8.
+        # Centred again: rounding in the rotation would otherwise leave a mean of about 1e-8.
         return (_unit(centre(unit_BL)[0]) * math.sqrt(x.shape[1] - 1)).to(x.dtype)
 
     def _rotate(self, unit_BL: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class SpectraAugmenter:
         tangent_BL = _unit(tangent_BL - (tangent_BL * unit_BL).sum(dim=1, keepdim=True) * unit_BL)
         angle_B1 = self._uniform(unit_BL, low=0.0, high=self.max_angle)
         turned_BL = angle_B1.cos() * unit_BL + angle_B1.sin() * tangent_BL
-        # A constant row has no direction to turn away from: it stays zero.
+        # A constant row has no direction to rotate from: it stays zero.
         return torch.where((unit_BL != 0).any(dim=1, keepdim=True), turned_BL, unit_BL)
 
     def _uniform(self, like_BL: Tensor, *, low: float, high: float) -> Tensor:
@@ -100,18 +100,18 @@ class SpectraAugmenter:
 
 
 def _unit(x_BL: Tensor) -> Tensor:
-    """Rows scaled to norm 1; zero rows stay zero."""
+    """Scale rows to norm 1; zero rows stay zero."""
     norm_B1 = torch.linalg.vector_norm(x_BL, dim=1, keepdim=True)
     unit_BL: Tensor = x_BL / norm_B1.clamp(min=torch.finfo(x_BL.dtype).tiny)
     return unit_BL
 
 
 def _shift_channels(x_BL: Tensor, shift_B1: Tensor) -> Tensor:
-    """Value at channel i becomes the value at i - shift; positions beyond an edge read the edge."""
+    """Replace the value at channel i by that at i - shift; positions beyond an edge use the edge value."""
     last = x_BL.shape[1] - 1
     channels_L = torch.arange(last + 1, device=x_BL.device, dtype=x_BL.dtype)
     position_BL = (channels_L - shift_B1).clamp(0, last)
     left_BL = position_BL.long().clamp(max=last - 1)
-    # lerp, as it returns a constant row unchanged to the bit.
+    # lerp, since it returns a constant row bit-identical.
     shifted_BL: Tensor = torch.lerp(x_BL.gather(1, left_BL), x_BL.gather(1, left_BL + 1), position_BL - left_BL)
     return shifted_BL

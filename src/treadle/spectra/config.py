@@ -1,4 +1,4 @@
-"""The settings of the spectra trainer."""
+"""Settings of the spectra trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treadle.seed import as_seed
 
 
 def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> dict[str, Any] | str | None:
-    """Return the setting as a checkpoint can hold it, and as it can be given again."""
+    """Return the setting in a form that a checkpoint can store and the constructor accepts."""
     config = as_parallel(value)
     if config is None or isinstance(value, str):
         return value if isinstance(value, str) else None
@@ -35,10 +35,10 @@ def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> d
 @checked
 @dataclass
 class TrainerConfig:
-    """Settings of :class:`SpectraTrainer`, checked when they are made.
+    """Settings of :class:`SpectraTrainer`, validated on construction.
 
     Raises:
-        ConfigError: a value is outside its range; the allowed values are listed.
+        ConfigError: a value is out of range; the allowed values are listed.
 
     Example:
         >>> TrainerConfig(reduction="sum").to_dict()["reduction"]
@@ -46,7 +46,7 @@ class TrainerConfig:
     """
 
     out_dir: str | Path = "runs"
-    """Folder of checkpoints, history and exports; created when training starts."""
+    """Folder for checkpoints, history and exports; created when training starts."""
     device: torch.device | str | int | None = None
     """None selects CUDA, then MPS, then the CPU."""
     amp: bool = True
@@ -55,38 +55,38 @@ class TrainerConfig:
     enable_tf32: bool = False
     """Allow TF32 in matmul and cuDNN while ``fit`` runs."""
     grad_clip: float | None = 1.0
-    """Total gradient norm; None or 0 off."""
+    """Maximum gradient norm; None or 0 disables clipping."""
     use_ema: bool = True
-    """Average the weights; validation and exports use the average."""
+    """Average the weights (EMA); validation and exports use the average."""
     ema_decay: float = 0.999
-    """Decay of the average, in [0, 1]."""
+    """EMA decay, in [0, 1]."""
     loss_type: Literal["mse", "sse"] = "mse"
     reduction: Literal["mean", "batch_mean", "sum"] = "mean"
     """``"mean"``: per masked element; ``"batch_mean"``: per spectrum; ``"sum"``."""
     early_stop_patience: int | None = 20
-    """Epochs without improvement until training stops; None never stops."""
+    """Epochs without improvement before training stops; None disables early stopping."""
     early_stop_start_ratio: float = 0.5
     """Fraction of the total epochs before which no epoch counts against the patience."""
     early_stop_min_delta: float = 0.0
-    """Smallest improvement that counts."""
+    """Minimum improvement that counts."""
     resume_from: str | Path | None = "auto"
-    """``"auto"``: the furthest intact checkpoint of the run, if any; a path: must exist; None: start afresh."""
+    """``"auto"``: the furthest intact checkpoint of the run, if any; a path must exist; None starts from scratch."""
     selection: Literal["best", "last"] = "best"
-    """``"best"`` by validation with early stop, or ``"last"``: a fixed budget."""
+    """``"best"``: by validation loss, with early stopping; ``"last"``: a fixed budget."""
     accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
     max_non_finite_grad_retries: int | None = None
-    """Fresh groups to try before NonFiniteError."""
+    """Retries with fresh micro-batches before NonFiniteError."""
     eval_seed: int = 0
-    """Seeds the masks of every validation."""
+    """Seed of the masks of every validation."""
     background_saves: bool = False
-    """Copy the state at the end of an epoch and write it while the next one trains, one write at a time; costs host
-    memory for one copy of the state. ``fit`` returns when all is written."""
+    """Copy the state at the end of an epoch and write it during the next one, one write at a time; costs host memory
+    for one copy of the state. ``fit`` returns when everything is written."""
     parallel: ParallelConfig | str | None = None
-    """``"ddp"`` or ``"fsdp"`` spreads the model over the ranks that torchrun started; None leaves it as it is. For more
-    give the trainer ``parallel=ParallelConfig(...)``."""
+    """``"ddp"`` or ``"fsdp"`` distributes the model over the ranks started by torchrun; None does not distribute it.
+    For more options pass ``parallel=ParallelConfig(...)`` to the trainer."""
     capture: bool | str = False
-    """Whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises."""
+    """Whether to replay the step as one CUDA graph; ``"auto"`` warns if that is impossible, True raises."""
     compile: bool | str = False
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
 
@@ -101,7 +101,7 @@ class TrainerConfig:
         check_within("[0, 1]", ema_decay=self.ema_decay, early_stop_start_ratio=self.early_stop_start_ratio)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all settings are the same; a path equals its text, so ``from_dict(to_dict())`` gives an equal one."""
+        """Return whether all settings are equal; a path equals its string, so ``from_dict(to_dict())`` is equal."""
         return self.to_dict() == other.to_dict() if isinstance(other, TrainerConfig) else NotImplemented
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,10 +112,10 @@ class TrainerConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainerConfig:
-        """Make settings from a mapping.
+        """Build settings from a mapping.
 
         Raises:
-            ConfigError: a key is unknown; the nearest known one is named.
+            ConfigError: a key is unknown; the closest match is named.
         """
         refuse_unknown("TrainerConfig", values, [field.name for field in dataclasses.fields(cls)])
         return cls(**values)

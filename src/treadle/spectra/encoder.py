@@ -1,4 +1,4 @@
-"""The encoder of the masked autoencoder: visible channels in, unit-norm latent out.
+"""Masked-autoencoder encoder from visible channels to a unit-norm latent, and its linear decoder.
 
 Shapes: B = rows, L = channels, K = packed visible channels, S = 1 + K tokens (CLS first), Q = queries,
 D = model width, H = heads, E = D / H, F = feed-forward width, Z = latent width.
@@ -16,10 +16,9 @@ from treadle.errors.arguments import check_least, check_within, checked
 
 
 def sine_positions(seq_len: int, d_model: int) -> Tensor:
-    """Fixed sine/cosine positions (Vaswani et al. 2017, section 3.5), for even and odd widths.
+    """Return fixed sine/cosine positions (Vaswani et al. 2017, section 3.5), for even and odd widths.
 
-    Column 2i holds sin(p / 10000^(2i/D)), column 2i+1 the cosine of the same angle; an odd width ends on
-    a sine.
+    Column 2i holds sin(p / 10000^(2i/D)), column 2i+1 the cosine of the same angle; an odd width ends with a sine.
 
     Returns:
         (seq_len, d_model) float32.
@@ -38,11 +37,11 @@ def sine_positions(seq_len: int, d_model: int) -> Tensor:
 
 
 class EncoderLayer(nn.Module):
-    """Pre-norm transformer layer: attention, then a GELU feed-forward, each added to its input.
+    """Pre-norm transformer layer of attention and a GELU feed-forward, each with a residual connection.
 
-    The same mathematics as ``nn.TransformerEncoderLayer(norm_first=True, activation="gelu")``, with two
-    differences in the interface: the mask is True where a key may be attended to, and ``n_queries`` limits the
-    output to the first tokens, as the last layer only has to answer for the CLS token.
+    Mathematically equal to ``nn.TransformerEncoderLayer(norm_first=True, activation="gelu")``, with two differences in
+    the interface: the mask is True where a key may be attended to, and ``n_queries`` limits the output to the first
+    tokens, since the last layer only needs to output the CLS token.
 
     Example:
         >>> import torch
@@ -108,7 +107,7 @@ class EncoderLayer(nn.Module):
 
 
 class SpectrumEncoder(nn.Module):
-    """Encode the visible channels of each spectrum into a latent of norm 1.
+    """Transformer encoder from the visible channels of each spectrum to a unit-norm latent.
 
     Example:
         >>> import torch
@@ -162,12 +161,12 @@ class SpectrumEncoder(nn.Module):
 
         Args:
             x: (B, L) spectra.
-            visible_mask: (B, L) bool, True = seen. Rows without any visible channel are legal.
-            visible_count: The number of True in **every** row, if the caller knows it; it is trusted and
-                spares a read of the device by the host. None reads the largest row once.
+            visible_mask: (B, L) bool, True = visible. Rows without visible channels are allowed.
+            visible_count: The number of True entries in **every** row, if known; it is trusted and avoids a device
+                synchronisation. None reads the largest count once.
 
         Returns:
-            (B, Z) rows of norm 1, float32 or better also under autocast.
+            (B, Z) rows of norm 1, at least float32, even under autocast.
 
         Raises:
             ValueError: When a shape or the mask's dtype is wrong.
@@ -182,12 +181,12 @@ class SpectrumEncoder(nn.Module):
             tokens_BSD = layer(tokens_BSD, attend_B11S)
         cls_B1D = self.layers[-1](tokens_BSD, attend_B11S, n_queries=1)
         latent_BZ = self.to_latent(cls_B1D[:, 0])
-        # bf16 has 8 bits: dividing in it would leave rows up to 0.4 % off the unit sphere.
+        # bf16 has 8 bits of precision: dividing in it would leave rows up to 0.4 % off the unit sphere.
         return F.normalize(latent_BZ.to(torch.promote_types(latent_BZ.dtype, torch.float32)), dim=-1)
 
     def _tokens(self, x_BL: Tensor, channels_BK: Tensor, real_BK: Tensor | None) -> Tensor:
-        # The values are gathered before they are projected: were all channels projected, a NaN in a hidden
-        # one would reach the gradient of the projection as 0 * NaN.
+        # Values are gathered before projection: if all channels were projected, a NaN in a hidden one would reach the
+        # gradient of the projection as 0 * NaN.
         values_BK = x_BL.gather(1, channels_BK)
         if real_BK is not None:
             values_BK = torch.where(real_BK, values_BK, 0)
@@ -198,7 +197,7 @@ class SpectrumEncoder(nn.Module):
 
 
 class SpectrumDecoder(nn.Linear):
-    """Linear map of a latent to the channels of a spectrum, without bias.
+    """Linear decoder from a latent to the channels of a spectrum, without bias.
 
     Args:
         seq_len: Channels L of the output.
@@ -236,13 +235,13 @@ def pack_visible(visible_BL: Tensor, *, visible_count: int | None = None) -> tup
     """List the visible channels of each row, in channel order.
 
     Args:
-        visible_BL: (B, L) bool, True = seen.
-        visible_count: The number of True in every row, if known.
+        visible_BL: (B, L) bool, True = visible.
+        visible_count: The number of True entries in every row, if known.
 
     Returns:
-        ``channels_BK``, int64, the visible channels of a row from low to high, and ``real_BK``, bool,
-        True where an entry is a channel and not padding (padding points at the last channel), or None when
-        no row needs padding. K is the largest count of a row.
+        ``channels_BK``, int64, the visible channels of each row in ascending order, and ``real_BK``, bool, True where
+        an entry is a channel and not padding (padding points at the last channel), or None if no row needs padding. K
+        is the largest count of a row.
 
     Example:
         >>> import torch
@@ -253,7 +252,7 @@ def pack_visible(visible_BL: Tensor, *, visible_count: int | None = None) -> tup
     seq_len = visible_BL.shape[1]
     fewest, most = (visible_count, visible_count) if visible_count is not None else _row_counts(visible_BL)
     order_L = torch.arange(seq_len, device=visible_BL.device)
-    # A hidden channel becomes L, which sorts behind every visible one.
+    # A hidden channel becomes L, which sorts after every visible one.
     channels_BK = torch.where(visible_BL, order_L, seq_len).sort(dim=1).values[:, :most]
     if fewest == most:
         return channels_BK, None
@@ -261,11 +260,11 @@ def pack_visible(visible_BL: Tensor, *, visible_count: int | None = None) -> tup
 
 
 def _row_counts(visible_BL: Tensor) -> tuple[int, int]:
-    """The smallest and largest number of visible channels in a row, or bounds that hold for any mask."""
+    """Return the smallest and largest number of visible channels in a row, or bounds that hold for any mask."""
     if visible_BL.shape[0] == 0:
         return 0, 0
     if torch.compiler.is_compiling() or (visible_BL.is_cuda and torch.cuda.is_current_stream_capturing()):
-        # A shape must not depend on data here; every row is padded to the full length instead.
+        # Shapes must not depend on data here; every row is padded to the full length instead.
         return 0, visible_BL.shape[1]
-    fewest, most = torch.stack(visible_BL.sum(dim=1).aminmax()).tolist()  # one host read for both
+    fewest, most = torch.stack(visible_BL.sum(dim=1).aminmax()).tolist()  # one device synchronisation for both
     return int(fewest), int(most)

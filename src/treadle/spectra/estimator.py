@@ -1,4 +1,4 @@
-"""The interface of scikit-learn's estimators, without importing it: settings by name, and tags."""
+"""scikit-learn's estimator interface without importing it: parameters by name, and tags."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Self = TypeVar("Self", bound="Estimator")
 
 
 class Estimator:
-    """Object whose settings are its constructor's arguments, kept as attributes of the same names.
+    """Estimator whose parameters are its constructor arguments, stored as attributes of the same names.
 
-    ``sklearn.base.clone``, ``GridSearchCV`` and pipelines take it.
+    Compatible with ``sklearn.base.clone``, ``GridSearchCV`` and pipelines.
 
     Example:
         >>> class Shifts(Estimator):
@@ -24,25 +24,25 @@ class Estimator:
         {'by': 2.0}
     """
 
-    _learns, _transforms = True, False  # what fit and transform do, for the tags
+    _learns, _transforms = True, False  # kind of estimator, for the tags
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
         return f"{type(self).__name__}({settings})"
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the settings by name.
+        """Return the parameters by name.
 
         Args:
-            deep: for scikit-learn; there are no estimators inside.
+            deep: for scikit-learn; there are no nested estimators.
         """
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self: Self, **params: Any) -> Self:
-        """Set settings by name, checked as in the constructor, and return self.
+        """Set parameters by name, validated as in the constructor, and return self.
 
         Raises:
-            ConfigError: a name is unknown or a value out of range; nothing was changed.
+            ConfigError: a name is unknown or a value is out of range; nothing is changed.
         """
         now = self.get_params()
         for name in params:
@@ -55,7 +55,7 @@ class Estimator:
         return self
 
     def __sklearn_tags__(self) -> Any:
-        """Return the tags that scikit-learn looks up: no target is needed."""
+        """Return the scikit-learn tags: no target is needed."""
         from sklearn.utils import InputTags, Tags, TargetTags, TransformerTags
 
         return Tags(

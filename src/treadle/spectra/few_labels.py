@@ -1,4 +1,4 @@
-"""How well the type of a spectrum is known from few labelled ones, by neighbours in a representation."""
+"""Few-label evaluation of representations by nearest-neighbour regression."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy.typing as npt
 _Float = npt.NDArray[np.float64]
 
 SIZES = (20, 50, 100, 200, 500)
-"""Numbers of labelled rows; all of them come last."""
+"""Numbers of labelled rows; the last uses all of them."""
 HEADLINE = 100
-"""The number of labelled rows of the headline."""
-_FEW, _MANY = 3, 5  # neighbours below 100 labels, and from there
+"""Number of labelled rows of the headline figure."""
+_FEW, _MANY = 3, 5  # neighbours below 100 labels, and from 100 on
 
 
 class FewLabels(TypedDict):
-    """Errors of a representation by the number of labels; plain numbers, ready for JSON."""
+    """Errors of a representation by number of labels, as plain JSON-compatible numbers."""
 
     labels: list[int]
     mae: list[float]
     """Mean over the draws of the mean absolute error on the test rows."""
     standard_error: list[float]
-    """Of that mean, over the draws of the labelled rows; 0 where all are labelled."""
+    """Standard error of that mean over the draws of labelled rows; 0 if all are labelled."""
     draws: dict[str, list[float]]
-    """The error of each draw, by the number of labels."""
+    """Error of each draw, by number of labels."""
 
 
 def few_labels(
@@ -39,26 +39,26 @@ def few_labels(
     draws: int = 50,
     seed: int = 0,
 ) -> dict[str, FewLabels]:
-    """Predict a number from few labelled rows, by the nearest of them in each representation.
+    """Evaluate nearest-neighbour regression from few labelled rows in each representation.
 
-    The mean of 3 neighbours (5 from 100 labels on), weighted by 1 / distance. Each draw of labelled rows is the same
-    for every representation.
+    Predictions are the mean of 3 neighbours (5 from 100 labels on), weighted by 1 / distance. Every representation uses
+    the same draws of labelled rows.
 
     Args:
         features: name -> (N, D) array.
-        target: (N,) numbers, NaN where unknown; rows of unknown target are left out.
-        train: rows that labels are drawn from.
-        test: rows that are predicted; of other objects.
-        sizes: numbers of labels; those that are not below the number of labelled training rows are left out, and all
-            training rows are added as one draw.
-        draws: how often labels are drawn.
-        seed: decides the draws.
+        target: (N,) values, NaN where unknown; such rows are left out.
+        train: indices of rows from which labels are drawn.
+        test: indices of rows to predict; of different objects.
+        sizes: numbers of labels; only those below the number of labelled training rows are used, and all training rows
+            are added as a single draw.
+        draws: number of draws of labels.
+        seed: seed of the draws.
 
     Returns:
         name -> errors, in the order given.
 
     Raises:
-        ValueError: fewer than 5 training rows or no test row has a target.
+        ValueError: fewer than 5 training rows, or no test row, have a target.
 
     Example:
         >>> x = np.linspace(0, 10, 60)[:, None]
@@ -92,7 +92,7 @@ def few_labels(
 
 
 def difference(ours: FewLabels, theirs: FewLabels, labels: int) -> tuple[float, float]:
-    """Return the mean of our error minus theirs over the draws that they share, and its standard error.
+    """Return the mean and standard error of our error minus theirs over the shared draws.
 
     Example:
         >>> one = {"labels": [9], "mae": [1.0], "standard_error": [0.1], "draws": {"9": [0.9, 1.1]}}
@@ -105,7 +105,7 @@ def difference(ours: FewLabels, theirs: FewLabels, labels: int) -> tuple[float, 
 
 
 def _error(far: _Float, known: _Float, asked: _Float, rows: npt.NDArray[np.intp]) -> float:
-    """Return the mean absolute error where only ``rows`` of the pool are labelled; ``far`` is (asked, pool)."""
+    """Return the mean absolute error if only ``rows`` of the pool are labelled; ``far`` is (asked, pool)."""
     near = far[:, rows]
     count = _FEW if len(rows) < HEADLINE else _MANY
     nearest = np.argpartition(near, count - 1, axis=1)[:, :count]

@@ -1,4 +1,4 @@
-"""The files that the spectra trainer writes at the end of an epoch, and in which order."""
+"""Files that the spectra trainer writes at the end of an epoch, and their order."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from treadle.faces.folder import CheckpointFolder, write_best_and_last
 from treadle.spectra.originals import is_original, own_tree
 
 EXTENSION = "ExtensionHook"
-"""Key of the state of a subclass, ``checkpoint_extra_state``, among that of the hooks."""
+"""Key of a subclass's ``checkpoint_extra_state`` within the hook state."""
 
 Selection = Literal["improved", "not improved", "last"]
 
 
 class SpectraFolder(CheckpointFolder):
-    """Folder of ``checkpoints/last.pt`` and ``checkpoints/best.pt``, and of the exported weights.
+    """Run folder with ``checkpoints/last.pt``, ``checkpoints/best.pt`` and the exported weights.
 
     Args:
-        engine: whose state they hold.
-        writer: writes them, perhaps in the background.
+        engine: engine whose state is saved.
+        writer: writes the files, possibly in the background.
         path: the folder.
-        best: the rule that selects the best epoch, or None; its state is worked out where a checkpoint of chemomae has
-            none.
+        best: the rule that selects the best epoch, or None; reconstructed for a chemomae checkpoint without its state.
     """
 
     loss_settings = ("loss_type", "reduction", "loss_region")
@@ -44,27 +43,27 @@ class SpectraFolder(CheckpointFolder):
 
     @property
     def last(self) -> Path | None:
-        """File of the newest state; None where none is written."""
+        """File of the newest state; None if none is written."""
         return None if self.path is None else self.path / "checkpoints" / "last.pt"
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Return the last and the best, also where they are not finite."""
+        """Return the last and the best checkpoint, even if they are not finite."""
         return [
             folder / "checkpoints" / f"{stem}{aside}.pt" for stem in ("last", "best") for aside in ("", ".nonfinite")
         ]
 
     def resume_once(self, source: str | Path | None) -> None:
-        """Load the checkpoint of ``resume_from``, once and only into a run that has not started."""
+        """Load the checkpoint of ``resume_from`` once, and only into a run that has not started."""
         if self._resolved or self.engine.step > 0 or source is None:
             return
         self._resolved = True
         self.resume(source)
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restore a checkpoint tree, also one of chemomae, in place; nothing is resumed from after it.
+        """Restore a checkpoint tree, of this library or chemomae, in place; ``resume_from`` is then ignored.
 
         Raises:
-            CheckpointError: the model or the optimizer does not fit.
+            CheckpointError: the model or the optimizer does not match.
         """
         if is_original(tree):
             tree = self._translated(tree, source)
@@ -88,7 +87,7 @@ class SpectraFolder(CheckpointFolder):
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
         """Write ``last.pt`` and the export of the best weights, if the run was killed after ``best.pt``.
 
-        A checkpoint of chemomae is kept beside it as ``<stem>.chemomae.pt``: the next epoch replaces the file.
+        A chemomae checkpoint is kept next to it as ``<stem>.chemomae.pt``, since the next epoch replaces the file.
         """
         if is_original(tree):
             copy_checkpoint(source, source.with_suffix(f".chemomae{source.suffix}"))
@@ -97,7 +96,7 @@ class SpectraFolder(CheckpointFolder):
             copy_checkpoint(source, source.with_name("last.pt"))
 
     def write_epoch(self, selection: Selection, *, background: bool) -> None:
-        """Write the files of an epoch; all ranks take part."""
+        """Write the files of an epoch; a collective call."""
         folder = self.path
         assert folder is not None
         self.before_write()
@@ -111,7 +110,7 @@ class SpectraFolder(CheckpointFolder):
         self.record_written()
 
     def write_checkpoints(self, *, is_best: bool) -> None:
-        """Write ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if it is the best; all ranks take part."""
+        """Write ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if it is the best; a collective call."""
         folder = self.path
         assert folder is not None
         self._writer.wait()
@@ -120,19 +119,20 @@ class SpectraFolder(CheckpointFolder):
         on_rank_0(lambda: write_best_and_last(tree, folder / "checkpoints", is_best=is_best))
 
     def write_last(self) -> None:
-        """Write ``checkpoints/last.pt``; all ranks take part."""
+        """Write ``checkpoints/last.pt``; a collective call."""
         self.write_checkpoints(is_best=False)
 
 
 def write_epoch(tree: Mapping[str, Any], out_dir: Path, selection: Selection) -> None:
-    """Write the exports and checkpoints of an epoch from a copy of its state, and nothing else.
+    """Write the exports and checkpoints of an epoch from a copy of its state only.
 
-    The exports go first and ``last.pt`` goes last: killed in between, the run repeats this epoch and writes all again.
+    The exports are written first and ``last.pt`` last: if killed in between, the run repeats this epoch and writes
+    everything again.
 
     Args:
         tree: a checkpoint tree.
-        out_dir: the run's folder.
-        selection: whether this is the best epoch so far; ``"last"`` for a fixed budget, where no epoch is the best.
+        out_dir: the run folder.
+        selection: whether this is the best epoch so far; ``"last"`` for a fixed budget, without a best epoch.
     """
     if selection == "improved":
         save_checkpoint(scored_weights(tree), out_dir / "best_model.pt")

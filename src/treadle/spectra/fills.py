@@ -1,7 +1,6 @@
-"""Filling in hidden channels without a network: baselines of a masked autoencoder.
+"""Imputation of hidden channels without a network: baselines for a masked autoencoder.
 
-Shapes: M = training rows, N = rows, L = channels. All is fitted to training rows without gaps, in
-float64.
+Shapes: M = training rows, N = rows, L = channels. Everything is fitted in float64 to training rows without gaps.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ _Float = npt.NDArray[np.float64]
 _Bool = npt.NDArray[np.bool_]
 
 SHRINKAGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
-"""White noise added to the visible channels, as a share of the mean variance of a channel."""
+"""White noise added to the visible channels, as a fraction of the mean channel variance."""
 RANKS = (2, 4, 8, 16, 32)
 """Numbers of principal components."""
 NEIGHBOURS = (1, 3, 5, 10, 20)
-"""Numbers of training spectra that are averaged."""
+"""Numbers of training spectra to average."""
 
 
 class GaussianFill:
-    """Conditional mean of the hidden channels, of a Gaussian with the mean and covariance of the training rows.
+    """Imputation by the conditional mean of a Gaussian with the mean and covariance of the training rows.
 
     Args:
         train: (M, L) rows to fit to.
-        shrinkage: variance of the noise assumed in the visible channels, as a share of the mean variance of a channel.
+        shrinkage: assumed noise variance in the visible channels, as a fraction of the mean channel variance.
 
     Example:
         >>> line = np.arange(6.0)[:, None] * np.ones(3)
@@ -49,7 +48,7 @@ class GaussianFill:
         self.noise = shrinkage * float(np.trace(self.covariance)) / len(self.mean)
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with hidden channels filled in; ``visible`` is True where a channel is visible."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = np.where(seen, rows, self.mean)
         for mask, alike in _by_mask(seen):
@@ -57,7 +56,7 @@ class GaussianFill:
         return filled
 
     def hidden_means(self, rows: _Float, mask: _Bool) -> _Float:
-        """Return the means (N, H) of the H hidden channels of rows that show the same ``mask`` (L,)."""
+        """Return the means (N, H) of the H hidden channels of rows that share one ``mask`` (L,)."""
         among = self.covariance[np.ix_(mask, mask)] + self.noise * np.eye(int(mask.sum()))
         across = self.covariance[np.ix_(~mask, mask)]
         found = across @ np.linalg.solve(among, (rows[:, mask] - self.mean[mask]).T)
@@ -65,11 +64,11 @@ class GaussianFill:
 
 
 class PcaFill:
-    """Point of the space of the first principal components that is nearest to the visible channels, by least squares.
+    """Imputation by the least-squares fit of the visible channels in the space of the first principal components.
 
     Args:
         train: (M, L) rows to fit to.
-        rank: the number of components.
+        rank: number of components.
 
     Example:
         >>> line = np.arange(6.0)[:, None] * np.ones(3)
@@ -83,7 +82,7 @@ class PcaFill:
         self.components = np.linalg.svd(rows - self.mean, full_matrices=False)[2][:rank]
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with hidden channels filled in; ``visible`` is True where a channel is visible."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = np.where(seen, rows, self.mean)
         for index, mask in enumerate(seen):
@@ -93,11 +92,11 @@ class PcaFill:
 
 
 class NearestFill:
-    """Mean of the training rows that are nearest in the channels that are seen.
+    """Imputation by the mean of the training rows nearest in the visible channels.
 
     Args:
-        train: (M, L) rows to take from.
-        count: how many are averaged, at most all.
+        train: (M, L) rows to search.
+        count: number of rows to average, at most all.
 
     Example:
         >>> line = np.arange(6.0)[:, None] * np.ones(3)
@@ -110,7 +109,7 @@ class NearestFill:
         self.count = min(count, len(self.rows))
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with hidden channels filled in; ``visible`` is True where a channel is visible."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled: _Float = rows.copy()
         for index, mask in enumerate(seen):
@@ -121,15 +120,16 @@ class NearestFill:
 
 
 class KernelFill:
-    """Conditional mean of a Gaussian, and a kernel regression of what it leaves over, on the channels that are seen.
+    """Imputation by a Gaussian conditional mean plus kernel regression of its residual on the visible channels.
 
-    The regression is fitted anew for each mask: one factorisation of an (M, M) matrix, which rows of one mask share.
+    The regression is refitted for each mask, with one factorisation of an (M, M) matrix shared by all rows with that
+    mask.
 
     Args:
         train: (M, L) rows to fit to.
         gaussian: fitted to the same rows.
         setting: kernel, width and noise.
-        device: where the matrices are.
+        device: device of the matrices.
 
     Example:
         >>> rows = np.random.default_rng(0).uniform(-2, 2, size=(200, 1)) ** np.array([1, 1, 1, 2])
@@ -147,7 +147,7 @@ class KernelFill:
         self._scale = self.rows.std(axis=0) + 1e-12
 
     def __call__(self, x: npt.ArrayLike, visible: npt.ArrayLike) -> _Float:
-        """Return the rows (N, L) with their hidden channels filled in; ``visible`` is True where they are seen."""
+        """Return the rows (N, L) with hidden channels filled in; ``visible`` is True where a channel is visible."""
         rows, seen = np.asarray(x, dtype=np.float64), np.asarray(visible)
         filled = self.gaussian(rows, seen)
         for mask, alike in _by_mask(seen):
@@ -173,7 +173,7 @@ def _complete(train: npt.ArrayLike) -> _Float:
 
 
 def _by_mask(seen: _Bool) -> Iterator[tuple[_Bool, npt.NDArray[np.intp]]]:
-    """Yield each mask (L,) that rows have, and these rows."""
+    """Yield each distinct mask (L,) with the rows that have it."""
     masks, which = np.unique(seen, axis=0, return_inverse=True)
     for index, mask in enumerate(masks):
         yield mask, np.flatnonzero(which.ravel() == index)
@@ -183,7 +183,7 @@ Fill = Callable[[npt.ArrayLike, npt.ArrayLike], _Float]
 
 
 def masked_error(filled: npt.ArrayLike, x: npt.ArrayLike, visible: npt.ArrayLike) -> float:
-    """Return the mean squared error over the hidden channels of all rows together.
+    """Return the mean squared error over the hidden channels of all rows.
 
     Example:
         >>> masked_error([[0.0, 3.0]], [[9.0, 1.0]], np.array([[True, False]]))
@@ -195,7 +195,7 @@ def masked_error(filled: npt.ArrayLike, x: npt.ArrayLike, visible: npt.ArrayLike
 
 @dataclass(frozen=True)
 class Chosen:
-    """A fill, the number that it was made with, and its error on the rows that the number was chosen on."""
+    """Selected fill, its setting, and its validation error."""
 
     fill: Fill
     setting: float
@@ -203,12 +203,12 @@ class Chosen:
 
 
 def choose_fills(train: npt.ArrayLike, x: npt.ArrayLike, visible: npt.ArrayLike) -> dict[str, Chosen]:
-    """Fit the three fills, each with the setting that has the least masked error on rows that it was not fitted to.
+    """Fit the three fills, each with the setting of lowest masked error on the validation rows.
 
     Args:
         train: (M, L) rows to fit to.
         x: (N, L) validation rows.
-        visible: (N, L) bool, True where they are seen.
+        visible: (N, L) bool, True = visible.
 
     Returns:
         ``gaussian``, ``pca`` and ``nearest``.

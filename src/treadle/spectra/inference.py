@@ -1,4 +1,4 @@
-"""Using a trained model: test its loss, extract its latents."""
+"""Inference with a trained model: test loss and latent extraction."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _log = logging.getLogger("treadle.spectra")
 @checked
 @dataclass
 class TesterConfig:
-    """Settings of :class:`Tester`; the fields mean what they mean in ``TrainerConfig``."""
+    """Settings of :class:`Tester`; fields as in ``TrainerConfig``."""
 
-    __test__ = False  # by its name pytest would take it for a test
+    __test__ = False  # otherwise pytest would collect it as a test
 
     out_dir: str | Path = "runs"
     device: torch.device | str | int | None = None
@@ -43,12 +43,12 @@ class TesterConfig:
     loss_type: Literal["mse", "sse"] = "mse"
     reduction: Literal["mean", "batch_mean", "sum"] = "mean"
     fixed_visible: Tensor | None = None
-    """bool (L,) or (B, L), True where the encoder sees; None lets the model draw under ``eval_seed``."""
+    """bool (L,) or (B, L), True = visible; None lets the model draw masks with ``eval_seed``."""
     log_history: bool = True
     history_filename: str = "test_history.json"
     eval_seed: int = 0
     loss_region: Literal["masked", "all"] = "masked"
-    """``"masked"``: hidden channels count; ``"all"``: all do."""
+    """``"masked"``: hidden channels count; ``"all"``: all channels count."""
 
     def __post_init__(self) -> None:
         as_seed("eval_seed", self.eval_seed)
@@ -58,7 +58,7 @@ class TesterConfig:
 
 
 class Tester:
-    """Masked loss of a model over a loader.
+    """Evaluation of a model's masked loss over a loader.
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.
@@ -68,7 +68,7 @@ class Tester:
         >>> # loss = Tester(model, TesterConfig(out_dir="run"))(test_loader)
     """
 
-    __test__ = False  # by its name pytest would take it for a test
+    __test__ = False  # otherwise pytest would collect it as a test
 
     @checked
     def __init__(self, model: nn.Module, cfg: TesterConfig | None = None):
@@ -80,7 +80,7 @@ class Tester:
         """Return the weighted mean loss and append it to the test history.
 
         Raises:
-            ConfigError: the loader is empty, or the history file is damaged; it is not overwritten.
+            ConfigError: the loader is empty, or the history file is damaged (it is not overwritten).
         """
         cfg = self.cfg
         history = self._read_history() if cfg.log_history else []
@@ -139,10 +139,10 @@ class ExtractorConfig:
 
 
 class Extractor:
-    """Extraction of the latent of every spectrum with all channels visible, in the order of the loader.
+    """Latent extractor with all channels visible, in the order of the loader.
 
     Args:
-        model: has ``encoder(x, visible_mask) -> z`` as :class:`ChemoMAE` does.
+        model: with ``encoder(x, visible_mask) -> z``, like :class:`ChemoMAE`.
         cfg: settings; None uses the defaults.
 
     Example:
@@ -156,7 +156,7 @@ class Extractor:
         self.model = model.to(self.device)
 
     def __call__(self, loader: Any) -> Tensor | np.ndarray[Any, np.dtype[np.float32]]:
-        """Return (N, latent_dim) float32 on the CPU, as a tensor or, with ``return_numpy``, as an array.
+        """Return the latents (N, latent_dim), float32 on the CPU, as a tensor or, with ``return_numpy``, an array.
 
         Raises:
             ConfigError: the loader is empty.

@@ -1,4 +1,4 @@
-"""Maps of the latent: by spectral type, and by cluster with what each cluster looks like."""
+"""Plots of the latent by spectral type and by cluster."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def plot_latent_map(
     label_name: str = "spectral type",
     title: str = "",
 ) -> Path:
-    """Draw the latent in two dimensions, coloured by spectral type or by a number.
+    """Plot the latent in two dimensions, coloured by spectral type or by a number.
 
     Args:
-        latent: (N, D) finite; D = 2 is drawn as it is, more are projected on two principal components.
-        labels: (N,) spectral types such as `"L5.0"`, or numbers (any unit, then put it into `label_name`).
-            Rows of unknown label (no type, NaN) are drawn in light grey beneath the others.
-        path: where to write, ending in `.png`.
-        label_name: written along the colour scale.
-        title: in plain words; by default it names the label.
+        latent: (N, D) finite; projected on two principal components unless D = 2.
+        labels: (N,) spectral types such as `"L5.0"`, or numbers (name the unit in `label_name`). Rows with unknown
+            label (no type, NaN) are drawn in light grey below the others.
+        path: output file, ending in `.png`.
+        label_name: label of the colour bar.
+        title: title of the plot; by default it names the label.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: shapes disagree, the latent is not finite or has one column, or the path is no `.png`.
+        ValueError: shapes disagree, the latent is not finite or has a single column, or the path is not a `.png`.
         ImportError: matplotlib is not installed.
 
     Example:
@@ -85,14 +85,14 @@ def plot_latent_map(
 
 
 def _draw_coloured(axes: Axes, xy: _Float, values: _Float, *, types: bool, label_name: str) -> None:
-    """Points of known label, with their colour scale beside the axes."""
-    # Rare types last, so that the crowd of common ones does not bury them.
+    """Draw the points with known labels, and their colour bar."""
+    # Rare types are drawn last, so that common ones do not cover them.
     order = np.argsort(values, kind="stable")
     points = axes.scatter(
         xy[order, 0], xy[order, 1], c=values[order], cmap=_scale(), s=18, alpha=0.85, linewidths=0, zorder=3
     )
     if not types:
-        # A few far values would otherwise take most of the scale; the pointed ends say that it is cut.
+        # A few outliers would otherwise take up most of the scale; its pointed ends mark the truncation.
         points.set_clim(*np.percentile(values, [1, 99]))
     bar = axes.figure.colorbar(points, ax=axes, pad=0.02, aspect=32, extend="neither" if types else "both")
     bar.outline.set_visible(False)
@@ -104,7 +104,7 @@ def _draw_coloured(axes: Axes, xy: _Float, values: _Float, *, types: bool, label
 
 
 def _scale() -> Colormap:
-    """Plasma without its palest end, which cannot be seen on white; its many hues part M8 from L3."""
+    """Return plasma without its palest end, which is invisible on white; its many hues separate M8 from L3."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
 
@@ -112,7 +112,7 @@ def _scale() -> Colormap:
 
 
 def _type_ticks(low: float, high: float) -> dict[float, str]:
-    """Every class at 0 and 5, inside the range."""
+    """Return tick labels of every class at 0 and 5, within the range."""
     ticks = {}
     for letter, start in CLASS_START.items():
         ticks.update({start + step: f"{letter}{step}" for step in (0, 5) if low <= start + step <= high})
@@ -139,22 +139,22 @@ def plot_cluster_map(
     labels: npt.ArrayLike | None = None,
     wavelength_unit: str = "µm",
 ) -> Path:
-    """Draw the latent coloured by cluster, the mean spectrum of each cluster, and clusters against classes.
+    """Plot the latent coloured by cluster, the mean spectrum of each cluster, and clusters against classes.
 
     Args:
         latent2d: (N, 2) coordinates; (N, D) is projected on two principal components.
-        cluster: (N,) integers; the names 0, 1, ... are shown as they are.
+        cluster: (N,) integers, used as cluster names.
         spectra: (N, L) in SNV units.
         wavelengths: (L,) in `wavelength_unit`.
-        path: where to write, ending in `.png`.
-        labels: (N,) spectral types such as `"L5.0"`, empty where unknown; None leaves the table out.
-        wavelength_unit: written on the axis.
+        path: output file, ending in `.png`.
+        labels: (N,) spectral types such as `"L5.0"`, empty where unknown; None omits the table.
+        wavelength_unit: unit shown on the axis.
 
     Returns:
-        The path. Mean spectra hang below each other, shifted so that no two cross.
+        The path. Mean spectra are shifted below each other so that no two cross.
 
     Raises:
-        ValueError: shapes disagree, numbers are not finite, or the path is no `.png`.
+        ValueError: shapes disagree, numbers are not finite, or the path is not a `.png`.
         ImportError: matplotlib is not installed.
 
     Example:
@@ -194,7 +194,7 @@ def plot_cluster_map(
 def _name_clusters(
     axes: Axes, xy: _Float, members: npt.NDArray[np.integer[Any]], names: npt.NDArray[np.integer[Any]]
 ) -> None:
-    """Write each cluster's number at its median, so that a map can be read without its colours."""
+    """Write each cluster's number at its median, so that the map is readable without colours."""
     size = np.maximum(np.ptp(xy, axis=0), np.finfo(np.float64).tiny)
     places = spread_apart(np.array([np.median(xy[members == name], axis=0) for name in names]) / size) * size
     for index, (name, place) in enumerate(zip(names, places, strict=True)):
@@ -221,10 +221,10 @@ def _draw_means(
     names: npt.NDArray[np.integer[Any]],
     wavelength_unit: str,
 ) -> None:
-    """Mean spectra in the order of their numbers; the band holds the middle half of the rows."""
+    """Draw the mean spectra in the order of their numbers; the band covers the middle half of the rows."""
     style_axes(axes, grid=False)
     means = [rows[members == name].mean(axis=0) for name in names]
-    # Each mean hangs below the one before it by at least this gap, so that no two cross.
+    # Each mean is below the previous one by at least this gap, so that no two cross.
     gap = 0.3 * float(np.median([np.ptp(mean) for mean in means])) or 1.0
     shift = 0.0
     for index, (name, mean) in enumerate(zip(names, means, strict=True)):
@@ -261,7 +261,7 @@ def _draw_table(
     names: npt.NDArray[np.integer[Any]],
     labels: npt.NDArray[Any],
 ) -> None:
-    """Count of each class in each cluster; the shade is the share within the cluster."""
+    """Draw the count of each class in each cluster, shaded by the fraction within the cluster."""
     if labels.shape != members.shape:
         raise ValueError(f"labels has shape {labels.shape}, it must be {members.shape}: one per spectrum")
     letters = spectral_class_letter(labels)

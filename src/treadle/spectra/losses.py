@@ -1,6 +1,6 @@
-"""Squared errors over the hidden channels of a spectrum.
+"""Squared-error losses over the hidden channels of a spectrum.
 
-Shapes: B = rows, L = channels. ``mask`` is True where a channel is hidden, and there the error counts.
+Shapes: B = rows, L = channels. ``mask`` is True where a channel is hidden and its error counts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Reduction = Literal["mean", "batch_mean", "sum"]
 
 
 def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "mean") -> Tensor:
-    """Squared error at the True positions of ``mask``, by default per masked element.
+    """Return the squared error at the True positions of ``mask``, by default per masked element.
 
-    With D the squared errors at the True positions: ``"mean"`` = sum(D) / #True, ``"batch_mean"`` =
-    sum(D) / B, ``"sum"`` = sum(D). Values outside the mask are selected away, so NaN or infinity there
-    reaches neither the loss nor its gradient. An empty mask gives 0, still attached to the graph.
+    With D the squared errors at the True positions: ``"mean"`` = sum(D) / #True, ``"batch_mean"`` = sum(D) / B,
+    ``"sum"`` = sum(D). Values outside the mask are not selected, so NaN or infinity there affects neither the loss nor
+    its gradient. An empty mask gives 0, still attached to the graph.
 
     Args:
         x_recon: (B, L) floating, the reconstruction.
@@ -29,10 +29,10 @@ def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "me
         reduction: ``"mean"``, ``"batch_mean"`` or ``"sum"``.
 
     Returns:
-        A 0-d float32 tensor; the arithmetic is float32 also under autocast.
+        A 0-d float32 tensor; the arithmetic is float32 even under autocast.
 
     Raises:
-        ValueError: When the shapes differ, ``mask`` is not bool or ``reduction`` has another name.
+        ValueError: When the shapes differ, ``mask`` is not bool or ``reduction`` is unknown.
 
     Example:
         >>> import torch
@@ -46,10 +46,9 @@ def masked_mse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "me
 
 
 def masked_sse(x_recon: Tensor, x: Tensor, mask: Tensor, *, reduction: str = "batch_mean") -> Tensor:
-    """Squared error at the True positions of ``mask``, by default summed per row of the batch.
+    """Return the squared error at the True positions of ``mask``, by default summed per row of the batch.
 
-    The same function as `masked_mse` with another default reduction; arguments, result and errors are
-    described there.
+    Same as `masked_mse` with a different default reduction; see there for arguments, result and errors.
 
     Example:
         >>> import torch
@@ -68,17 +67,17 @@ def masked_uncertain(
     prior_variance: Tensor,
     reduction: str = "mean",
 ) -> Tensor:
-    """Squared error over its prior variance, and a tenth of a Gaussian likelihood that trains the variance alone.
+    """Return squared error over prior variance plus a tenth of a Gaussian likelihood that trains the variance only.
 
-    A variance that also weighted the error would give up on hard channels; a fixed one only keeps noisy channels from
-    deciding everything.
+    If the learned variance also weighted the error, the model would give up on hard channels; the fixed prior variance
+    only keeps noisy channels from dominating.
 
     Args:
         x_recon: (B, L) floating, the reconstruction.
         x: (B, L), the target.
         mask: (B, L) bool, True = hidden = counted.
         log_variance: (B, L) logarithm of the expected squared error.
-        prior_variance: (B, L) positive, without a gradient.
+        prior_variance: (B, L) positive, detached.
         reduction: as in `masked_mse`.
 
     Returns:
@@ -117,8 +116,8 @@ def _masked_squared_error(x_recon: Tensor, x: Tensor, mask: Tensor, reduction: s
             f"mask has dtype {mask.dtype} but must be bool, True = hidden = counted; pass mask.bool(), "
             "or ~visible_mask for the mask that the model returns"
         )
-    # where() before the square: a zero times NaN would be NaN, and so would its gradient. Indexing with
-    # the mask would select as well, but it makes the host wait for the device to count.
+    # where() before the square: zero times NaN would be NaN, and so would its gradient. Indexing with the mask would
+    # work as well, but counting its elements synchronises with the device.
     error_BL = torch.where(mask, x_recon.float() - x.float(), 0.0)
     total = error_BL.square().sum()
     if reduction == "sum":

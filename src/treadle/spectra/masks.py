@@ -1,4 +1,4 @@
-"""Masks over the channels of a spectrum: blocks, patches and bands; and the base of models that draw them.
+"""Random masks over spectral channels (blocks, patches and bands), and base classes of masked autoencoders.
 
 Shapes: B = rows, L = channels, N = blocks of L/N channels each.
 """
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_least
 from treadle.spectra.encoder import check_input
 
 
@@ -27,29 +26,30 @@ def make_block_mask(
 ) -> Tensor:
     """Draw a mask that hides ``n_mask`` of ``n_blocks`` equal blocks in every row.
 
-    The draw is made on the CPU and then moved, so one seed gives the same mask on every device.
+    The mask is drawn on the CPU and then moved, so a seed gives the same mask on every device.
 
     Args:
         batch_size: Number of rows B, at least 0.
         seq_len: Number of channels L, a multiple of ``n_blocks``.
         n_blocks: Number of equal blocks, at least 1.
         n_mask: Blocks to hide in each row, 0 to ``n_blocks``.
-        device: Where the result is put; None means the CPU.
-        generator: A CPU generator; None draws from torch's global CPU generator.
+        device: Device of the result; None means the CPU.
+        generator: A CPU generator; None uses torch's global CPU generator.
 
     Returns:
-        (B, L) bool, **True = hidden**. Each row holds exactly ``n_mask * L / n_blocks`` True; the hidden
-        blocks are drawn uniformly without replacement, independently in each row.
+        (B, L) bool, **True = hidden**. Each row has exactly ``n_mask * L / n_blocks`` True entries; the hidden blocks
+        are drawn uniformly without replacement, independently for each row.
 
     Raises:
-        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
+        ValueError: When a size is out of range, or the generator is not on the CPU.
 
     Example:
         >>> mask = make_block_mask(2, 12, 4, 1)
         >>> mask.shape, mask.sum(dim=1).tolist()
         (torch.Size([2, 12]), [3, 3])
     """
-    check_least(0, batch_size=batch_size)
+    if batch_size < 0:
+        raise ConfigError(f"={batch_size} must be 0 or more; pass the number of rows", argument="batch_size")
     check_blocks(seq_len, n_blocks)
     check_mask_count(n_mask, n_blocks)
     if generator is not None and generator.device.type != "cpu":
@@ -57,12 +57,12 @@ def make_block_mask(
             f"generator is on {generator.device}, but masks are drawn on the CPU so that one seed gives "
             "the same mask on every device; pass torch.Generator() (a CPU generator) or None"
         )
-    # float64: two equal draws in a row, which would bias the choice, are out of the question.
+    # float64: equal draws within a row, which would bias the choice, are practically impossible.
     draw_BN = torch.rand(batch_size, n_blocks, generator=generator, dtype=torch.float64)
     hidden_BN = torch.zeros(batch_size, n_blocks, dtype=torch.bool)
     hidden_BN.scatter_(1, draw_BN.argsort(dim=1)[:, :n_mask], True)
     if device is not None:
-        # Only the block choice travels: 1/block-length of the bytes of the mask.
+        # Only the block choice is copied: 1/block-length of the bytes of the mask.
         hidden_BN = hidden_BN.to(device, non_blocking=True)
     return hidden_BN.repeat_interleave(seq_len // n_blocks, dim=1)
 
@@ -78,21 +78,21 @@ def make_patch_mask(
 ) -> Tensor:
     """Draw a mask that hides ``n_mask`` of ``n_patches`` equal patches in every row.
 
-    The draw is made on the CPU and then moved. On the CPU one seed gives the masks of chemomae 0.2.
+    The mask is drawn on the CPU and then moved. On the CPU a seed reproduces the masks of chemomae 0.2.
 
     Args:
         batch_size: Number of rows B.
         seq_len: Number of channels L, a multiple of ``n_patches``.
         n_patches: Number of equal patches.
         n_mask: Patches to hide in each row, 0 to ``n_patches``; 0 draws nothing.
-        device: Where the result is put; None means the CPU.
-        generator: A CPU generator; None draws from torch's global CPU generator.
+        device: Device of the result; None means the CPU.
+        generator: A CPU generator; None uses torch's global CPU generator.
 
     Returns:
         (B, L) bool, **True = hidden**.
 
     Raises:
-        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
+        ValueError: When a size is out of range, or the generator is not on the CPU.
 
     Example:
         >>> make_patch_mask(2, 12, 4, 1).sum(dim=1).tolist()
@@ -112,7 +112,12 @@ def make_patch_mask(
 
 def check_blocks(seq_len: int, n_blocks: int) -> None:
     """Raise ValueError unless ``seq_len`` channels can be cut into ``n_blocks`` equal blocks."""
-    check_least(1, seq_len=seq_len, n_blocks=n_blocks)
+    if seq_len < 1:
+        raise ConfigError(
+            f"={seq_len} must be 1 or more; pass the number of channels of a spectrum", argument="seq_len"
+        )
+    if n_blocks < 1:
+        raise ConfigError(f"={n_blocks} must be 1 or more; pass the number of equal blocks", argument="n_blocks")
     if seq_len % n_blocks != 0:
         raise ConfigError(
             f"={seq_len} must be a multiple of n_blocks={n_blocks}, as all blocks are equally long; "
@@ -134,20 +139,20 @@ def check_mask_count(n_mask: int, n_blocks: int) -> None:
 def make_band_mask(batch_size: int, seq_len: int, n_blocks: int, *, generator: torch.Generator | None = None) -> Tensor:
     """Draw masks from one narrow band to all but one band.
 
-    Of the rows 40 % hide an eighth to nearly all of the blocks, 30 % a band of 1/32 to 7/16 of the spectrum and half of
-    these a second one of up to 1/5, and 30 % all but a band of 3/32 to 7/16.
+    40 % of the rows hide an eighth to nearly all of the blocks; 30 % hide a band of 1/32 to 7/16 of the spectrum, half
+    of them also a second one of up to 1/5; and 30 % hide all but a band of 3/32 to 7/16.
 
     Args:
         batch_size: Number of rows B, at least 0.
         seq_len: Number of channels L, a multiple of ``n_blocks``.
         n_blocks: Number of equal blocks, at least 1.
-        generator: A CPU generator; None draws from torch's global CPU generator.
+        generator: A CPU generator; None uses torch's global CPU generator.
 
     Returns:
         (B, L) bool on the CPU, **True = hidden**.
 
     Raises:
-        ValueError: For sizes outside these ranges, or a generator that is not on the CPU.
+        ValueError: When a size is out of range, or the generator is not on the CPU.
 
     Example:
         >>> mask = make_band_mask(3, 64, 8, generator=torch.Generator().manual_seed(0))
@@ -188,13 +193,13 @@ def check_patches(seq_len: int, n_patches: int, n_mask: int) -> None:
 
 
 class MaskedAutoencoder(nn.Module):
-    """Masked autoencoder of spectra, which draws its masks on the CPU."""
+    """Base class of masked autoencoders of spectra, with masks drawn on the CPU."""
 
     seq_len: int
     n_mask: int
     _make_mask: ClassVar[Callable[..., Tensor]]
-    _parts: ClassVar[str]  # the attribute that holds the number of blocks or patches
-    _mixes_masks: ClassVar[bool] = False  # whether no ``n_mask`` means masks of many kinds
+    _parts: ClassVar[str]  # attribute with the number of blocks or patches
+    _mixes_masks: ClassVar[bool] = False  # whether ``n_mask=None`` means a mixture of mask types
 
     def reconstruct(
         self,
@@ -204,7 +209,7 @@ class MaskedAutoencoder(nn.Module):
         n_mask: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as there."""
+        """Return only ``x_recon`` (B, L) of the forward pass; arguments and errors as for ``forward``."""
         x_recon: Tensor = self(x, visible_mask, n_mask=n_mask, generator=generator)[0]
         return x_recon
 
@@ -216,17 +221,17 @@ class MaskedAutoencoder(nn.Module):
         device: torch.device | str | int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw which channels are visible.
+        """Draw a mask of visible channels.
 
         Args:
             batch_size: Number of rows B.
             n_mask: Blocks or patches to hide, 0 to all; None means the model's ``n_mask``, and for
                 :class:`treadle.spectra.ResidualMAE` a mixture of blocks, bands, and all but a band.
-            device: Where the mask is put; None means the device of the model.
-            generator: CPU generator of the draw; None uses torch's global CPU generator.
+            device: Device of the mask; None means the device of the model.
+            generator: CPU generator for the mask; None uses torch's global CPU generator.
 
         Returns:
-            (B, L) bool, **True = seen**.
+            (B, L) bool, **True = visible**.
 
         Raises:
             ValueError: When ``n_mask`` is out of range or the generator is not on the CPU.
@@ -242,9 +247,9 @@ class MaskedAutoencoder(nn.Module):
 
 
 class CountedMasksAutoencoder(MaskedAutoencoder):
-    """Masked autoencoder that hides the same number of equal parts in every row, so that the host knows their count.
+    """Base class of autoencoders that hide equally many equal parts in every row, so that the host knows their count.
 
-    The encoder of a subclass takes ``visible_count``.
+    The encoder of a subclass accepts ``visible_count``.
     """
 
     takes_counted_mask = True
@@ -265,16 +270,16 @@ class CountedMasksAutoencoder(MaskedAutoencoder):
 
         Args:
             x: (B, L) spectra.
-            visible_mask: (B, L) bool, True = seen; a row may be all False. None draws one, which needs no read of the
-                device by the host; a given mask is counted once. Of patches each is all True or all False.
-            n_mask: Blocks or patches to hide in the drawn mask, 0 to all; None means the model's ``n_mask``. Not used
-                when ``visible_mask`` is given.
-            generator: CPU generator of the draw; None uses torch's global CPU generator.
-            visible_count: The number of True in every row of a given mask, if the caller knows it; it is trusted.
+            visible_mask: (B, L) bool, True = visible; a row may be all False. None draws one without device
+                synchronisation; a given mask is counted once. Each patch must be all True or all False.
+            n_mask: Blocks or patches to hide in the drawn mask, 0 to all; None means the model's ``n_mask``. Ignored if
+                ``visible_mask`` is given.
+            generator: CPU generator for the mask; None uses torch's global CPU generator.
+            visible_count: The number of True entries in every row of a given mask, if known; it is trusted.
 
         Returns:
             ``x_recon`` (B, L), ``z`` (B, Z), and the ``visible_mask`` (B, L) that was used. Under autocast ``x_recon``
-            has the lower precision.
+            has the autocast dtype.
 
         Raises:
             ValueError: When a shape, the mask's dtype or ``n_mask`` is wrong.
@@ -288,9 +293,9 @@ class CountedMasksAutoencoder(MaskedAutoencoder):
         return x_recon, z, visible_mask
 
     def visible_count(self, n_mask: int | None = None) -> int | None:
-        """Return how many channels of each row a drawn mask leaves visible; ``n_mask`` as in :meth:`make_visible`.
+        """Return the number of visible channels per row of a drawn mask; ``n_mask`` as in :meth:`make_visible`.
 
-        None where a subclass draws its masks in another way.
+        None if a subclass draws its masks differently.
         """
         if type(self).make_visible is not MaskedAutoencoder.make_visible:
             return None

@@ -1,4 +1,4 @@
-"""New spectra between neighbouring ones, as unresolved pairs of stars are."""
+"""Augmentation by mixing neighbouring spectra, like unresolved pairs of stars."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from treadle.errors.arguments import check_least, check_within, checked
 
 
 class MixedSpectra(Dataset[Tensor]):
-    """Spectra, some of them mixed with one of their nearest neighbours, drawn each time by torch's generator.
+    """Data set of spectra, some mixed with one of their nearest neighbours, drawn anew each time by torch's generator.
 
-    A mixture is ``x + a (neighbour - x)`` with ``a`` uniform in [0, 1], centred and scaled to deviation 1 again.
+    A mixture is ``x + a (neighbour - x)`` with ``a`` uniform in [0, 1], centred and rescaled to standard deviation 1.
 
     Args:
         spectra: (N, L) after SNV.
         share: Probability that a spectrum is mixed, 0 to 1.
-        neighbours: Among so many nearest ones the neighbour is drawn, at most N - 1.
-        repeats: How often an epoch passes over the spectra.
+        neighbours: Number of nearest neighbours to draw from, at most N - 1.
+        repeats: Passes over the spectra per epoch.
 
     Example:
         >>> spectra = MixedSpectra(torch.randn(20, 8), share=0.5, neighbours=3, repeats=2)

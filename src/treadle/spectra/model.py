@@ -1,7 +1,7 @@
-"""ChemoMAE: a masked autoencoder for 1-D spectra.
+"""ChemoMAE, a masked autoencoder for 1-D spectra.
 
-Shapes: B = rows, L = channels (``seq_len``), Z = latent width. ``visible_mask`` is True where the encoder
-sees a channel.
+Shapes: B = rows, L = channels (``seq_len``), Z = latent width. ``visible_mask`` is True where a channel is visible to
+the encoder.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from treadle.spectra.masks import CountedMasksAutoencoder, check_blocks, check_m
 
 
 class ChemoMAE(CountedMasksAutoencoder):
-    """Masked autoencoder of spectra whose latent is on the unit sphere.
+    """Masked autoencoder of spectra with a latent on the unit sphere.
 
-    The encoder sees the visible channels only (one token each, a CLS token in front); the decoder is one
-    linear map of the latent. Hidden values therefore influence neither ``z`` nor ``x_recon``. Given a
-    ``visible_mask``, the output in eval mode is deterministic, and a row does not depend on the others.
+    The encoder sees only the visible channels (one token each, preceded by a CLS token); the decoder is a linear map of
+    the latent. Hidden values therefore affect neither ``z`` nor ``x_recon``. Given a ``visible_mask``, the output in
+    eval mode is deterministic, and each row is independent of the others.
 
     Args:
         seq_len: Channels L of a spectrum, a multiple of ``n_blocks``.
@@ -26,18 +26,18 @@ class ChemoMAE(CountedMasksAutoencoder):
         num_layers: Transformer layers, at least 1.
         dim_feedforward: Width of the feed-forward part of a layer.
         dropout: Dropout probability, 0 to 1.
-        use_learnable_pos: Learned positions; False takes fixed sine/cosine positions.
+        use_learnable_pos: Learned positions; False uses fixed sine/cosine positions.
         latent_dim: Width Z of the latent.
         n_blocks: Equal blocks that masks are drawn over.
         n_mask: Blocks hidden by default, 0 to ``n_blocks``.
 
     Attributes:
-        takes_counted_mask: Whether ``forward`` takes ``visible_mask`` and ``visible_count`` as this class's does. The
-            trainer then draws the mask, which a captured step needs; else the model draws it in ``forward``. A class
-            that overrides ``forward`` sets it itself.
+        takes_counted_mask: Whether ``forward`` accepts ``visible_mask`` and ``visible_count`` as in this class. The
+            trainer then draws the mask, which a captured step needs; otherwise the model draws it in ``forward``. A
+            class that overrides ``forward`` must set it.
 
     Raises:
-        ValueError: When an argument breaks one of these rules.
+        ValueError: When an argument is out of range.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate schedule of the spectra face."""
+"""Optimizer and learning-rate schedule of the spectra trainer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def build_scheduler(
     warmup_epochs: int = 1,
     min_lr_scale: float = 0.1,
 ) -> LambdaLR:
-    """Build the warm-up and cosine schedule of a run counted in epochs, stepped per applied step.
+    """Build a warm-up and cosine schedule specified in epochs and advanced per applied step.
 
     Args:
-        optimizer: Its groups' learning rates are the base rates.
-        steps_per_epoch: Optimizer steps of one epoch, at least 1. With gradient accumulation this is
+        optimizer: The learning rates of its groups are the base rates.
+        steps_per_epoch: Optimizer steps per epoch, at least 1. With gradient accumulation this is
             ``treadle.steps_per_epoch(loader, accumulation)``, not ``len(loader)``.
         epochs: Epochs of the whole run, at least 1.
-        warmup_epochs: Epochs of warm-up, at least 0, counted within ``epochs``.
-        min_lr_scale: Fraction of the base rate that the run ends at, 0 to 1.
+        warmup_epochs: Warm-up epochs, at least 0, included in ``epochs``.
+        min_lr_scale: Final fraction of the base rate, 0 to 1.
 
     Returns:
-        A LambdaLR; the formula is that of `treadle.optim.schedules.warmup_cosine_factor`.
+        A LambdaLR that follows `treadle.optim.schedules.warmup_cosine_factor`.
 
     Raises:
         ValueError: When a number is out of range.

@@ -1,8 +1,8 @@
-"""Weights and checkpoints of chemomae, by the names of this pack.
+"""Conversion of chemomae weights and checkpoints.
 
-Its two lines are two models: 0.1 (a token for each channel) is :class:`ChemoMAE`, 0.2 (a token for each patch) is
-:class:`PatchMAE`. Each is the same function as the original, so that renaming is all it takes. chemomae stores the
-state of its optimizer by position, in the order of its parameters; it is matched by name here.
+Its two versions are different models: 0.1 (a token per channel) is :class:`ChemoMAE`, 0.2 (a token per patch) is
+:class:`PatchMAE`. Each computes the same function as the original, so only names need converting. chemomae stores
+optimizer state by position, in the order of its parameters; here it is matched by name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RENAMED = (
 
 
 def own_name(name: str) -> str:
-    """Return the name that a weight of chemomae 0.1 has in :class:`ChemoMAE`.
+    """Return the :class:`ChemoMAE` name of a weight of chemomae 0.1.
 
     Example:
         >>> own_name("encoder.encoder.layers.0.self_attn.in_proj_bias")
@@ -48,7 +48,7 @@ def own_name(name: str) -> str:
 
 
 def is_original(tree: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint tree was written by a trainer of chemomae, of either line.
+    """Return whether a checkpoint tree was written by a chemomae trainer of either version.
 
     Example:
         >>> is_original({"model": {}, "ema_decay": 0.999, "amp": {"enabled": False}, "history": []})
@@ -58,7 +58,7 @@ def is_original(tree: Mapping[str, Any]) -> bool:
 
 
 def adapt_channels(model: ChemoMAE, found: ForeignCheckpoint, optimizer: Optimizer | None) -> ForeignCheckpoint:
-    """Return weights of chemomae 0.1 by the names and in the shapes of :class:`ChemoMAE`; others as they are."""
+    """Convert chemomae 0.1 weights to the names and shapes of :class:`ChemoMAE`; return others unchanged."""
     if not _has_names_of_0_1(found.model):
         return found
     order = list(found.model)
@@ -73,9 +73,9 @@ def _has_names_of_0_1(weights: Mapping[str, Any]) -> bool:
 
 
 def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights by the names of a model, in its shapes where only dimensions of size 1 differ.
+    """Convert weights to the names of a model, and to its shapes if only dimensions of size 1 differ.
 
-    Fixed positions, which chemomae computes and does not store, are the model's own.
+    Fixed positions, which chemomae computes and does not store, are taken from the model.
     """
     live = model.state_dict()
     renamed = {own_name(name) if own_name(name) in live else name: value for name, value in weights.items()}
@@ -85,9 +85,9 @@ def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def decays_0(names: Sequence[str]) -> list[bool]:
-    """Return the parameters that the optimizer of chemomae decays: all but biases, norms, CLS token and positions.
+    """Return whether chemomae's optimizer decays each parameter: all but biases, norms, CLS token and positions.
 
-    A bias is named ``.bias`` there, so that the one of an attention's input, ``in_proj_bias``, decays.
+    chemomae identifies a bias by ``.bias``, so the attention input bias, ``in_proj_bias``, decays.
 
     Example:
         >>> decays_0(["encoder.cls_token", "to_latent.weight", "layers.0.norm1.weight", "self_attn.in_proj_bias"])
@@ -100,19 +100,19 @@ def decays_0(names: Sequence[str]) -> list[bool]:
 def by_live_groups(
     state: Mapping[str, Any], names: Sequence[str], decayed: Sequence[bool], optimizer: Optimizer, model: nn.Module
 ) -> dict[str, Any]:
-    """Return the state of an optimizer of chemomae in the parameter groups of a live one, by name.
+    """Convert the state of a chemomae optimizer to the parameter groups of a live one, by name.
 
-    Settings of a group, such as its learning rate, are those of the group with its number in the file.
+    Group settings, such as the learning rate, come from the group with the same index in the file.
 
     Args:
-        state: numbers its parameters in the order of ``names``, group after group.
-        names: of the file's parameters, as the model has them.
-        decayed: whether ``build_optimizer`` of chemomae puts them into its first group.
-        optimizer: the live one.
-        model: whose parameters it has.
+        state: parameters numbered in the order of ``names``, group by group.
+        names: names of the file's parameters in the model.
+        decayed: whether chemomae's ``build_optimizer`` puts each into its first group.
+        optimizer: the live optimizer.
+        model: the model whose parameters it optimizes.
 
     Raises:
-        CheckpointError: the file has other groups than ``build_optimizer`` and than one group of all.
+        CheckpointError: the groups of the file are neither those of ``build_optimizer`` nor a single one.
     """
     live = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     order = [(name, decays) for name, decays in zip(names, decayed, strict=True) if name in live]
@@ -133,19 +133,19 @@ def by_live_groups(
 
 
 def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, extension_key: str) -> dict[str, Any]:
-    """Return a checkpoint of chemomae as a tree that a run of this pack resumes from.
+    """Convert a chemomae checkpoint to a tree that a run of this pack can resume from.
 
-    The count of epochs without improvement, which chemomae 0.1 does not store, is taken from the history. The random
-    state is that of the file where it has one, which 0.1 does not.
+    The count of epochs without improvement, which chemomae 0.1 does not store, is derived from the history. The random
+    state comes from the file if it has one; files of 0.1 do not.
 
     Args:
-        tree: content of the file.
-        engine: of the run that resumes.
-        rule: its best rule, or None.
-        extension_key: where the hooks' state has what ``checkpoint_extra_state`` of 0.2 returned.
+        tree: contents of the file.
+        engine: engine of the resuming run.
+        rule: its best-checkpoint rule, or None.
+        extension_key: key in the hook state for the ``checkpoint_extra_state`` of 0.2.
 
     Raises:
-        CheckpointError: the weights are another model's, or the groups of the optimizer are not those of chemomae.
+        CheckpointError: the weights are of a different model, or the optimizer groups are not chemomae's.
     """
     model, weights = unwrap(engine.model), tree["model"]
     check_model_state(model, own_weights(model, weights))
@@ -175,7 +175,7 @@ def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, ext
 
 
 def _own_schedule(saved: Mapping[str, Any] | None, live: Any) -> dict[str, Any] | None:
-    """Return the state of a schedule, of whose functions chemomae stores nothing and this library an empty state."""
+    """Return the scheduler state; chemomae stores nothing for its functions, this library an empty state."""
     if saved is None:
         return None
     own = live.state_dict() if live is not None else {}
@@ -201,7 +201,7 @@ def _own_average(tree: Mapping[str, Any], model: nn.Module, applied: int) -> dic
     average = tree.get("ema")
     if not average:
         return None
-    # What does not float is not averaged there and is the model's own here.
+    # chemomae does not average non-floating entries; here they come from the model.
     shadow = own_weights(model, {**tree["model"], **average["shadow"]})
     return {
         "ema": {"decay": float(average["decay"]), "update_interval": 1, "num_updates": applied, "shadow": shadow},
@@ -222,7 +222,7 @@ def _own_selection(tree: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
 
 
 def own_rng(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the random state of chemomae 0.2 as the plain values of :class:`treadle.seed.RngState`."""
+    """Convert the random state of chemomae 0.2 to the plain values of :class:`treadle.seed.RngState`."""
     version, words, gauss = saved["python"]
     numpy = saved["numpy"]
     cuda = list(saved.get("torch_cuda") or [])

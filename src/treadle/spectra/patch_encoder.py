@@ -22,7 +22,7 @@ Representation = Literal["latent", "raw_latent", "normalized_latent", "cls"]
 
 
 def check_representation(name: str) -> None:
-    """Raise ConfigError unless a representation is one of the four."""
+    """Raise ConfigError unless ``name`` is one of the four representations."""
     if name not in get_args(Representation):
         raise ConfigError(
             f"must be one of {', '.join(get_args(Representation))}", argument="representation", value=name
@@ -30,15 +30,15 @@ def check_representation(name: str) -> None:
 
 
 class PatchEncoder(nn.Module):
-    """Transformer over the visible patches of each spectrum, with a CLS token in front.
+    """Transformer encoder over the visible patches of each spectrum, preceded by a CLS token.
 
     Args:
         seq_len: Channels L, a multiple of ``n_patches``.
         n_patches: Patches P.
         d_model: Width of the tokens.
-        nhead: Attention heads; must divide the width.
+        nhead: Attention heads; must divide ``d_model``.
         num_layers: Transformer layers.
-        dim_feedforward: Width of the feed-forward; None means 4 d_model.
+        dim_feedforward: Width of the feed-forward layers; None means 4 d_model.
         dropout: Dropout probability.
         latent_dim: Width Z of the latent.
         latent_normalize: Scale the latent to norm 1.
@@ -98,17 +98,18 @@ class PatchEncoder(nn.Module):
 
         Args:
             x: (B, L) spectra.
-            visible_mask: (B, L) bool, True = seen, alike within each patch. Rows without a visible patch are legal.
+            visible_mask: (B, L) bool, True = visible, constant within each patch. Rows without a visible patch are
+                allowed.
             representation: ``"latent"`` scaled if ``latent_normalize`` is True, ``"raw_latent"`` before scaling,
                 ``"normalized_latent"`` with norm 1, or ``"cls"`` before the projection.
-            visible_count: The number of True in **every** row, if the caller knows it; it is trusted and spares a read
-                of the device by the host, and the check that the mask follows the patches.
+            visible_count: The number of True entries in **every** row, if known; it is trusted, which avoids a device
+                synchronisation and skips the check that the mask follows the patches.
 
         Returns:
             (B, Z), or (B, D) for ``"cls"``.
 
         Raises:
-            ValueError: When a shape, the dtype of the mask or its patches are wrong, or the representation is unknown.
+            ValueError: When a shape, the mask's dtype or its patches are wrong, or the representation is unknown.
         """
         check_representation(representation)
         check_input(x, visible_mask, self.seq_len)
@@ -145,13 +146,13 @@ class PatchEncoder(nn.Module):
 
 
 class PatchDecoder(nn.Module):
-    """Decoder of a latent into a whole spectrum: a linear map, or with more layers an MLP with GELU between them.
+    """Decoder from a latent to a whole spectrum: a linear map, or with more layers an MLP with GELU.
 
     Args:
         seq_len: Channels L of the output.
         latent_dim: Width Z of the latent.
         num_layers: Linear layers, at least 1.
-        hidden_dim: Width of the layers between; None means ``seq_len``.
+        hidden_dim: Width of the hidden layers; None means ``seq_len``.
 
     Example:
         >>> PatchDecoder(seq_len=8, latent_dim=3)(torch.zeros(2, 3)).shape
@@ -174,7 +175,7 @@ class PatchDecoder(nn.Module):
         """Decode latents (B, Z) into spectra (B, L).
 
         Raises:
-            ValueError: When ``z`` has another shape.
+            ValueError: When ``z`` has the wrong shape.
         """
         if z.dim() != 2 or z.shape[1] != self.latent_dim:
             raise ValueError(f"z has shape {tuple(z.shape)} but must be (B, {self.latent_dim})")

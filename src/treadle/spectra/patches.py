@@ -1,7 +1,7 @@
-"""PatchMAE: a masked autoencoder whose tokens are patches of a spectrum.
+"""PatchMAE, a masked autoencoder whose tokens are patches of a spectrum.
 
-The same function as ChemoMAE of chemomae 0.2, with the same names of weights. :class:`treadle.spectra.ChemoMAE`, whose
-tokens are single channels, is that of its line 0.1.
+It computes the same function as ChemoMAE of chemomae 0.2, with the same parameter names.
+:class:`treadle.spectra.ChemoMAE`, whose tokens are single channels, corresponds to chemomae 0.1.
 
 Shapes: B = rows, L = channels, P = patches, S = L / P channels of a patch, K = visible patches, D = model width,
 Z = latent width.
@@ -34,10 +34,10 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 @dataclass(frozen=True)
 class PatchMAEConfig:
-    """Sizes of a :class:`PatchMAE`: every argument of its constructor, checked.
+    """Validated constructor arguments of :class:`PatchMAE`.
 
     Raises:
-        ConfigError: a size is out of its range.
+        ConfigError: a size is out of range.
 
     Example:
         >>> PatchMAEConfig(latent_dim=8).to_dict()["latent_dim"]
@@ -76,7 +76,7 @@ class PatchMAEConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> PatchMAEConfig:
-        """Make a configuration from all of its fields.
+        """Build a configuration from a mapping with all of its fields.
 
         Raises:
             ConfigError: a field is missing or unknown.
@@ -97,9 +97,9 @@ class PatchMAE(CountedMasksAutoencoder):
         seq_len: Channels L of a spectrum, a multiple of ``n_patches``.
         n_patches: Equal patches P, each one token.
         d_model: Width of the tokens.
-        nhead: Attention heads; must divide the width.
+        nhead: Attention heads; must divide ``d_model``.
         num_layers: Transformer layers.
-        dim_feedforward: Width of the feed-forward; None means 4 d_model.
+        dim_feedforward: Width of the feed-forward layers; None means 4 d_model.
         dropout: Dropout probability.
         latent_dim: Width Z of the latent.
         latent_normalize: Scale the latent to norm 1.
@@ -110,7 +110,7 @@ class PatchMAE(CountedMasksAutoencoder):
         takes_counted_mask: As in :class:`ChemoMAE`.
 
     Raises:
-        ConfigError: When an argument breaks one of these rules.
+        ConfigError: When an argument is out of range.
 
     Example:
         >>> model = PatchMAE(seq_len=64, d_model=16, nhead=2, num_layers=1, n_patches=8, n_mask=4).eval()
@@ -151,7 +151,7 @@ class PatchMAE(CountedMasksAutoencoder):
         self.decoder = PatchDecoder(seq_len=seq_len, latent_dim=latent_dim, num_layers=decoder_num_layers)
 
     def encode(self, x: Tensor, *, representation: Representation = "latent") -> Tensor:
-        """Encode spectra with every patch visible; mode and gradients are the caller's.
+        """Encode spectra with every patch visible; the caller controls train/eval mode and gradients.
 
         Args:
             x: (B, L) floating, B of at least 1.
@@ -161,7 +161,7 @@ class PatchMAE(CountedMasksAutoencoder):
             (B, Z), or (B, D) for ``"cls"``.
 
         Raises:
-            TypeError: ``x`` is no floating tensor.
+            TypeError: ``x`` is not a floating tensor.
             ValueError: its shape is wrong, or the representation is unknown.
         """
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -173,20 +173,20 @@ class PatchMAE(CountedMasksAutoencoder):
         return latent
 
     def get_config(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, with the present ``n_mask`` and ``encoder.latent_normalize``."""
+        """Return the constructor arguments, with the current ``n_mask`` and ``encoder.latent_normalize``."""
         now = {"n_mask": self.n_mask, "latent_normalize": self.encoder.latent_normalize}
         return dataclasses.replace(self._config, **now).to_dict()  # type: ignore[arg-type]
 
     def save(self, path: str | os.PathLike[str], *, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Write configuration and weights into one file, atomically; chemomae 0.2 reads it too.
+        """Write the configuration and weights to one file atomically; chemomae 0.2 can read it.
 
         Args:
             path: the file; its folder is created.
             state_dict: weights to write, such as averaged ones; None writes the model's.
 
         Raises:
-            ConfigError: the model is of a subclass, whose constructor may be another.
-            CheckpointError: the weights do not fit the model, are not finite or have several floating types.
+            ConfigError: the model is a subclass, whose constructor may differ.
+            CheckpointError: the weights do not match the model, are not finite or have several floating dtypes.
         """
         if type(self) is not PatchMAE:
             raise ConfigError(
@@ -208,10 +208,11 @@ class PatchMAE(CountedMasksAutoencoder):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: torch.device | str | int = "cpu") -> PatchMAE:
-        """Read a file of :meth:`save`, or an ``.artifact.pt`` of chemomae 0.2, into a model in eval mode.
+        """Load a file written by :meth:`save`, or an ``.artifact.pt`` of chemomae 0.2, as a model in eval mode.
 
         Raises:
-            CheckpointError: it is missing, damaged or of another type, or its weights do not fit or are not finite.
+            CheckpointError: the file is missing, damaged or of another type, or its weights do not match or are not
+                finite.
             ConfigError: its configuration is incomplete or out of range.
         """
         payload = load_checkpoint(path)

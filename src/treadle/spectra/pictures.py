@@ -1,6 +1,6 @@
-"""The pictures of a run, each one call from arrays to a PNG.
+"""Plots of a run, each drawn from arrays to a PNG file by one call.
 
-`plot_reconstructions` is here, the two maps of the latent in `latent_pictures`.
+The two maps of the latent are in `latent_pictures`.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ def plot_reconstructions(
     *,
     wavelength_unit: str = "µm",
 ) -> Path:
-    """Draw a page of spectra with their reconstructions, the regions hidden from the model shaded.
+    """Plot spectra with their reconstructions, shading the regions hidden from the model.
 
     Args:
         wavelengths: (L,) increasing, in `wavelength_unit`.
-        spectra, reconstructions: (N, L) in SNV units (rows of mean 0 and deviation 1); about 8 fill a page.
-        visible_masks: (N, L) bool, True where the model saw the spectrum.
-        titles: N short texts, such as name and spectral type; long ones lose their middle.
-        path: where to write, ending in `.png`.
-        wavelength_unit: written on the axis.
+        spectra, reconstructions: (N, L) in SNV units (rows of mean 0 and standard deviation 1); about 8 fill a page.
+        visible_masks: (N, L) bool, True = visible to the model.
+        titles: N short strings, such as name and spectral type; long ones are shortened in the middle.
+        path: output file, ending in `.png`.
+        wavelength_unit: unit shown on the axis.
 
     Returns:
-        The path. Each panel states the mean squared error over its hidden channels.
+        The path. Each panel shows the mean squared error over its hidden channels.
 
     Raises:
-        ValueError: shapes disagree, numbers are not finite, masks are not bool, or the path is no `.png`.
+        ValueError: shapes disagree, numbers are not finite, masks are not bool, or the path is not a `.png`.
         ImportError: matplotlib is not installed.
 
     Example:
@@ -100,7 +100,7 @@ def plot_reconstructions(
 
 
 def _shared_legend(figure: Figure, panels: Iterable[Axes]) -> None:
-    """One legend for all panels, since one whose spectrum was fully visible has no shade to explain."""
+    """Draw one legend for all panels, since a panel with a fully visible spectrum has no shaded region."""
     entries: dict[str, Any] = {}
     for axes in panels:
         entries.update({label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)})
@@ -110,7 +110,7 @@ def _shared_legend(figure: Figure, panels: Iterable[Axes]) -> None:
 
 
 def _shorten(title: str) -> str:
-    """Cut the middle out of a long title: name and type are at its ends, and the error stays beside it."""
+    """Shorten a long title in the middle: name and type are at its ends, and the error follows it."""
     return title if len(title) <= 38 else f"{title[:24]} … {title[-11:]}"
 
 
@@ -141,23 +141,23 @@ def _draw_reconstruction(
     axes.set_xlim(grid[0] - steps[0], grid[-1] + steps[-1])
     if hidden.any():
         error = float(np.mean((fit - row)[hidden] ** 2))
-        # Beside the title and not inside the axes, where a spectrum may run anywhere.
+        # Next to the title, since a spectrum may be anywhere inside the axes.
         axes.set_title(f"hidden MSE {error:.3f}", fontsize=9, color=MUTED, loc="right")
 
 
 def plot_few_labels(curves: Mapping[str, FewLabels], path: str | os.PathLike[str], *, unit: str = "") -> Path:
-    """Draw the error by the number of labelled rows, a line with error bars for each representation.
+    """Plot the error by number of labelled rows, as a line with error bars per representation.
 
     Args:
-        curves: name -> result of `few_labels`; the first is drawn over the others.
-        path: where to write, ending in `.png`.
-        unit: of the error, written on the axis.
+        curves: name -> result of `few_labels`; the first is drawn on top.
+        path: output file, ending in `.png`.
+        unit: unit of the error, shown on the axis.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: there is no curve, or the path is no `.png`.
+        ValueError: there is no curve, or the path is not a `.png`.
         ImportError: matplotlib is not installed.
 
     Example:

@@ -1,7 +1,7 @@
-"""Preparing spectra: SNV scaling and farthest-point subsets (and the augmenter of `treadle.spectra.augment`).
+"""Preprocessing of spectra: SNV scaling and farthest-point sampling (and the augmenter of `treadle.spectra.augment`).
 
-Shapes: N (or B) = rows, L = channels, K = chosen rows. After SNV every row has mean 0 and norm sqrt(L - 1),
-so everything here that compares rows does so by angle.
+Shapes: N (or B) = rows, L = channels, K = selected rows. After SNV every row has mean 0 and norm sqrt(L - 1), so rows
+are compared by angle.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["SNVScaler", "SpectraAugmenter", "cosine_fps_downsample", "pretreatme
 
 
 class SNVScaler(Estimator):
-    """Standard normal variate: each row minus its mean, over its standard deviation.
+    """Standard normal variate (SNV) scaling: each row minus its mean, divided by its standard deviation.
 
-    y = (x - mean) / (std + eps) per row, with ddof 1 (0 for length 1), computed in float64 (Barnes, Dhanoa &
-    Lister 1989). Container, device and floating dtype of the input come out again; integers give float32.
-    Constant rows become exact zeros. Masked array entries are NaN. Nothing is learned from the data. Rows so faint
-    that eps would scale them are named in a warning.
+    y = (x - mean) / (std + eps) per row, with ddof 1 (0 for length 1), computed in float64 (Barnes, Dhanoa & Lister
+    1989). The container, device and floating dtype of the input are preserved; integers give float32. Constant rows
+    become exact zeros. Masked array entries are NaN. Nothing is learned from the data. Rows so faint that eps affects
+    their scale cause a warning.
 
     Args:
         eps: Added to the standard deviation, at least 0.
-        copy: False writes the result into a floating input instead of a new array.
+        copy: False writes the result in place if the input is floating.
         transform_stats: True makes `transform` return ``(Y, mu, sd)``.
 
     Raises:
@@ -58,27 +58,27 @@ class SNVScaler(Estimator):
     _learns, _transforms = False, True
 
     def fit(self, X: object = None, y: object = None) -> SNVScaler:
-        """Return self; there is nothing to fit (for pipelines)."""
+        """Return self; a no-op for pipelines."""
         return self
 
     def fit_transform(self, X: Spectra, y: object = None) -> Any:
-        """The same as `transform`."""
+        """Call `transform`."""
         return self.transform(X)
 
-    # Any, not a union: the constructor decides which of the two comes back, and no overload sees that.
+    # Any, not a union: the constructor decides which of the two is returned, which no overload can express.
     def transform(self, X: Spectra) -> Any:
         """Scale every row.
 
         Args:
-            X: (L,) or (N, L), NumPy, torch or a table of pandas, real numbers. NaN stays within its row.
+            X: (L,) or (N, L), NumPy, torch or a pandas table, real numbers. NaN stays within its row.
 
         Returns:
-            Y like ``X``, of a table an array; with ``transform_stats`` the tuple ``(Y, mu, sd)`` in the same container
-            and dtype, mu and sd of shape (N, 1), or 0-d for one spectrum, sd = std + eps.
+            Y like ``X``, or an array for a table; with ``transform_stats`` the tuple ``(Y, mu, sd)`` in the same
+            container and dtype, mu and sd of shape (N, 1), or 0-d for one spectrum, sd = std + eps.
 
         Raises:
             TypeError: When ``X`` is neither a NumPy array nor a tensor.
-            ValueError: When ``X`` is not real, has other than 1 or 2 dimensions, or rows without channels.
+            ValueError: When ``X`` is not real, is not 1-D or 2-D, or has no channels.
         """
         X = as_array(X, "X")
         work = as_float64(X, "X")
@@ -87,7 +87,7 @@ class SNVScaler(Estimator):
                 f"X has shape {tuple(work.shape)} but must be (L,) or (N, L) with L of at least 1; reshape it to rows"
             )
         centred, mu, constant = centre(work)
-        # Not Tensor.std: it warns on an empty batch, and its gradient at a constant row is NaN.
+        # Not Tensor.std: it warns for an empty batch, and its gradient at a constant row is NaN.
         norm = torch.linalg.vector_norm(centred, dim=-1, keepdim=True)
         std = norm / math.sqrt(max(work.shape[-1] - 1, 1))
         sd = torch.where(constant, 0.0, std) + self.eps
@@ -111,18 +111,18 @@ class SNVScaler(Estimator):
             )  # fmt: skip
 
     def inverse_transform(self, Y: Spectra, *, mu: Any, sd: Any) -> Spectra:
-        """Undo `transform`: Y * sd + mu per row, in float64, out in the dtype of ``Y``.
+        """Invert `transform`: Y * sd + mu per row, computed in float64 and returned in the dtype of ``Y``.
 
         Args:
             Y: (L,) or (N, L) scaled spectra.
-            mu: Means of the rows as `transform` returned them; (N, 1), (N,) or a number.
-            sd: Standard deviations with eps included, as `transform` returned them.
+            mu: Row means as returned by `transform`; (N, 1), (N,) or a number.
+            sd: Standard deviations plus eps, as returned by `transform`.
 
         Returns:
             The spectra in their original scale, like ``Y``.
 
         Raises:
-            ValueError: When mu or sd do not hold one number per row.
+            ValueError: When mu or sd do not have one value per row.
 
         Example:
             >>> import numpy as np
@@ -139,7 +139,7 @@ class SNVScaler(Estimator):
 
 
 def snv(x: Spectra, eps: float = 1e-12) -> Spectra:
-    """Scale every row to mean 0 and standard deviation 1, as :class:`SNVScaler` does.
+    """Scale every row to mean 0 and standard deviation 1, like :class:`SNVScaler`.
 
     Example:
         >>> import numpy as np
@@ -151,9 +151,9 @@ def snv(x: Spectra, eps: float = 1e-12) -> Spectra:
 
 
 def pretreatments(spectra: ArrayLike) -> dict[str, NDArray[np.float64]]:
-    """Return spectra (N, L) as chemometrics treats them before a regression, by name, such as `KernelStack` takes them.
+    """Return common chemometric pretreatments of spectra (N, L) by name, in the format of `KernelStack`.
 
-    SNV, its first and second derivative, and SNV of the first and second derivative.
+    These are SNV, its first and second derivative, and SNV of the first and second derivative.
 
     Example:
         >>> import numpy as np
@@ -187,23 +187,23 @@ def cosine_fps_downsample(
     return_indices: bool = False,
     eps: float = 1e-12,
 ) -> Any:
-    """Choose rows far apart in angle: greedy farthest-point sampling.
+    """Select rows far apart in angle by greedy farthest-point sampling.
 
-    From the first row on, each next one is the row whose smallest cosine distance to those already chosen is
-    largest (Gonzalez 1985). k = min(max(1, round(N * ratio)), N), with Python's rounding of halves to even.
+    After the first row, each next one is the row with the largest minimum cosine distance to those already selected
+    (Gonzalez 1985). k = min(max(1, round(N * ratio)), N), with Python's rounding of halves to even.
 
     Args:
-        X: (N, L) finite rows, NumPy or torch; for spectra after SNV the distance is one of shape alone.
-        ratio: Share of rows to keep, above 0.
-        seed: Seeds the draw of the first row; None draws it from torch's global CPU generator.
-        init_index: The first row, 0 to N - 1; None draws it.
-        return_numpy: NumPy out; False gives tensors (on the device of ``X``).
+        X: (N, L) finite rows, NumPy or torch; after SNV the distance depends only on the shape of spectra.
+        ratio: Fraction of rows to keep, above 0.
+        seed: Seed for drawing the first row; None uses torch's global CPU generator.
+        init_index: Index of the first row, 0 to N - 1; None draws it.
+        return_numpy: Return NumPy arrays; False returns tensors (on the device of ``X``).
         return_indices: Return ``(rows, indices)``.
-        eps: Floor of a row's norm, so that a zero row has distance 1 from all others.
+        eps: Minimum norm of a row, so that a zero row has distance 1 from all others.
 
     Returns:
-        (k, L) rows in their original scale and order of choice; with ``return_indices`` also their (k,)
-        int64 indices, all distinct.
+        (k, L) rows in their original scale and in order of selection; with ``return_indices`` also their (k,) int64
+        indices, all distinct.
 
     Raises:
         TypeError: When ``X`` is neither a NumPy array nor a tensor.
@@ -239,7 +239,7 @@ def cosine_fps_downsample(
 
 
 def _farthest_points(unit_NL: Tensor, *, count: int, first: int) -> Tensor:
-    """The greedy loop; the chosen indices stay on the device, so the host waits for nothing."""
+    """Run the greedy loop; the selected indices stay on the device, so nothing synchronises."""
     chosen_K = torch.empty(count, dtype=torch.int64, device=unit_NL.device)
     chosen_K[0] = first
     nearest_N = torch.full_like(unit_NL[:, 0], math.inf)
@@ -247,7 +247,7 @@ def _farthest_points(unit_NL: Tensor, *, count: int, first: int) -> Tensor:
         last_1 = chosen_K[position - 1 : position]
         distance_N = 1.0 - unit_NL @ unit_NL.index_select(0, last_1)[0]
         nearest_N = torch.minimum(nearest_N, distance_N)
-        # A chosen row must not win again, even when only copies at distance 0 are left.
+        # A selected row must not be chosen again, even if only duplicates at distance 0 are left.
         nearest_N.index_fill_(0, last_1, -math.inf)
         chosen_K[position] = nearest_N.argmax()
     return chosen_K

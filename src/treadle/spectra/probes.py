@@ -1,9 +1,9 @@
-"""How much of a known label a linear model reads out of a representation, without fooling oneself.
+"""Linear probes of representations.
 
-What keeps the figures honest: whatever is fitted (standardisation, the strength of the penalty, the weights)
-is fitted inside the training part of each fold; rows of one object stay in one fold; rows without a label are
-left out and counted; every representation is scored on the same folds by the same recipe. The representation
-itself may have been trained on the same spectra, as long as it never saw the labels.
+To avoid leakage, everything fitted (standardisation, penalty, weights) is fitted on the training part of each fold;
+rows of one object stay in one fold; rows without a label are left out and counted; every representation is scored on
+the same folds by the same procedure. The representation itself may have been trained on the same spectra, as long as it
+never saw the labels.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _Float = npt.NDArray[np.float64]
 _Split = tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]
 
 RIDGE_ALPHAS = tuple(float(alpha) for alpha in np.logspace(-3, 5, 17))
-"""Penalties tried by the ridge probe; the best by leave-one-out error of the training fold is taken."""
+"""Penalties tried by the ridge probe; the best by leave-one-out error on the training fold is used."""
 LOGISTIC_CS = (0.01, 0.1, 1.0, 10.0)
-"""Inverse penalties tried by the class probe; the best by 3 inner folds of the training fold is taken."""
+"""Inverse penalties tried by the class probe; the best by 3 inner folds of the training fold is used."""
 _INNER_FOLDS = 3
 
 
 class ProbeScore(TypedDict):
-    """One figure of a probe: mean and standard deviation (ddof 0) over the folds, and the number of rows behind it."""
+    """Score of a probe: mean and standard deviation (ddof 0) over the folds, and the number of rows used."""
 
     mean: float
     std: float
@@ -38,7 +38,7 @@ class ProbeScore(TypedDict):
 
 
 class ProbeResult(TypedDict):
-    """What `probe_features` returns; plain numbers, ready for JSON."""
+    """Result of `probe_features`, as plain JSON-compatible numbers."""
 
     j_minus_k_r2: ProbeScore
     spectral_class_balanced_accuracy: ProbeScore
@@ -56,25 +56,24 @@ def probe_features(
     num_folds: int = 5,
     seed: int = 0,
 ) -> ProbeResult:
-    """Score a representation by two linear probes, one for the J-K colour and one for the spectral class.
+    """Score a representation with two linear probes, one for the J-K colour and one for the spectral class.
 
-    The colour probe is ridge regression on standardised features; its penalty is chosen among `RIDGE_ALPHAS`
-    by the leave-one-out error of the training fold. The class probe is multinomial logistic regression on
-    standardised features with balanced class weights; its inverse penalty is chosen among `LOGISTIC_CS` by
-    the balanced accuracy of 3 inner folds of the training fold. Outer folds are shuffled by `seed`; those of
-    the class probe are stratified.
+    The colour probe is ridge regression on standardised features; its penalty is selected from `RIDGE_ALPHAS` by
+    leave-one-out error on the training fold. The class probe is multinomial logistic regression on standardised
+    features with balanced class weights; its inverse penalty is selected from `LOGISTIC_CS` by balanced accuracy over 3
+    inner folds of the training fold. Outer folds are shuffled by `seed`; those of the class probe are stratified.
 
     Args:
         features: (N, D) finite numbers.
         j_minus_k: (N,) magnitudes, NaN where unknown.
         spectral_class: (N,) strings such as "M", "L", "T"; empty where unknown.
-        groups: (N,) such as names of objects: rows of one group share a fold. None: each row is its own group.
+        groups: (N,), such as object names; rows of one group share a fold. None: each row is its own group.
         num_folds: at least 2.
-        seed: decides the folds; the same seed, labels and groups give the same folds for any features.
+        seed: seed of the folds; the same seed, labels and groups give the same folds for any features.
 
     Returns:
-        R² of J-K and balanced accuracy of the class (chance is 1 over the number of classes), each as
-        mean, std and list over folds with the number of rows used and left out.
+        R² of J-K and balanced accuracy of the class (chance is 1 over the number of classes), each as mean, std and
+        list over folds with the numbers of rows used and left out.
 
     Raises:
         ValueError: shapes disagree, features are not finite, or there are too few labelled rows or groups.
@@ -122,17 +121,17 @@ def compare_probes(
 
     Args:
         features: name -> (N, D) array; D may differ, N may not.
-        j_minus_k: (N,) as in `probe_features`, and so are the other arguments.
+        j_minus_k: (N,) as in `probe_features`, like the other arguments.
         spectral_class: (N,) strings, empty where unknown.
-        groups: (N,) rows of one group share a fold, or None.
+        groups: (N,) or None; rows of one group share a fold.
         num_folds: at least 2.
-        seed: decides the folds.
+        seed: seed of the folds.
 
     Returns:
         name -> result of `probe_features`, in the order given.
 
     Raises:
-        ValueError: `features` is empty, or as in `probe_features`, with the name of the representation.
+        ValueError: `features` is empty, or as in `probe_features`, naming the representation.
         ImportError: scikit-learn is not installed.
 
     Example:
@@ -155,11 +154,11 @@ def compare_probes(
 
 
 def pca_features(train: npt.ArrayLike, x: npt.ArrayLike, num_components: int) -> npt.NDArray[np.float32]:
-    """Project spectra on principal components, the baseline that any learned representation should beat.
+    """Project spectra on principal components, a baseline that any learned representation should beat.
 
-    Mean and components come from `train` alone, by an exact (full) singular value decomposition; give the
-    rows that the model was trained on, so that both have seen the same spectra. Components are not whitened;
-    the probes standardise every feature anyway.
+    Mean and components come only from `train`, by an exact (full) singular value decomposition; pass the rows that the
+    model was trained on, so that both have seen the same spectra. Components are not whitened, since the probes
+    standardise every feature anyway.
 
     Args:
         train: (M, L) finite rows to fit on.
@@ -167,7 +166,7 @@ def pca_features(train: npt.ArrayLike, x: npt.ArrayLike, num_components: int) ->
         num_components: 1 to min(M, L).
 
     Returns:
-        (N, num_components) float32, in order of falling variance.
+        (N, num_components) float32, in order of decreasing variance.
 
     Raises:
         ValueError: shapes disagree, numbers are not finite or `num_components` is out of range.
@@ -234,7 +233,7 @@ def _class_scores(
 
 
 def _class_probe(x: _Float, y: npt.NDArray[np.str_], groups: npt.NDArray[np.intp], *, seed: int) -> Any:
-    """The class probe with its penalty chosen by inner folds, fitted on all rows given."""
+    """Fit the class probe to all rows, with its penalty selected by inner folds."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV
@@ -245,13 +244,13 @@ def _class_probe(x: _Float, y: npt.NDArray[np.str_], groups: npt.NDArray[np.intp
     inner = _stratified_folds(y, groups, num_folds=_INNER_FOLDS, seed=seed)
     search = GridSearchCV(model, {"logisticregression__C": LOGISTIC_CS}, scoring="balanced_accuracy", cv=inner)
     with warnings.catch_warnings():
-        # A weak penalty on features that separate the classes has no finite optimum: 500 steps are enough.
+        # With a weak penalty and separable classes there is no finite optimum: 500 steps are enough.
         warnings.simplefilter("ignore", ConvergenceWarning)
         return search.fit(x, y)
 
 
 def _group_folds(groups: npt.NDArray[np.intp], *, num_folds: int, seed: int) -> list[_Split]:
-    """Shuffled folds that never cut a group: the groups, not the rows, are dealt out."""
+    """Return shuffled folds over groups, not rows, so that no group is split."""
     names = np.unique(groups)
     if len(names) < num_folds * 2:
         raise ValueError(

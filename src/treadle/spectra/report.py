@@ -1,4 +1,4 @@
-"""The results of ``treadle train spectra``: test loss, honest probes, clusters, pictures, tables."""
+"""Report of ``treadle train spectra``: test loss, probes, clusters, plots and tables."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _COMPONENTS = (8, 16, 64)
 def finish_run(
     config: SpectraConfig, data: SpectraData, trainer: SpectraTrainer, untrained: nn.Module, out: Path
 ) -> Results:
-    """Test, probe and draw the best weights.
+    """Test and probe the best weights, and draw the plots.
 
     Args:
         config: the settings of the run.
         data: the spectra and their split.
-        trainer: after ``fit``; its model gets the best weights.
-        untrained: the model with the weights it started from.
-        out: the run folder; gets ``pictures/``.
+        trainer: after ``fit``; its model receives the best weights.
+        untrained: the model with its initial weights.
+        out: the run folder; plots go to ``pictures/``.
     """
     model = trainer.model
     exported = "best_model.pt" if trainer.cfg.selection == "best" else "ema_last_model.pt"
@@ -91,7 +91,7 @@ def _latents(
 def _loss(
     model: nn.Module, data: SpectraData, rows: npt.NDArray[np.intp], config: SpectraConfig, device: torch.device
 ) -> tuple[float, npt.NDArray[np.bool_]]:
-    """Return the loss of some rows, and the masks (N, L) it was taken under, True where the model saw."""
+    """Return the loss of some rows, and the masks (N, L) used, True = visible."""
     trainer = config.trainer
     cfg = TesterConfig(
         device=str(device), amp=trainer.amp, amp_dtype=trainer.amp_dtype, loss_type=trainer.loss_type,
@@ -109,12 +109,12 @@ def _loss(
 def _baselines(
     data: SpectraData, val_visible: npt.NDArray[np.bool_], test_visible: npt.NDArray[np.bool_]
 ) -> dict[str, float]:
-    """Masked squared errors of guesses without a network, under the masks that the model was tested with.
+    """Return masked squared errors of baselines without a network, under the masks used to test the model.
 
     ``row_mean``: the mean of the spectrum itself, 0 after SNV, so (L - 1) / L. ``mean_spectrum``: the mean of all
-    training spectra, channel by channel. ``gaussian``: the conditional mean, by the covariance of the training
-    spectra. ``pca``: least squares in their first principal components. ``nearest``: the training spectra nearest in
-    what is seen. The setting of each of the last three is the one with the lowest error of the validation spectra.
+        training spectra, per channel. ``gaussian``: the conditional mean from the covariance of the training spectra.
+        ``pca``: least squares in their first principal components. ``nearest``: the training spectra nearest in the
+        visible channels. The settings of the last three have the lowest error on the validation spectra.
     """
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
@@ -137,7 +137,7 @@ def _baselines(
 def _few_labels(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
-    """Sub-types of spectra that neither training nor labels have seen, from a few labelled training spectra."""
+    """Predict sub-types of test spectra, unseen in training and unlabelled, from a few labelled training spectra."""
     features = {_OURS[config.model.residual]: latent}
     train = data.x[data.train]
     for size in _COMPONENTS:
@@ -155,7 +155,7 @@ def _few_labels(
 def _probe(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
-    """Linear probes of the latent, of as many principal components, and of the encoder before training."""
+    """Fit linear probes to the latent, to as many principal components, and to the untrained encoder's latent."""
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
     size = latent.shape[1]
@@ -165,7 +165,7 @@ def _probe(
             f"pca{size}": pca_features(data.x[data.train], data.x, size),
             "untrained": untrained,
         }
-        # On matrices this small, threads of BLAS wait for each other longer than they compute.
+        # On matrices this small, BLAS threads spend more time waiting for each other than computing.
         with threadpool_limits(1):
             return dict(
                 compare_probes(features, data.j_minus_k, data.spectral_class, groups=data.groups, seed=config.seed)
@@ -176,7 +176,7 @@ def _probe(
 
 
 def _cluster(latent: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], dict[str, Any]]:
-    """Cluster the latent by angle; the number of clusters is where the inertia has its elbow."""
+    """Cluster the latent by angle, with the number of clusters at the elbow of the inertia."""
     _, _, count, _, _ = elbow_ckmeans(CosineKMeans, latent, device="cpu", k_max=min(_MOST_CLUSTERS, len(latent)))
     fitted = CosineKMeans(n_components=count, device="cpu")
     labels = np.asarray(fitted.fit_predict(latent)).astype(np.int64)
@@ -184,7 +184,7 @@ def _cluster(latent: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], di
     return labels, {"k": count, "inertia": fitted.inertia_, "silhouette": score}
 
 
-# -- pictures -----------------------------------------------------------------------------------------------------
+# -- plots --------------------------------------------------------------------------------------------------------
 
 
 def _draw_few_labels(folder: Path, curves: Mapping[str, FewLabels]) -> list[Picture]:
@@ -234,7 +234,7 @@ def _draw(
 
 
 def _of_all_types(data: SpectraData) -> npt.NDArray[np.intp]:
-    """Test spectra from the earliest to the latest type, evenly spaced in the order of types, none picked by hand."""
+    """Return test spectra from the earliest to the latest type, evenly spaced in type order, none picked by hand."""
     numbers = spectral_type_number(data.spt[data.test])
     order = data.test[np.argsort(numbers, kind="stable")]  # unknown types, NaN, come last
     order = order[: max(int(np.isfinite(numbers).sum()), min(_PANELS, len(order)))]
@@ -255,7 +255,7 @@ def _reconstruct(
 
 
 def results(metrics: Mapping[str, Any]) -> Report:
-    """Return the tables of a run from the content of ``metrics.json``."""
+    """Return the tables of a run from the contents of ``metrics.json``."""
     tables = [_reconstruction_table(metrics)]
     if metrics.get("few_labels"):
         tables.insert(0, _few_labels_table(metrics["few_labels"]))
@@ -305,7 +305,7 @@ def _strongest(curves: Mapping[str, FewLabels], labels: int) -> str:
 
 
 def _outcome(curves: Mapping[str, FewLabels], labels: int) -> str:
-    """Return ahead, level or behind: two standard errors of the difference decide; with one draw, 0.02 sub-types."""
+    """Return ahead, level or behind, by two standard errors of the difference, or 0.02 sub-types with one draw."""
     mean, error = difference(next(iter(curves.values())), curves[_strongest(curves, labels)], labels)
     if abs(mean) <= (2 * error or 0.02):
         return "level"

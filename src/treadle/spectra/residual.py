@@ -1,7 +1,7 @@
-"""ResidualMAE: a masked autoencoder that corrects a linear conditional mean, and gives its uncertainty.
+"""ResidualMAE, a masked autoencoder that corrects a linear conditional mean and estimates its uncertainty.
 
-Shapes: B = rows, L = channels (``seq_len``), R = factors, T = patches, P = channels of a patch, D = model width,
-Z = latent width. ``visible_mask`` is True where a channel is seen.
+Shapes: B = rows, L = channels (``seq_len``), R = factors, T = patches, P = channels of a patch, D = model width, Z =
+latent width. ``visible_mask`` is True where a channel is visible.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from treadle.spectra.masks import (
 
 
 class Uncertainty(NamedTuple):
-    """How sure a reconstruction is, channel by channel."""
+    """Per-channel uncertainty of a reconstruction."""
 
     log_variance: Tensor
     """(B, L) logarithm of the expected squared error."""
     prior_variance: Tensor
-    """(B, L) variance of the linear conditional mean that the model starts from; no gradient."""
+    """(B, L) variance of the linear conditional mean that the model starts from; detached."""
 
 
 class LinearGaussian(nn.Module):
-    """Gaussian of whole spectra: a few factors, and separate noise in each channel, fitted in closed form.
+    """Factor model of spectra: a Gaussian with a few factors and per-channel noise, fitted in closed form.
 
     Args:
         seq_len: channels L.
@@ -63,14 +63,14 @@ class LinearGaussian(nn.Module):
         self.register_buffer("noise", torch.ones(seq_len))
 
     def fit(self, train: Tensor, *, shrinkage: float = 0.03) -> None:
-        """Take mean, factors and noise from complete spectra.
+        """Fit mean, factors and noise to complete spectra.
 
-        The factors are the first principal components of the covariance, without the mean of the variances left out.
-        The noise is what they leave of the variance of each channel, and white noise on top.
+        The factors are the first principal components of the covariance, less the mean of the discarded variances. The
+        noise is the residual variance of each channel plus white noise.
 
         Args:
             train: (N, L), at least two rows.
-            shrinkage: the white noise as a share of the mean variance of a channel.
+            shrinkage: white noise as a fraction of the mean channel variance.
         """
         rows = train.detach().to("cpu", torch.float64)
         if rows.dim() != 2 or len(rows) < 2 or rows.shape[1] != len(self.mean):
@@ -88,7 +88,7 @@ class LinearGaussian(nn.Module):
             self.noise.copy_(left + shrinkage * covariance.diagonal().mean())
 
     def forward(self, x: Tensor, visible_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of every channel given the visible ones, each (B, L) float32.
+        """Return the mean and variance of every channel given the visible ones, each (B, L) float32.
 
         Values of ``x`` outside the mask are never read. The variance is that of a new measurement.
         """
@@ -116,10 +116,10 @@ def _half_solved(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
 
 
 def _eliminated(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
-    """Return the same by elimination, column by column.
+    """Return the same result by elimination, column by column.
 
-    The batched solvers of torch's libraries take memory on a GPU that a CUDA graph may not. The update is no matrix
-    product: with one inner element cuBLAS takes twice as long.
+    The batched solvers used by torch allocate GPU memory in a way that a CUDA graph does not allow. The update is not a
+    matrix product, since with one inner element cuBLAS takes twice as long.
     """
     rest, rows = torch.cat([matrix_BRR, right_BRN], dim=2), []
     for left in range(matrix_BRR.shape[1], 0, -1):
@@ -130,7 +130,7 @@ def _eliminated(matrix_BRR: Tensor, right_BRN: Tensor) -> Tensor:
 
 
 class PatchEncoder(nn.Module):
-    """Transformer over the patches of a spectrum whose hidden channels hold the linear conditional mean."""
+    """Transformer encoder over patches of a spectrum with hidden channels replaced by the linear conditional mean."""
 
     def __init__(
         self,
@@ -158,11 +158,11 @@ class PatchEncoder(nn.Module):
         self.to_latent = nn.Linear(d_model, latent_dim, bias=False)
 
     def forward(self, x: Tensor, visible_mask: Tensor) -> Tensor:
-        """Return the latent (B, Z), rows of norm 1; the arguments are those of ``ResidualMAE``."""
+        """Return the latent (B, Z), rows of norm 1; arguments as for ``ResidualMAE``."""
         return self.encode(x, visible_mask)[1]
 
     def encode(self, x: Tensor, visible_mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return tokens (B, T, D), latent (B, Z), and mean and variance (B, L) of the linear model."""
+        """Return tokens (B, T, D), latent (B, Z), and the mean and variance (B, L) of the linear model."""
         check_input(x, visible_mask, self.seq_len)
         mean_BL, variance_BL = self.gaussian(x, visible_mask)
         filled_BL = torch.where(visible_mask, x.to(mean_BL.dtype), mean_BL)
@@ -187,7 +187,7 @@ def make_mixed_mask(
     device: torch.device | str | int,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Draw masks of a number of blocks; None draws blocks, bands, and all but a band, as `make_band_mask` does."""
+    """Draw masks of ``n_mask`` blocks; None draws blocks, bands, and all but a band, like `make_band_mask`."""
     if n_mask is None:
         hidden = make_band_mask(batch_size, seq_len, n_blocks, generator=generator)
     else:
@@ -196,31 +196,31 @@ def make_mixed_mask(
 
 
 class ResidualMAE(MaskedAutoencoder):
-    """Masked autoencoder of spectra that predicts the residual of a linear conditional mean, and its uncertainty.
+    """Masked autoencoder of spectra that predicts the residual of a linear conditional mean and its uncertainty.
 
-    The linear model is fitted in closed form by :meth:`fit` and is part of the state. A network that has learned
-    nothing gives it unchanged: the last layer starts at zero. Hidden values influence no output.
+    The linear model is fitted in closed form by :meth:`fit` and is part of the state. An untrained network returns its
+    prediction unchanged, since the last layer is initialised to zero. Hidden values affect no output.
 
     Args:
         seq_len: Channels L of a spectrum, a multiple of ``patch`` and of ``n_blocks``.
         d_model: Width of the tokens, a multiple of ``nhead``.
         nhead: Attention heads.
         num_layers: Transformer layers before the latent, at least 1.
-        decoder_layers: Transformer layers after it, at least 1.
+        decoder_layers: Transformer layers after the latent, at least 1.
         dim_feedforward: Width of the feed-forward part of a layer.
         dropout: Dropout probability, 0 to 1.
         latent_dim: Width Z of the latent.
-        patch: Channels of a token.
+        patch: Channels per token.
         rank: Factors of the linear model.
         n_blocks: Equal blocks that block masks are drawn over.
-        n_mask: Blocks that are hidden where a number is asked for, 0 to ``n_blocks``.
+        n_mask: Blocks hidden when a number is required, 0 to ``n_blocks``.
 
     Attributes:
-        takes_drawn_mask: The trainer draws masks by :meth:`make_visible` on the CPU, as a captured step needs.
-        gives_uncertainty: ``forward`` takes ``with_uncertainty``, and training weights errors by it.
+        takes_drawn_mask: The trainer draws masks with :meth:`make_visible` on the CPU, as a captured step needs.
+        gives_uncertainty: ``forward`` accepts ``with_uncertainty``, and training weights errors by it.
 
     Raises:
-        ValueError: When an argument breaks one of these rules.
+        ValueError: When an argument is out of range.
 
     Example:
         >>> model = ResidualMAE(seq_len=64, d_model=16, num_layers=1, patch=8, rank=4, n_blocks=8, n_mask=6).eval()
@@ -295,9 +295,9 @@ class ResidualMAE(MaskedAutoencoder):
 
         Args:
             x: (B, L) spectra.
-            visible_mask: (B, L) bool, True = seen; a row may be all False. None draws one by :meth:`make_visible`.
+            visible_mask: (B, L) bool, True = visible; a row may be all False. None draws one with :meth:`make_visible`.
             n_mask: As in :meth:`make_visible`.
-            generator: CPU generator of the draw; None uses torch's global CPU generator.
+            generator: CPU generator for the mask; None uses torch's global CPU generator.
             with_uncertainty: Return an :class:`Uncertainty` as a fourth value.
 
         Returns:

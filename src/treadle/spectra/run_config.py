@@ -1,4 +1,4 @@
-"""The settings of ``treadle train spectra``, and the effect of a rerun with other settings."""
+"""Settings of ``treadle train spectra``, and the effect of a rerun with changed settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.runs.split import DataConfig
 from treadle.spectra.config import TrainerConfig
 
 FLAGS = {"trainer.out_dir": "--out", "trainer.device": "--device", "trainer.resume_from": "--resume or --no-resume"}
-"""Fields of the trainer that the command sets from its own options."""
+"""Trainer settings that the command sets from its own options."""
 
 FREE = (
     "epochs", "threads", "schedule.warmup_epochs", "schedule.min_lr_scale", "trainer.amp", "trainer.amp_dtype",
@@ -22,22 +22,23 @@ FREE = (
     "trainer.early_stop_min_delta", "trainer.max_non_finite_grad_retries", "trainer.parallel", "trainer.capture",
     "trainer.compile",
 )  # fmt: skip
-"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+"""Settings that a resumed run may change; others are stored in checkpoints or would make the history meaningless."""
 
 
 @dataclass
 class ModelConfig:
-    """Arguments of ``ChemoMAE``, and which model is trained.
+    """Model choice and arguments of ``ChemoMAE``.
 
-    Small and with fixed positions on purpose: within two minutes of a CPU, many epochs of a small model reach a lower
-    loss than few of a large one (0.025 against 0.14 with the defaults of ``ChemoMAE`` cut to d_model=128), and fixed
-    positions a lower one than learned ones (0.027 against 0.046), which have not found their order by then.
+    Small and with fixed positions on purpose: within two minutes on a CPU, many epochs of a small model reach a lower
+    loss than few epochs of a large one (0.025 against 0.14 with the defaults of ``ChemoMAE`` reduced to d_model=128),
+    and fixed positions a lower one than learned positions (0.027 against 0.046), which have not learned their order by
+    then.
     """
 
     d_model: int = 64
     """Width of the tokens."""
     nhead: int = 4
-    """Attention heads; d_model is a multiple."""
+    """Attention heads; must divide ``d_model``."""
     num_layers: int = 2
     """Transformer layers."""
     dim_feedforward: int = 128
@@ -45,16 +46,17 @@ class ModelConfig:
     dropout: float = 0.0
     """Dropout probability; hiding three quarters of each spectrum regularises enough."""
     use_learnable_pos: bool = False
-    """Learned positions; False takes fixed sine/cosine ones."""
+    """Learned positions; False uses fixed sine/cosine positions."""
     latent_dim: int = 64
     """Width of the latent on the unit sphere."""
     n_blocks: int = 32
     """Equal blocks that masks are drawn over; a divisor of the 256 channels."""
     n_mask: int = 24
-    """Blocks hidden from the encoder. Many, since tokens that are not seen cost nothing."""
+    """Blocks hidden from the encoder; many, since hidden tokens cost nothing."""
     residual: bool = False
-    """Train ``ResidualMAE`` in place of ``ChemoMAE``: it fills hidden channels in better and gives an uncertainty, but
-    its latent is less useful with few labels. ``use_learnable_pos`` has no effect then, nor ``n_mask`` in training."""
+    """Train ``ResidualMAE`` instead of ``ChemoMAE``: it reconstructs hidden channels better and estimates uncertainty,
+    but its latent is less useful with few labels. ``use_learnable_pos`` then has no effect, nor does ``n_mask`` in
+    training."""
 
     def __post_init__(self) -> None:
         check_within("[0, 1]", model__dropout=self.dropout)
@@ -67,7 +69,7 @@ class OptimizerConfig:
     lr: float = 3e-3
     """Highest learning rate."""
     weight_decay: float = 0.05
-    """Decoupled decay of the weight matrices."""
+    """Decoupled weight decay of the weight matrices."""
 
     def __post_init__(self) -> None:
         check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
@@ -75,12 +77,12 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Arguments of ``build_scheduler``: linear warm-up, then half a cosine over the rest of ``epochs``."""
+    """Arguments of ``build_scheduler``: linear warm-up, then cosine decay over the rest of ``epochs``."""
 
     warmup_epochs: int = 5
     """Epochs of warm-up."""
     min_lr_scale: float = 0.02
-    """Share of the learning rate that is left after the last step."""
+    """Fraction of the learning rate at the last step."""
 
     def __post_init__(self) -> None:
         check_least(0, schedule__warmup_epochs=self.warmup_epochs)
@@ -88,7 +90,7 @@ class ScheduleConfig:
 
 
 def _trainer_config() -> TrainerConfig:
-    # An average over 100 steps (2 epochs): the default of the library, 1,000 steps, is a fifth of this short run.
+    # An average over 100 steps (2 epochs): the library's default, 1,000 steps, is a fifth of this short run.
     return TrainerConfig(ema_decay=0.99)
 
 
@@ -102,17 +104,17 @@ class SpectraConfig:
     """
 
     seed: int = 0
-    """Seeds weights, data order, masks and the folds of the probes."""
+    """Seed of weights, data order, masks and the folds of the probes."""
     epochs: int = 80
-    """Epochs of the whole run; the learning-rate schedule ends with them."""
+    """Total epochs; the learning-rate schedule ends with the last one."""
     batch_size: int = 32
-    """Spectra in a batch, of all ranks together."""
+    """Batch size, summed over all ranks."""
     threads: int | None = 1
-    """Threads on the CPU; None leaves torch's choice, one per core.
+    """CPU threads; None keeps torch's default, one per core.
 
-    Tensors this small gain little from a second thread, and where other programs keep the cores busy the threads wait
+    Tensors this small gain little from a second thread, and when other programs keep the cores busy the threads wait
     for each other: measured on two busy cores, 1,300 spectra per second with one thread and 30 to 200 with two. With
-    one, the numbers do not depend on the machine's number of cores either.
+    one thread, results also do not depend on the machine's number of cores.
     """
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -127,15 +129,15 @@ class SpectraConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> SpectraConfig:
-        """Return the defaults, with mixed precision where it pays.
+        """Return the defaults, with mixed precision where it is faster.
 
         On a CPU without bf16 units a bf16 step takes over ten times as long as one in fp32, and with them a model of
-        this size gains nothing: measured for this command, so the CPU default is fp32.
+        this size gains nothing (measured for this command), so the CPU default is fp32.
         """
         config = cls()
         config.trainer = dataclasses.replace(config.trainer, amp=device.type != "cpu")
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as nested plain values, without those that are options of the command."""
+        """Return the settings as nested plain values, without those that are command options."""
         return without(self, FLAGS)

@@ -1,4 +1,4 @@
-"""The data of ``treadle train spectra``: SNV-scaled SpeX spectra, split so that no object is in two parts."""
+"""Data of ``treadle train spectra``: SNV-scaled SpeX spectra with disjoint splits by object."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from treadle.spectra.preprocessing import SNVScaler
 
 @dataclass(frozen=True)
 class SpectraData:
-    """Scaled spectra with their labels and the rows of each part."""
+    """Scaled spectra with their labels and the rows of each split."""
 
     x: npt.NDArray[np.float32]
-    """(N, L) spectra after SNV: mean 0 and deviation 1 in every row."""
+    """(N, L) spectra after SNV: mean 0 and standard deviation 1 in every row."""
     wavelengths: npt.NDArray[np.float32]
     wavelength_unit: str
     spt: npt.NDArray[np.str_]
@@ -30,14 +30,14 @@ class SpectraData:
     """(N,) colours computed from the spectra; those of the catalogue are wrong in some rows."""
     name: npt.NDArray[np.str_]
     groups: npt.NDArray[np.intp]
-    """(N,) rows of one number must stay together."""
+    """(N,) group numbers; rows of one group must stay in one split."""
     train: Rows
     val: Rows
     test: Rows
 
     @property
     def num_groups(self) -> int:
-        """How many objects there are."""
+        """Number of objects."""
         return len(np.unique(self.groups))
 
     def loader(
@@ -49,7 +49,7 @@ class SpectraData:
         seed: int = 0,
         device: torch.device | None = None,
     ) -> TensorLoader:
-        """Return a loader over some rows, kept on ``device``; on several ranks, of this one's part of each batch."""
+        """Return a loader over some rows, stored on ``device``; in distributed runs, this rank's part of a batch."""
         x = torch.from_numpy(self.x[rows])
         return shared_rows(x, batch_size, shuffle=shuffle, seed=seed, device=device)
 
@@ -58,7 +58,7 @@ def prepare_data(config: DataConfig) -> SpectraData:
     """Load SpeX, scale every spectrum by SNV and split by object.
 
     Raises:
-        ConfigError: a part would be empty.
+        ConfigError: a split would be empty.
     """
     spex = load_spex()
     rows = config.rows_of(len(spex.spectra))

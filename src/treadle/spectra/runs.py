@@ -1,4 +1,4 @@
-"""The runs of ``treadle train spectra``: data, model, training; what follows is in :mod:`treadle.spectra.report`."""
+"""Runs of ``treadle train spectra``: data, model and training; the report is in :mod:`treadle.spectra.report`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RANK = 64  # factors of the linear part of a ResidualMAE
 
 
 class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
-    """The pack of ``treadle train spectra``."""
+    """Pack of ``treadle train spectra``."""
 
     name = "spectra"
     summary = SUMMARIES["spectra"]
@@ -63,11 +63,11 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     afterwards = "the test, the probes and the pictures"
 
     def defaults(self, device: torch.device) -> SpectraConfig:
-        """Return the settings for a device before any is given."""
+        """Return the default settings for a device."""
         return SpectraConfig.for_device(device)
 
     def parallel(self, config: SpectraConfig) -> str | None:
-        """Return the setting that spreads the model over ranks."""
+        """Return the setting that distributes the model over ranks."""
         parallel = config.trainer.parallel
         return parallel if isinstance(parallel, str) else None
 
@@ -76,7 +76,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         return prepare_data(run.config.data)
 
     def build(self, run: Run[SpectraConfig], data: SpectraData) -> SpectraTrainer:
-        """Return the trainer with its loaders, optimizer and schedule."""
+        """Build the trainer with its loaders, optimizer and schedule."""
         config, device = run.config, run.device
         train_loader = data.loader(data.train, config.batch_size, shuffle=True, seed=config.seed, device=device)
         model = build_model(config, data).to(device)
@@ -107,11 +107,11 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         return trainer
 
     def resume(self, run: Run[SpectraConfig], trainer: SpectraTrainer) -> str:
-        """Load ``last.pt``, or if it is damaged ``best.pt``."""
+        """Load ``last.pt``, or ``best.pt`` if it is damaged."""
         return load_newest(run, trainer, epochs=run.config.epochs, step=lambda: trainer.step)
 
     def fit(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> None:
-        """Train to the number of epochs, or until the validation loss stops falling."""
+        """Train up to the number of epochs, or until the validation loss stops improving."""
         epochs = run.config.epochs
         trainer.fit(epochs)
         if trainer.epoch < epochs:
@@ -121,7 +121,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
             )  # fmt: skip
 
     def keep(self, run: Run[SpectraConfig], data: SpectraData) -> None:
-        """Write the settings; the config.json of this pack never had its name in it."""
+        """Write the settings; this pack's config.json has never contained the pack name."""
         write_changed(json.dumps(self.values(run.config), indent=2) + "\n", run.out / "config.json")
 
     def describe(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> dict[str, str]:
@@ -143,13 +143,13 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         }  # fmt: skip
 
     def finish(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> Results:
-        """Test, probe and draw the best weights."""
-        with forked_rng():  # a model like the one that training began with
+        """Test and probe the best weights, and draw the plots."""
+        with forked_rng():  # a model equal to the one at the start of training
             untrained = build_model(run.config, data)
         return report.finish_run(run.config, data, trainer, untrained, run.out)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Return the losses and the probes."""
+        """Return the tables of losses and probes."""
         return report.results(metrics)
 
     def evaluate(
@@ -160,7 +160,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         batch_size: int | None,
         num_workers: int,
     ) -> Evaluation:
-        """Return the loss of a split under the masks of every evaluation."""
+        """Return the loss of a split under the fixed evaluation masks."""
         rows, cfg = part_of(opened.data, split), opened.run.config.trainer
         tester = TesterConfig(
             device=str(opened.run.device), amp=cfg.amp, amp_dtype=cfg.amp_dtype, loss_type=cfg.loss_type,
@@ -177,7 +177,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         batch_size: int | None,
         **options: Any,
     ) -> Predictions:
-        """Return the latents of a split, and of each its row in the data set."""
+        """Return the latents of a split, each with its row in the data set."""
         rows, cfg = part_of(opened.data, split), opened.run.config.trainer
         extractor = ExtractorConfig(
             device=str(opened.run.device), amp=cfg.amp, amp_dtype=cfg.amp_dtype, return_numpy=True
@@ -187,7 +187,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
 
 
 def build_model(config: SpectraConfig, data: SpectraData) -> ChemoMAE | ResidualMAE:
-    """Seed, and return the model with its initial weights; the linear part of a ``ResidualMAE`` is fitted."""
+    """Seed, and build the model with its initial weights; the linear part of a ``ResidualMAE`` is fitted."""
     set_seed(config.seed)
     settings = {key: value for key, value in vars(config.model).items() if key != "residual"}
     with as_settings("model", vars(config.model)):
@@ -200,7 +200,7 @@ def build_model(config: SpectraConfig, data: SpectraData) -> ChemoMAE | Residual
 
 
 def model_name(config: SpectraConfig) -> str:
-    """Return the name of the model's class."""
+    """Return the class name of the model."""
     return "ResidualMAE" if config.model.residual else "ChemoMAE"
 
 

@@ -1,4 +1,4 @@
-"""The spectra task: a batch of spectra becomes a masked reconstruction loss."""
+"""Spectra training task: masked reconstruction loss of a batch of spectra."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOSSES = {"mse": masked_mse, "sse": masked_sse}
 
 
 class Augmenter(Protocol):
-    """Augmentation of spectra (B, L) in training."""
+    """Interface of augmenters of spectra (B, L) in training."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the changed spectra."""
+        """Return the augmented spectra."""
         ...
 
 
@@ -33,7 +33,7 @@ def spectra_of(batch: Any) -> Tensor:
     """Return the spectra (B, L) of a batch: the batch itself, or the first item of a tuple or list.
 
     Raises:
-        TypeError: the batch is something else.
+        TypeError: the batch is of another type.
 
     Example:
         >>> spectra_of((torch.zeros(2, 4), "meta")).shape
@@ -50,13 +50,13 @@ def spectra_of(batch: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class PreparedSpectra:
-    """A batch and the random draws for it, made on the CPU.
+    """Batch with its random augmentation and mask, drawn on the CPU.
 
     Attributes:
         x: (B, L) the spectra.
         seen: (B, L) augmented input of the model; None: ``x``.
-        visible_mask: (B, L) bool, True where the encoder sees; None: the model draws.
-        visible_count: how many of each row; None: it differs.
+        visible_mask: (B, L) bool, True = visible; None: the model draws it.
+        visible_count: visible channels per row; None: it differs between rows.
         uncertain: whether the loss weights errors by the model's uncertainty.
     """
 
@@ -68,15 +68,15 @@ class PreparedSpectra:
 
 
 class SpectraTask:
-    """Masked reconstruction: the loss is taken where the model did not look, or with ``loss_region="all"`` everywhere.
+    """Masked reconstruction task, with the loss over hidden channels or all channels.
 
     Args:
-        device: where batches are moved.
+        device: device that batches are moved to.
         loss_type: ``"mse"`` or ``"sse"``.
         reduction: ``"mean"`` (per masked element), ``"batch_mean"`` (per spectrum) or ``"sum"``.
-        loss_region: ``"masked"``, where the model did not look, or ``"all"`` channels.
-        augmenter: changes the model's input in training; the target stays the original.
-        fixed_visible: bool (L,) or (B, L), True where the encoder sees; None lets the model draw.
+        loss_region: ``"masked"`` for hidden channels, or ``"all"``.
+        augmenter: augments the model's input in training; the target stays the original.
+        fixed_visible: bool (L,) or (B, L), True = visible; None lets the model draw masks.
 
     Example:
         >>> task = SpectraTask(torch.device("cpu"))
@@ -105,7 +105,7 @@ class SpectraTask:
         self.fixed_visible = fixed_visible
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Return the masked loss of a batch, weighted by the number of elements that it is a mean over."""
+        """Return the masked loss of a batch, with the number of elements that it averages over as its weight."""
         given = batch if isinstance(batch, PreparedSpectra) else self._prepared(model, batch)
         x = moved(given.x, self.device)
         seen = x if given.seen is None else moved(given.seen, self.device)
@@ -127,7 +127,7 @@ class SpectraTask:
         return StepOutput(loss, weight=as_count(mask.sum()) if weight is None else weight, num_samples=len(x))
 
     def _uncertain_step(self, model: nn.Module, given: PreparedSpectra, x: Tensor, seen: Tensor) -> StepOutput:
-        """Return the training loss of a model that gives an uncertainty."""
+        """Return the training loss of a model that estimates uncertainty."""
         fixed = None if given.visible_mask is None else moved(given.visible_mask, self.device)
         visible_mask = fixed if self.fixed_visible is None else self._visible_for(x)
         x_recon, _, visible_mask, unsure = model(seen, visible_mask, with_uncertainty=True)
@@ -142,11 +142,11 @@ class SpectraTask:
         return StepOutput(loss, weight=as_count(mask.sum()) if weight is None else weight, num_samples=len(x))
 
     def counted(self, visible_mask: Tensor) -> Tensor:
-        """Return where the loss counts, (B, L) bool."""
+        """Return the mask of elements that count in the loss, (B, L) bool."""
         return ~visible_mask if self.loss_region == "masked" else torch.ones_like(visible_mask)
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[PreparedSpectra, float | None]:
-        """Augment the spectra and draw the mask, both by random numbers of the CPU."""
+        """Augment the spectra and draw the mask, both with CPU random numbers."""
         given = self._prepared(model, batch)
         return given, self._weight_of(given)
 
@@ -166,11 +166,11 @@ class SpectraTask:
             or not isinstance(inner, (ChemoMAE, PatchMAE))
             or not _takes_counted_mask(kind)
         ):
-            return PreparedSpectra(x, seen, uncertain=uncertain)  # another model draws its mask itself
+            return PreparedSpectra(x, seen, uncertain=uncertain)  # other models draw their own masks
         return PreparedSpectra(x, seen, inner.make_visible(len(x), device="cpu"), inner.visible_count())
 
     def _weight_of(self, given: PreparedSpectra) -> float | None:
-        """Return the number of elements of the loss, or None if the host would have to wait for it."""
+        """Return the number of elements of the loss, or None if that would need a device synchronisation."""
         if self.reduction == "batch_mean":
             return float(len(given.x))
         if self.reduction == "sum" or given.visible_mask is None:
@@ -178,7 +178,7 @@ class SpectraTask:
         if self.loss_region == "all":
             return float(given.x.numel())
         if given.visible_count is None:
-            visible = given.visible_mask  # on the host, but for a batch that was moved before
+            visible = given.visible_mask  # on the host, unless the batch was moved earlier
             return float(visible.numel() - int(visible.sum())) if visible.device.type == "cpu" else None
         return float(len(given.x) * (given.x.shape[1] - given.visible_count))
 

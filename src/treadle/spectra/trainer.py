@@ -1,4 +1,4 @@
-"""The spectra face: trains a masked autoencoder by epochs and keeps its folder in order."""
+"""Spectra trainer: epoch-based training of masked autoencoders, and its run folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from treadle.spectra.task import Augmenter, SpectraTask, spectra_of
 
 
 class SpectraEpochs(EpochTrainer):
-    """Epoch driver that writes each validation loss into every record: None, as in the file, until it is measured.
+    """Epoch driver whose records always contain every validation loss; None, as in the file, until it is measured.
 
     Args:
         engine: runs the steps.
@@ -60,7 +60,7 @@ class SpectraEpochs(EpochTrainer):
         self._losses = losses
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``train_loss``, and the validation losses as None."""
+        """Return ``train_loss``, and None for each validation loss."""
         return {**super().train_record(means), **dict.fromkeys(self._losses)}
 
 
@@ -73,25 +73,25 @@ class SpectraTrainer(EpochFace):
 
     Args:
         model: for example :class:`ChemoMAE`; moved to the device.
-        optimizer: over its parameters.
+        optimizer: optimizer of its parameters.
         train_loader: batches (B, L), or tuples whose first item is one.
-        val_loader: the same for validation, or None; of a dict each loader, as ``val_<name>_loss``.
-        scheduler: stepped by ``scheduler_interval``.
-        cfg: settings; None uses the defaults. It is not changed.
-        device: wins over ``cfg.device``.
+        val_loader: the same for validation, or None; a dict is evaluated loader by loader, as ``val_<name>_loss``.
+        scheduler: advanced according to ``scheduler_interval``.
+        cfg: settings; None uses the defaults. It is not modified.
+        device: overrides ``cfg.device``.
         scheduler_interval: ``"step"`` (applied steps) or ``"epoch"``.
-        hooks: further hooks.
-        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
-        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
-        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
-        augmenter: changes the model's input in training, see :class:`SpectraAugmenter`.
-        parallel: as ``cfg.parallel``, or a ParallelConfig; wins over it.
-        best_model_metric: the validation loss that selects, such as ``"val_far_loss"``, where ``cfg.selection`` is
+        hooks: additional hooks.
+        trackers: experiment trackers, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows no progress unless you configure a log handler, like ``TREADLE_PROGRESS=0``.
+        limits: limits of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its fields.
+        augmenter: augments the model's input in training, see :class:`SpectraAugmenter`.
+        parallel: as ``cfg.parallel``, or a ParallelConfig; overrides it.
+        best_model_metric: the validation loss to select by, such as ``"val_far_loss"``, if ``cfg.selection`` is
             ``"best"``; None uses that of the first loader.
 
     Raises:
-        ConfigError: a loader or ``best_model_metric`` does not fit, ``device`` and ``cfg.device`` differ, a device is
-            not available, or the scheduler is built over another optimizer.
+        ConfigError: a loader or ``best_model_metric`` is invalid, ``device`` and ``cfg.device`` differ, a device is not
+            available, or the scheduler was built for another optimizer.
 
     Example:
         >>> # trainer = SpectraTrainer(model, optimizer, train_loader, val_loader, cfg=TrainerConfig(out_dir="run"))
@@ -159,7 +159,7 @@ class SpectraTrainer(EpochFace):
         return self.cfg.selection == "best"
 
     def _choose_metric(self, asked: str | None) -> str:
-        """Return the key of the validation loss that selects."""
+        """Return the key of the validation loss used for selection."""
         if asked is None:
             return self._losses[0]
         name = f"val_{asked.removeprefix('val_')}"
@@ -175,7 +175,7 @@ class SpectraTrainer(EpochFace):
             )  # fmt: skip
         return name
 
-    # Parts that a subclass may replace: epochs, folder, task, settings in checkpoints, further hooks.
+    # Parts that a subclass may override: epochs, folder, task, settings in checkpoints, additional hooks.
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
         return SpectraEpochs(self._engine, best=rule, losses=self._losses)
@@ -204,7 +204,7 @@ class SpectraTrainer(EpochFace):
 
     @property
     def out_dir(self) -> Path:
-        """The folder of the run; may be assigned between two calls."""
+        """Run folder; may be assigned between two calls."""
         return Path(self.cfg.out_dir).absolute() if self._folder.path is None else self._folder.path
 
     @out_dir.setter
@@ -213,7 +213,7 @@ class SpectraTrainer(EpochFace):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One record per epoch: ``epoch``, ``train_loss``, ``val_loss`` (None without a validation) and ``lr``.
+        """One record per epoch: ``epoch``, ``train_loss``, ``val_loss`` (None without validation) and ``lr``.
 
         With a dict of loaders there is a ``val_<name>_loss`` for each, and no ``val_loss``.
         """
@@ -221,7 +221,7 @@ class SpectraTrainer(EpochFace):
 
     @property
     def best(self) -> dict[str, Any]:
-        """The best epoch and the validation loss that selects; -1 and infinity before there is one."""
+        """Best epoch and its validation loss; -1 and infinity before there is one."""
         rule = self._epochs.best
         if rule is None or rule.best_epoch is None:
             return {"epoch": -1, "val_loss": math.inf}
@@ -229,14 +229,14 @@ class SpectraTrainer(EpochFace):
 
     @property
     def ema(self) -> Ema | None:
-        """The averaged model, or None when averaging is off."""
+        """Averaged model, or None if averaging is disabled."""
         self._engine.prepare()
         return self._engine.averages.get("ema")
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def fit(self, epochs: int) -> dict[str, Any]:
-        """Train until ``epochs`` epochs are completed or early stopping ends the run.
+        """Train until ``epochs`` epochs are complete or early stopping ends the run.
 
         Args:
             epochs: absolute target; a run that has reached it returns the stored result.
@@ -245,8 +245,8 @@ class SpectraTrainer(EpochFace):
             ``{"best": {"epoch", "val_loss"}, "epochs": epochs completed}``.
 
         Raises:
-            ConfigError: ``epochs`` is no integer >= 0.
-            CheckpointError: another process trains in ``out_dir``, or no checkpoint of it is intact.
+            ConfigError: ``epochs`` is not an integer >= 0.
+            CheckpointError: another process is training in ``out_dir``, or none of its checkpoints is intact.
         """
         check_whole(0, epochs=epochs)
         if self._epochs.best is not None:
@@ -262,13 +262,13 @@ class SpectraTrainer(EpochFace):
             return float(self._epochs.train_epoch(self.train_loader)["loss"])
 
     def validate(self, loader: EvalLoaders | None = None) -> Any:
-        """Return the weighted mean loss of the scored weights under fixed masks; NaN without a ``val_loader``.
+        """Return the weighted mean loss of the evaluated weights under fixed masks; NaN without a ``val_loader``.
 
         Args:
             loader: batches; None takes ``val_loader``.
 
         Returns:
-            A float; of a dict of loaders a dict with ``<name>_loss`` of each.
+            A float, or for a dict of loaders a dict with ``<name>_loss`` for each.
 
         Raises:
             ConfigError: a loader is empty.
@@ -280,7 +280,7 @@ class SpectraTrainer(EpochFace):
         return results if isinstance(chosen, Mapping) else float(results["loss"])
 
     def predict(self, loader: Iterable[Any]) -> Any:
-        """Return ``(x_recon, z, visible_mask)`` of a loader's spectra, of the scored weights under fixed masks.
+        """Return ``(x_recon, z, visible_mask)`` of a loader's spectra, with the evaluated weights and fixed masks.
 
         Returns:
             Tensors (N, L), (N, D) and (N, L) on the CPU, in the loader's order.
@@ -308,7 +308,7 @@ class SpectraTrainer(EpochFace):
         """Write ``checkpoints/last.pt``, and ``checkpoints/best.pt`` if ``is_best``.
 
         Args:
-            epoch: epochs completed; the count in the state is stored.
+            epoch: completed epochs; the count in the state is what is stored.
             is_best: whether this is the best epoch so far.
         """
         if epoch != self.epoch:
@@ -318,16 +318,16 @@ class SpectraTrainer(EpochFace):
         self._folder.write_checkpoints(is_best=is_best)
 
     def save_weights_only(self, filename: str = "best_model.pt") -> Path:
-        """Write the weights that are evaluated (the average when it is on) as a plain state dict; all ranks call."""
+        """Write the evaluated weights (the average if enabled) as a plain state dict; a collective call."""
         self._writer.wait()
         weights = to_plain(model_state(self.model) if self.ema is None else self.ema.export(self.model))
         return on_rank_0(lambda: save_checkpoint(weights, self.out_dir / filename))
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Restore everything from a checkpoint and return the next epoch's 1-based number.
+        """Restore the full state from a checkpoint and return the 1-based number of the next epoch.
 
         Raises:
-            CheckpointError: the file is missing, damaged, or of another model.
+            CheckpointError: the file is missing, damaged, or of a different model.
         """
         self._folder.restore(load_checkpoint(path), path)
         return self.epoch + 1

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from treadle.errors import ConfigError
 from treadle.graphs import get_loss_fn, get_metrics
+from treadle.graphs.task_types import counted
 
 NAN = float("nan")
 LOGITS, LABELS = torch.tensor([2.0, -1.0, 0.5, -0.5]), torch.tensor([1, 0, 0, 1])
@@ -237,3 +238,13 @@ def test_labels_that_are_no_classes_are_refused_by_loss_and_count(task, classes,
 def test_a_mask_that_does_not_fit_is_refused(mask):
     with pytest.raises(ConfigError, match="mask"):
         get_loss_fn("regression")(torch.zeros(4, 1), torch.zeros(4, 1), mask)
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (6, 3), (0, 2)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_entries_are_counted_on_the_host_as_torch_counts_them(shape, masked):
+    generator = torch.Generator().manual_seed(1)
+    target = torch.randn(shape, generator=generator)
+    target[torch.rand(shape, generator=generator) < 0.4] = math.nan
+    mask = torch.rand(shape[0], generator=generator) < 0.5 if masked else None
+    assert float(get_loss_fn("regression").count(target, mask)) == float(counted(target, mask).sum())

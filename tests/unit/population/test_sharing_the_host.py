@@ -98,6 +98,21 @@ def test_a_launch_that_fails_fails_its_member_alone(tmp_path):
     assert rows[1].error == "ValueError: no memory"
 
 
+def test_members_begin_one_in_a_round_so_that_their_epochs_do_not_end_together(tmp_path):
+    order = []
+
+    def train(seed):
+        for number in range(3):
+            order.append((seed, number))
+            wait_for(Event(looks=1))  # over at the next look: a turn ends
+        return {}
+
+    run(tmp_path, train, seeds=3)
+    reached = {seed: order.index((seed, 0)) for seed in range(3)}
+    done = [sum(each[0] == 0 for each in order[: reached[seed]]) for seed in range(3)]
+    assert done == sorted(set(done))  # the first has moved on between the starts of the others
+
+
 def test_others_work_while_a_member_waits(tmp_path):
     order = []
 

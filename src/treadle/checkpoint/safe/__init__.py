@@ -1,3 +1,3 @@
-"""Files read with distrust: archives, pickles and headers are checked byte by byte, and nothing in them is executed."""
+"""Safe reading of untrusted files: archives, pickles and headers are checked byte by byte, never executed."""
 
 from __future__ import annotations

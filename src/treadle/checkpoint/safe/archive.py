@@ -1,8 +1,8 @@
-"""The zip archive that ``torch.save`` writes, read with distrust: one pass over every byte, nothing executed.
+"""Safe reader of the zip archives of ``torch.save``: one pass over every byte, nothing executed.
 
-Refused before a record is read: compressed records and declared sizes beyond the file (zip bombs), names that leave
-the archive, names given twice, anything before or after the archive, and records that torch does not write, such as
-code or another archive.
+Refused before a record is read: compressed records and declared sizes beyond the file (zip bombs), names that leave the
+archive, duplicate names, data before or after the archive, and records that torch does not write, such as code or
+another archive.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _LONG_END = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _RECORD_HEADER = struct.Struct("<4s5H3L2H")
 _UTF8 = 0x800
-_FLAGS = _UTF8 | 0x8  # a name in UTF-8, sizes behind the data; no encryption
-_FOLDER = 0x10  # torch reads such a record as nothing, whatever its CRC-32
+_FLAGS = _UTF8 | 0x8  # UTF-8 name, sizes after the data; no encryption
+_FOLDER = 0x10  # torch reads such a record as empty, whatever its CRC-32
 _RECORD = re.compile(r"data\.pkl|data/[0-9]+|byteorder|version|\.[a-z_]+|\.data/serialization_id")
 _PROGRAM = re.compile(r"constants\.pkl|code/.*|data/.*\.py")
 
 
 class ArchiveError(Exception):
-    """Fault of a file, in one sentence; for this package's own use."""
+    """Error of a file in one sentence, internal to this package."""
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive whose every record has the right CRC-32.
+    """Archive in which every record has the correct CRC-32.
 
     Attributes:
         storages: bytes of each tensor storage, by its key.
-        pickle: the record that builds the tree from the storages.
+        pickle: record that builds the tree from the storages.
     """
 
     storages: dict[str, int]
@@ -49,7 +49,7 @@ def read_archive(path: str | os.PathLike[str]) -> Archive:
     """Read a checkpoint's records once, check their CRC-32, and keep the pickle.
 
     Raises:
-        ArchiveError: the file is missing, damaged, or not what ``torch.save`` writes.
+        ArchiveError: the file is missing, damaged, or not written by ``torch.save``.
 
     Example:
         >>> read_archive("no_such_file.pt")
@@ -73,10 +73,10 @@ def _opened(path: str | os.PathLike[str], names: list[str] | None) -> Archive:
 
 
 def read_pickle(path: str | os.PathLike[str]) -> Archive:
-    """As :func:`read_archive`, but of all records only the pickle is read and checked: quick, however large the file.
+    """Read an archive like :func:`read_archive`, but only its pickle: fast for files of any size.
 
     Raises:
-        ArchiveError: the file is missing, or not what ``torch.save`` writes.
+        ArchiveError: the file is missing, or not written by ``torch.save``.
 
     Example:
         >>> read_pickle("no_such_file.pt")
@@ -87,10 +87,10 @@ def read_pickle(path: str | os.PathLike[str]) -> Archive:
 
 
 def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file for reading; a pipe or a device, which could block for ever, is refused.
+    """Open a regular file for reading; a pipe or device, which could block forever, is refused.
 
     Raises:
-        ArchiveError: there is no such file, it is no file, or it may not be read.
+        ArchiveError: there is no such file, it is not a regular file, or it is not readable.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -103,17 +103,34 @@ def open_plain_file(path: str | os.PathLike[str]) -> BinaryIO:
         raise ArchiveError(getattr(error, "strerror", None) or str(error)) from None
 
 
+def check_last_record(content: bytes) -> None:
+    """Refuse an archive in memory that is not complete, by its last record, which gives its size.
+
+    Raises:
+        ArchiveError: it is cut off, or goes on behind its end.
+
+    Example:
+        >>> check_last_record(b"PK")
+        Traceback (most recent call last):
+        treadle.checkpoint.safe.archive.ArchiveError: the archive is cut off
+    """
+    at = len(content) - _END.size - _LOCATOR.size - _LONG_END.size  # of the long form, which torch writes always
+    found = _LONG_END.unpack_from(content, at) if at >= 0 else (b"",)
+    if found[0] != b"PK\6\6" or found[-1] + found[-2] != at:
+        raise ArchiveError("the archive is cut off")
+
+
 def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.ZipInfo]) -> None:
-    """Refuse a file whose end is not exactly that of this archive; other readers could find another archive in it."""
+    """Refuse a file that does not end exactly with this archive; other readers could find a different one."""
     start, count = archive.start_dir, len(records)
     file.seek(start)
     table = file.read()
     directory = 0
-    for _ in records:  # zipfile itself takes lengths that lead beyond the end for shorter ones
+    for _ in records:  # zipfile itself truncates lengths beyond the end
         directory += 46 + sum(struct.unpack_from("<3H", table, directory + 28))
     end = table[directory:]
     right = True
-    if len(end) != _END.size:  # the long form, which torch writes always
+    if len(end) != _END.size:  # the long form, which torch always writes
         long, locator = _LONG_END.unpack_from(end), _LOCATOR.unpack_from(end, _LONG_END.size)
         right = long[:2] == (b"PK\6\6", 44) and long[4:] == (0, 0, count, count, directory, start)
         right = right and locator == (b"PK\6\7", 0, start + directory, 1)
@@ -126,7 +143,7 @@ def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.Z
 
 
 def _read(file: BinaryIO, records: list[zipfile.ZipInfo], names: list[str] | None) -> Archive:
-    """Read the records of these names below the root; None reads all."""
+    """Read the named records below the root; None reads all."""
     root = _check_directory(records, os.fstat(file.fileno()).st_size)
     storages: dict[str, int] = {}
     pickle = b""
@@ -141,9 +158,9 @@ def _read(file: BinaryIO, records: list[zipfile.ZipInfo], names: list[str] | Non
 
 
 def _read_record(file: BinaryIO, record: zipfile.ZipInfo, *, keep: bool) -> bytes:
-    """Read a record that is not compressed and check its CRC-32; return its contents if they are kept.
+    """Read an uncompressed record and check its CRC-32; return its content if it is kept.
 
-    A third of the time of ``zipfile.ZipFile.open``, which counts where there are hundreds of small records.
+    Takes a third of the time of ``zipfile.ZipFile.open``, which matters for hundreds of small records.
     """
     file.seek(record.header_offset)
     signature, *_, length_of_name, length_of_extra = _RECORD_HEADER.unpack(file.read(_RECORD_HEADER.size))
@@ -165,7 +182,7 @@ def _read_record(file: BinaryIO, record: zipfile.ZipInfo, *, keep: bool) -> byte
 
 
 def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
-    """Refuse what torch does not write, by the archive's table of contents alone; return the records' folder."""
+    """Refuse anything that torch does not write, based on the central directory; return the records' folder."""
     seen: set[str] = set()
     for record in records:
         name = record.orig_filename

@@ -1,7 +1,7 @@
-"""What a pickle claims about tensors, checked against the records before anything is allocated.
+"""Validation of a pickle's claims about tensors against the records, before any allocation.
 
-``torch.load(weights_only=True)`` runs no foreign code, but it believes the sizes it reads: a storage that claims more
-elements than its record has bytes is read beyond its end.
+``torch.load(weights_only=True)`` runs no foreign code, but trusts the sizes it reads: a storage that claims more
+elements than its record holds is read beyond its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAMES = {
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }  # fmt: skip
-_DTYPES = {  # bytes of an element; a table, as looking into a file is to load no torch
+_DTYPES = {  # bytes per element; a table, since inspecting a file must not import torch
     f"torch.{name}": width
     for width, names in {
         1: (
@@ -52,19 +52,19 @@ DATA = {
 
 
 class PickleError(Exception):
-    """Why a pickle is refused or damaged, in one sentence; for this package's own use."""
+    """Reason why a pickle is refused or damaged, in one sentence, internal to this package."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """Something that the pickle names and an unpickler would import."""
+    """Name in a pickle that an unpickler would import."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Memory of tensors: what it holds and how many elements it claims."""
+    """Storage of tensors: dtype and claimed number of elements."""
 
     kind: str
     key: str
@@ -73,12 +73,12 @@ class Storage:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as the pickle describes it.
+    """Tensor as described by the pickle.
 
     Attributes:
-        shape: its sizes.
-        dtype: without ``torch.``.
-        nbytes: of its elements.
+        shape: shape of the tensor.
+        dtype: name of the dtype, without ``torch.``.
+        nbytes: size of its elements in bytes.
     """
 
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class TensorEntry:
 
 @dataclass
 class Made:
-    """What a call would return."""
+    """Result that a call would return."""
 
     function: str
     arguments: Any
@@ -96,7 +96,7 @@ class Made:
 
 
 def shortened(text: str) -> str:
-    r"""Return a foreign text in ASCII and at most 80 characters, safe to show on a terminal.
+    r"""Return an untrusted string as at most 80 ASCII characters, safe to show on a terminal.
 
     Example:
         >>> shortened("a\x1b[31m")
@@ -107,10 +107,10 @@ def shortened(text: str) -> str:
 
 
 def storage_of(claim: Any, storages: Mapping[str, int]) -> Storage:
-    """Return the storage that a persistent id names, if its record has exactly the bytes that it claims.
+    """Return the storage named by a persistent id, if its record has exactly the claimed size.
 
     Raises:
-        PickleError: it has not.
+        PickleError: the sizes differ.
     """
     match claim:
         case ("storage", Named(name=name), str(key), str(), int(numel)) if not isinstance(numel, bool):
@@ -130,7 +130,7 @@ def storage_of(claim: Any, storages: Mapping[str, int]) -> Storage:
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:
-    """Return sizes or strides.
+    """Return checked sizes or strides.
 
     Raises:
         PickleError: they are not a tuple of whole numbers >= 0.
@@ -143,10 +143,10 @@ def sizes_of(value: Any) -> tuple[int, ...]:
 
 
 def tensor_of(function: str, arguments: tuple[Any, ...]) -> TensorEntry:
-    """Return the tensor that a rebuilding call would make, if it fits its storage.
+    """Return the tensor that a rebuild call would create, if it fits its storage.
 
     Raises:
-        PickleError: it does not.
+        PickleError: it does not fit.
     """
     storage, offset, size, stride = arguments[:4]
     if not isinstance(storage, Storage):
@@ -171,10 +171,10 @@ def tensor_of(function: str, arguments: tuple[Any, ...]) -> TensorEntry:
 
 
 def dtype_name(value: Any) -> str:
-    """Return a dtype without ``torch.``.
+    """Return the name of a dtype without ``torch.``.
 
     Raises:
-        PickleError: it is none.
+        PickleError: it is not a dtype.
     """
     if not isinstance(value, Named) or value.name not in _DTYPES:
         raise PickleError("a tensor's dtype is none of torch's")

@@ -1,7 +1,7 @@
-"""Contents of a checkpoint file, of treadle or of another framework, without executing anything in it.
+"""Inspection of checkpoint files of treadle and other frameworks, without executing anything in them.
 
-Zip archives are read record by record and their pickle's opcodes are walked; a safetensors header is JSON; an old
-plain pickle is only asked which names it would import.
+Zip archives are read record by record and their pickle's opcodes are walked; a safetensors header is JSON; a legacy
+plain pickle is only scanned for the names it would import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from treadle.checkpoint.shard_manifest import STATE, folder_problems, has_shards
 from treadle.errors import CheckpointError
 
 _MOST_ENTRIES = 100_000
-_LONGEST_HEADER = 100_000_000  # the limit of safetensors itself
+_LONGEST_HEADER = 100_000_000  # limit of safetensors itself
 _BITS = {"BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "BF16": 16, "C64": 64, "F4": 4}
 
 
@@ -33,13 +33,13 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return a report on a file, or on the checkpoints of a folder, as plain values.
 
     Args:
-        path: a checkpoint of treadle or Lightning, a plain torch file, a safetensors file, any pickle, a folder of
-            shards, or a folder of checkpoints.
+        path: a checkpoint of treadle or Lightning, a torch file, a safetensors file, any pickle, a folder of shards, or
+            a folder of checkpoints.
 
     Returns:
-        For a file ``kind``, ``size``, ``problems`` (empty: intact and free of code), ``globals`` (what its pickle
-        would import), ``tensors``, ``values`` and, where it has them, ``step``, ``epoch``, ``format``, ``versions``.
-        For a folder of shards also ``shards`` and ``ranks``. For another ``kind`` and ``checkpoints``, furthest first.
+        For a file ``kind``, ``size``, ``problems`` (empty: intact and free of code), ``globals`` (what its pickle would
+        import), ``tensors``, ``values`` and, if present, ``step``, ``epoch``, ``format``, ``versions``. For a folder of
+        shards also ``shards`` and ``ranks``. For other folders ``kind`` and ``checkpoints``, furthest first.
 
     Raises:
         CheckpointError: there is no such file or folder, or it cannot be read.
@@ -66,10 +66,10 @@ def inspect_path(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def glance(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """As :func:`inspect_path` of a checkpoint or a folder of shards, without reading tensors: they may be damaged.
+    """Inspect a checkpoint or a folder of shards without reading tensors, which may be damaged.
 
     Raises:
-        CheckpointError: it is not there, cannot be read, or is no archive of ``torch.save``.
+        CheckpointError: it does not exist, cannot be read, or is not an archive of ``torch.save``.
 
     Example:
         >>> import torch
@@ -144,7 +144,7 @@ def _kind_of(top: Mapping[Any, Any]) -> str:
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, leaf), each container once however often the pickle refers to it, and only so many."""
+    """Yield (path, leaf), visiting each container once, up to a limit."""
     waiting: list[tuple[str, Any]] = [("", tree)]
     seen: set[int] = set()
     count = 0
@@ -173,7 +173,7 @@ def _children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a leaf as a short plain value that is safe to show."""
+    """Return a leaf as a short plain value, safe to show."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -248,7 +248,7 @@ def _inspect_pickle(file: BinaryIO, size: int) -> dict[str, Any]:
 
 
 def _named_in(content: bytes) -> set[str]:
-    """Return what the pickles in a stream would import, as far as the stream can be followed."""
+    """Return the names that the pickles in a stream would import, as far as it can be parsed."""
     stream, found = io.BytesIO(content), set()
     recent: list[str] = []
     try:
@@ -298,12 +298,12 @@ def inspect_shards(folder: Path, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report on a folder of shards.
 
     Args:
-        folder: of one checkpoint, whole or not.
+        folder: folder of one checkpoint, complete or not.
         state: the report on its ``state.pt``.
 
     Returns:
-        What the report on a single file with the same state has, and ``shards`` (files with tensors) and ``ranks`` (how
-        many wrote the folder).
+        The report of a single file with the same state, with ``shards`` (number of files with tensors) and ``ranks``
+        (number of ranks that wrote the folder).
     """
     marker, _ = read_marker(folder)
     problems = folder_problems(folder) + list(state["problems"])

@@ -1,4 +1,4 @@
-"""What a checkpoint's pickle would build, found by walking its opcodes; nothing is imported, called or allocated."""
+"""Static analysis of a checkpoint's pickle by walking its opcodes; nothing is imported, called or allocated."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _RENAMED = {"torch.tensor._rebuild_from_type_v2": "torch._tensor._rebuild_from_t
 
 @dataclass
 class Walk:
-    """What was found.
+    """Result of the analysis.
 
     Attributes:
         value: the tree, with :class:`TensorEntry` for tensors; None if the pickle is damaged.
-        globals: every name that an unpickler would import.
+        globals: names that an unpickler would import.
         refused: why the pickle must not be loaded; empty if it may.
     """
 
@@ -44,15 +44,15 @@ class Walk:
 
     @property
     def foreign(self) -> list[str]:
-        """The names that are neither of tensors nor of plain values, and could run code."""
+        """Names other than those of tensors and plain values, which could run code."""
         return sorted(name for name in self.globals if name not in CALLABLE and name not in DATA)
 
 
 def walk_pickle(pickle: bytes, storages: Mapping[str, int]) -> Walk:
-    """Follow a pickle's opcodes and return what it would build and why it must be refused, if it must.
+    """Walk a pickle's opcodes and return what it would build and, if applicable, why it must be refused.
 
     Args:
-        pickle: as ``torch.save`` writes it into ``data.pkl``.
+        pickle: content of ``data.pkl`` in an archive of ``torch.save``.
         storages: bytes of each storage's record, by its key.
 
     Example:
@@ -79,7 +79,7 @@ def walk_pickle(pickle: bytes, storages: Mapping[str, int]) -> Walk:
 
 
 class _Machine:
-    """A pickle machine whose calls only note what would be called."""
+    """Pickle machine that records calls without making them."""
 
     def __init__(self, walk: Walk, storages: Mapping[str, int]):
         self.walk = walk
@@ -89,7 +89,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def follow(self, pickle: bytes) -> tuple[Any, int]:
-        """Run to the end and return the tree and where the pickle ended."""
+        """Run to the end and return the tree and the end position of the pickle."""
         rest = io.BytesIO(pickle)
         position, memo, unpack = 0, self.memo, struct.unpack_from
         while True:
@@ -123,7 +123,7 @@ class _Machine:
                 position = rest.tell()
 
     def run(self, code: str, rest: BinaryIO) -> None:
-        """Run one of the opcodes that are rare or carry an argument of any length."""
+        """Run one of the rare opcodes, or one with an argument of variable length."""
         opcode = _OPCODES.get(code)
         if opcode is None:
             raise PickleError("its pickle is damaged (an unknown opcode)")
@@ -210,7 +210,7 @@ class _Machine:
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if isinstance(target, Made) and target.function == "collections.OrderedDict" and isinstance(state, dict):
-            return  # the versions of a module's state dict
+            return  # versions of a module's state dict
         self.walk.refused.append("its pickle sets the state of an object")
 
     def stack_global(self) -> None:

@@ -1,7 +1,7 @@
-"""The names of chemomae 0.2, in one place, with its arguments, defaults and numbers.
+"""API of chemomae 0.2, with its names, arguments, defaults and numerical results.
 
-``from chemomae.models import ChemoMAE`` becomes ``from treadle.spectra.chemomae import ChemoMAE``. The names of line
-0.1, with another :class:`treadle.spectra.ChemoMAE` among them, are in ``treadle.spectra``.
+``from chemomae.models import ChemoMAE`` becomes ``from treadle.spectra.chemomae import ChemoMAE``. The names of
+chemomae 0.1, including a different :class:`treadle.spectra.ChemoMAE`, are in ``treadle.spectra``.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def find_elbow_curvature(
     """Find the elbow of a curve by its curvature.
 
     Returns:
-        (K, index, curvature there).
+        (K, index, curvature at that index).
 
     Raises:
-        ConfigError: fewer than three points, or an argument out of its range.
+        ConfigError: there are fewer than three points, or an argument is out of range.
         ImportError: SciPy is not installed.
 
     Example:

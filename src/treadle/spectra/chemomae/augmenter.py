@@ -1,6 +1,6 @@
-"""Augmentation of chemomae 0.2: a shift and noise along the sphere, each for a share of the rows.
+"""Augmentation of chemomae 0.2: random shifts and noise along the sphere, each for a fraction of the rows.
 
-The operations and their draws, in order, are those of chemomae, so that one seed gives its spectra on the CPU.
+The operations and random draws follow chemomae's order, so that a seed reproduces its spectra on the CPU.
 
 Shapes: B = rows, L = channels.
 """
@@ -35,19 +35,19 @@ class SpectraAugmenterConfig:
     shift_prob: float = 0.5
     """Probability that a row is shifted."""
     shift_delta_range: Range = (-2.0, 2.0)
-    """Channels; a positive shift moves features to higher ones."""
+    """In channels; a positive shift moves features to higher channels."""
     noise_prob: float = 0.5
-    """Probability that a row is turned towards a random direction."""
+    """Probability that a row is rotated towards a random direction."""
     noise_angle_deg_range: Range = (0.5, 3.0)
-    """Degrees, within [0, 180]."""
+    """In degrees, within [0, 180]."""
     shuffle_order_per_batch: bool = True
-    """Draw which of the two comes first, once for each batch."""
+    """Draw the order of the two operations once per batch."""
     recenter_after_each_op: bool = True
-    """Take the mean of each row away after each operation."""
+    """Subtract the mean of each row after each operation."""
     renorm_to_input_norm: bool = True
     """Restore the norm of each row after each operation."""
     eps: float = 1e-8
-    """Norms up to it count as zero."""
+    """Norms up to this value count as zero."""
 
     def __post_init__(self) -> None:
         check_within("[0, 1]", shift_prob=self.shift_prob, noise_prob=self.noise_prob)
@@ -62,14 +62,14 @@ class SpectraAugmenterConfig:
 
 
 class SpectraAugmenter(nn.Module):
-    """Random shifts and turns of rows in training mode; in eval mode the input is returned.
+    """Random shifts and rotations of rows in training mode; in eval mode the input is returned unchanged.
 
     Args:
         config: settings; None uses the defaults.
-        generator: of the draws, on the device of the spectra; None uses torch's global one.
+        generator: generator for sampling, on the device of the spectra; None uses torch's global one.
 
     Raises:
-        TypeError: ``generator`` is something else.
+        TypeError: ``generator`` is of another type.
 
     Example:
         >>> augment = SpectraAugmenter(SpectraAugmenterConfig(shift_prob=1.0))
@@ -91,7 +91,7 @@ class SpectraAugmenter(nn.Module):
         """Augment the rows of ``x``, (B, L) floating with B of at least 1 and L of at least 2 in training mode.
 
         Raises:
-            TypeError: ``x`` is no floating tensor.
+            TypeError: ``x`` is not a floating tensor.
             ValueError: its shape is wrong, or the generator is on another device.
         """
         if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -161,7 +161,7 @@ class SpectraAugmenter(nn.Module):
 
 
 def _shifted(x_BL: Tensor, delta_B: Tensor) -> Tensor:
-    """Return the value at channel i - delta for each channel i, between neighbours and held at the edges."""
+    """Return the value at channel i - delta for each channel i, interpolated linearly and clamped at the edges."""
     last = x_BL.shape[1] - 1
     place_BL = torch.arange(last + 1, device=x_BL.device, dtype=delta_B.dtype) - delta_B[:, None]
     floor_BL = place_BL.floor()

@@ -1,4 +1,4 @@
-"""Downsampling, silhouettes and elbows of chemomae."""
+"""Downsampling, silhouettes and elbow detection of chemomae."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def cosine_fps_downsample(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Any:
-    """Choose rows far apart in angle, as `treadle.spectra.cosine_fps_downsample` does.
+    """Select rows far apart in angle, like `treadle.spectra.cosine_fps_downsample`.
 
-    Also of no rows, of which it returns none, and for a ratio of 0, which takes one row.
+    Also accepts an empty array, for which it returns no rows, and a ratio of 0, which selects one row.
 
     Args:
         X: (N, C).
-        ratio: share of the rows, at least 0; one row at least.
-        seed: of the first row.
-        init_index: the first row; nothing is drawn then.
+        ratio: fraction of the rows, at least 0; at least one row is selected.
+        seed: seed for drawing the first row.
+        init_index: index of the first row; nothing is drawn then.
         return_numpy: False returns tensors.
         return_indices: return ``(rows, indices)``.
-        eps: smallest norm.
-        device: where it is computed; None means that of a tensor, else the CPU.
-        generator: draws the first row, on the device of the computation.
+        eps: minimum norm.
+        device: device for the computation; None uses that of a tensor, else the CPU.
+        generator: generator for drawing the first row, on the device of the computation.
 
     Raises:
-        ConfigError: a value is out of its range, or both ``seed`` and ``generator`` are given.
+        ConfigError: a value is out of range, or both ``seed`` and ``generator`` are given.
     """
     if seed is not None and generator is not None:
         raise ConfigError("seed and generator exclude each other; give one", argument="generator")
@@ -77,7 +77,7 @@ def cosine_fps_downsample(
 
 
 def _rows_at(X: Rows, indices: Tensor, where: torch.device, *, as_numpy: bool) -> tuple[Any, Any]:
-    """Return rows and their indices: of a tensor beside it, of an array on the device that was asked for."""
+    """Return rows and their indices, on the device of a tensor or, for an array, on the requested device."""
     rows = take(X, indices, as_numpy=as_numpy)
     if as_numpy:
         return rows, indices.cpu().numpy()
@@ -97,19 +97,19 @@ def silhouette_samples_cosine_gpu(
     return_numpy: bool = True,
     eps: float = 1e-12,
 ) -> Any:
-    """Return the silhouettes of `treadle.spectra.silhouette_samples_cosine`; a zero row is at distance 1.
+    """Return silhouettes like `treadle.spectra.silhouette_samples_cosine`; a zero row is at distance 1 from all others.
 
     Args:
         X: (N, D).
         labels: (N,) integers.
         device: None means CUDA, then MPS, then CPU.
-        chunk: most rows on the device at once.
-        dtype: of the result as a tensor; the arithmetic is float64 (float32 on MPS).
-        return_numpy: a float32 array; False returns a tensor on the device.
-        eps: norms up to it count as zero.
+        chunk: maximum number of rows on the device at once.
+        dtype: dtype of a tensor result; the arithmetic is float64 (float32 on MPS).
+        return_numpy: True returns a float32 array; False returns a tensor on the device.
+        eps: norms up to this value count as zero.
 
     Raises:
-        ValueError: one cluster only, as many clusters as rows, or labels of another length.
+        ValueError: there is only one cluster, there are as many clusters as rows, or the labels differ in length.
 
     Example:
         >>> rows = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
@@ -118,7 +118,7 @@ def silhouette_samples_cosine_gpu(
     """
     rows = torch.as_tensor(X).to(dtype).double()
     zero = (torch.linalg.vector_norm(rows, dim=1) <= eps).nonzero().flatten()
-    if len(zero):  # each gets another direction, at a right angle to all others
+    if len(zero):  # each gets its own direction, orthogonal to all others
         own = rows.new_zeros(len(rows), len(zero))
         own[zero, torch.arange(len(zero), device=rows.device)] = 1.0
         rows = torch.cat([rows.index_fill(0, zero, 0.0), own], dim=1)
@@ -137,12 +137,12 @@ def silhouette_score_cosine_gpu(X: Rows, labels: Rows, *, return_numpy: bool = T
 
 
 def vmf_logC(d: int, kappa: float | Tensor) -> Tensor:
-    """Return the logarithm of the normaliser, as `treadle.spectra.vmf_log_normalizer` does."""
+    """Return the log normaliser, like `treadle.spectra.vmf_log_normalizer`."""
     return vmf_log_normalizer(d, kappa)
 
 
 def l2_normalize_rows(X: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return rows of norm 1."""
+    """Scale rows to norm 1."""
     return F.normalize(X, dim=1, eps=eps)
 
 
@@ -164,13 +164,13 @@ def find_elbow_curvature(
     window_length: int = 5,
     polyorder: int = 2,
 ) -> tuple[int, int, NDArray[np.float64]]:
-    """Find the elbow of a curve by its curvature, as chemomae 0.1 does.
+    """Find the elbow of a curve by its curvature, like chemomae 0.1.
 
     Returns:
-        (K, index, curvature of every point).
+        (K, index, curvature at every point).
 
     Raises:
-        ConfigError: fewer than three points, or an argument out of its range.
+        ConfigError: there are fewer than three points, or an argument is out of range.
         ImportError: SciPy is not installed.
     """
     index, curvature = curvature_elbow(
@@ -181,7 +181,7 @@ def find_elbow_curvature(
 
 @checked
 def plot_elbow_ckm(k_list: Sequence[int], inertias: Sequence[float], optimal_k: int, elbow_idx: int) -> None:
-    """Draw inertias over K into a new pyplot figure, with the elbow marked."""
+    """Plot inertia against K in a new pyplot figure, with the elbow marked."""
     _plot_elbow(k_list, inertias, optimal_k, elbow_idx, ("Number of Clusters (k)", "Mean Cosine Inertia", "inertia"))
 
 
@@ -189,7 +189,7 @@ def plot_elbow_ckm(k_list: Sequence[int], inertias: Sequence[float], optimal_k: 
 def plot_elbow_vmf(
     k_list: Sequence[int], scores: Sequence[float], optimal_k: int, elbow_idx: int, criterion: str = "bic"
 ) -> None:
-    """Draw BIC (``"bic"``) or mean negative log-likelihoods (``"nll"``) over K into a new pyplot figure."""
+    """Plot BIC (``"bic"``) or mean negative log-likelihood (``"nll"``) against K in a new pyplot figure."""
     name = {"bic": "BIC (lower is better)", "nll": "Mean NLL (lower is better)"}.get(criterion.lower(), "Score")
     _plot_elbow(k_list, scores, optimal_k, elbow_idx, ("Number of Components (k)", name, "score"))
 

@@ -1,4 +1,4 @@
-"""Settings and batches of the trainer of chemomae 0.2."""
+"""Trainer settings and batches of chemomae 0.2."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FILES = ("history_file", "checkpoint_dir", "raw_weights_file", "ema_weights_file
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """Spectra as the model gets them, the clean target, and perhaps the mask.
+    """Batch of model input, clean target and an optional mask.
 
     Attributes:
         model_input: (B, L) floating.
         target: (B, L) floating.
-        visible_mask: (B, L) bool, True = seen; None lets the model draw.
+        visible_mask: (B, L) bool, True = visible; None lets the model draw one.
 
     Raises:
-        TypeError: a tensor has another type.
+        TypeError: a tensor has the wrong type.
         ConfigError: the shapes differ.
 
     Example:
@@ -73,7 +73,7 @@ class PreparedBatch:
 class TrainerConfig:
     """Settings of :class:`Trainer`, those of chemomae 0.2 with its defaults.
 
-    ``*_file`` and ``checkpoint_dir`` are taken inside ``out_dir``; None writes none.
+    ``*_file`` and ``checkpoint_dir`` are relative to ``out_dir``; None writes nothing.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -101,7 +101,7 @@ class TrainerConfig:
     raw_weights_file: str | Path | None = "last_model.pt"
     ema_weights_file: str | Path | None = "ema_last_model.pt"
     model_artifacts: bool = True
-    """Write each weights file as ``.artifact.pt`` too, with the configuration; of a :class:`PatchMAE`."""
+    """Also write each weights file as ``.artifact.pt`` with the configuration; for a :class:`PatchMAE`."""
     progress: bool = True
     verbose: bool = True
     restore_rng: bool = True
@@ -117,7 +117,7 @@ class TrainerConfig:
         self.settings(torch.device("cpu"))
 
     def settings(self, device: torch.device) -> own_config.TrainerConfig:
-        """Return the settings of :class:`treadle.spectra.SpectraTrainer`: a fixed budget, no early stop."""
+        """Return the settings of :class:`treadle.spectra.SpectraTrainer`: a fixed budget without early stopping."""
         same = [field.name for field in dataclasses.fields(own_config.TrainerConfig)]
         shared = {name: value for name, value in vars(self).items() if name in same}
         return own_config.TrainerConfig(**{**shared, "device": str(device), "selection": "last"})

@@ -25,9 +25,9 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> AdamW:
-    """Build AdamW with the two groups of chemomae, the first of which decays.
+    """Build AdamW with chemomae's two groups, with weight decay on the first.
 
-    The bias of an attention's input is in the first one, as there; `treadle.spectra.build_optimizer` decays no bias.
+    As in chemomae, the attention input bias is in the first group; `treadle.spectra.build_optimizer` decays no bias.
 
     Raises:
         ConfigError: no parameter requires a gradient.
@@ -50,7 +50,7 @@ def build_optimizer(
 
 
 def sinusoidal_positional_encoding(L: int, d_model: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return fixed sine and cosine positions, (1, L, d_model).
+    """Return fixed sine/cosine positional encodings, (1, L, d_model).
 
     Example:
         >>> sinusoidal_positional_encoding(8, 4, torch.device("cpu"))[0, 0].tolist()
@@ -60,15 +60,15 @@ def sinusoidal_positional_encoding(L: int, d_model: int, device: torch.device | 
 
 
 class EMACallback:
-    """Average of the floating weights and buffers of a model: s = d·s + (1 - d)·w at each update.
+    """Exponential moving average of the floating weights and buffers of a model: s = d·s + (1 - d)·w at each update.
 
     Args:
-        model: its present weights are the first average.
+        model: its current weights initialise the average.
         decay: d.
 
     Attributes:
         decay: d.
-        shadow: the averages by name.
+        shadow: averages by name.
 
     Example:
         >>> model = nn.Linear(1, 1, bias=False); _ = nn.init.ones_(model.weight)
@@ -85,43 +85,43 @@ class EMACallback:
         self.register(model)
 
     def register(self, model: nn.Module) -> None:
-        """Start again from the present weights."""
+        """Reset the averages to the current weights."""
         self.shadow = {name: value.detach().clone() for name, value in _floating(model)}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Move the averages towards the present weights."""
+        """Update the averages with the current weights."""
         for name, value in _floating(model):
             self.shadow[name].lerp_(value, 1.0 - self.decay)
 
     def apply_to(self, model: nn.Module) -> None:
-        """Copy the averages into a model, for good."""
+        """Copy the averages into a model permanently."""
         model.load_state_dict({**model.state_dict(), **self.shadow}, strict=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return decay and averages."""
+        """Return the decay and the averages."""
         return {"decay": self.decay, "shadow": {name: value.clone() for name, value in self.shadow.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state of :meth:`state_dict`."""
+        """Restore a state returned by :meth:`state_dict`."""
         self.decay = float(state.get("decay", self.decay))
         self.shadow = {name: value.detach().clone() for name, value in state.get("shadow", {}).items()}
 
 
 class EarlyStopping:
-    """Early stopping of chemomae 0.1, which counts from a share of all epochs on.
+    """Early stopping of chemomae 0.1, active from a given fraction of all epochs.
 
-    `treadle.spectra.EarlyStopping` is called with values alone.
+    `treadle.spectra.EarlyStopping` is called with values only.
 
     Args:
         patience: epochs without improvement until :meth:`step` is True.
-        min_delta: smallest improvement that counts.
-        start_epoch_ratio: share of all epochs before which none is counted.
+        min_delta: minimum improvement that counts.
+        start_epoch_ratio: fraction of all epochs before which none counts.
 
     Attributes:
         best: lowest value so far.
-        best_epoch: its epoch; -1 before there is one.
-        started: whether an epoch was counted.
+        best_epoch: epoch of the lowest value; -1 before there is one.
+        started: whether any epoch has counted yet.
 
     Example:
         >>> stop = EarlyStopping(patience=2, start_epoch_ratio=0.5); stop.setup(4)
@@ -137,11 +137,11 @@ class EarlyStopping:
         self.started = False
 
     def setup(self, total_epochs: int) -> None:
-        """Set the number of all epochs."""
+        """Set the total number of epochs."""
         self._rule.start_epoch = max(1, int(total_epochs * self.start_epoch_ratio))
 
     def step(self, epoch: int, val: float) -> bool:
-        """Take the value of a 1-based epoch and return whether to stop."""
+        """Record the value of a 1-based epoch and return whether to stop."""
         improved = self._rule.update(epoch, val)
         self.started = self.started or (not improved and epoch >= self._rule.start_epoch)
         return self._rule.should_stop

@@ -1,4 +1,4 @@
-"""Extractor and tester of chemomae 0.2: features batch by batch, and the loss over a whole loader."""
+"""Extractor and tester of chemomae 0.2: batch-wise features, and the loss over a loader."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _precision(amp: bool, dtype: str, device: torch.device) -> Precision:
 
 @contextlib.contextmanager
 def _augmenting(augmenter: Augmenter | None, device: torch.device) -> Iterator[None]:
-    """Put an augmenter that is a module on the device and into training mode inside the block."""
+    """Move an augmenter module to the device and switch it to training mode inside the block."""
     if not isinstance(augmenter, nn.Module):
         yield
         return
@@ -61,10 +61,10 @@ def _augmenting(augmenter: Augmenter | None, device: torch.device) -> Iterator[N
 @checked
 @dataclass(frozen=True)
 class ExtractorConfig:
-    """Settings of :class:`Extractor`, those of chemomae 0.2.
+    """Settings of :class:`Extractor` from chemomae 0.2.
 
     Raises:
-        ConfigError: a value is outside its range, or NumPy cannot hold it.
+        ConfigError: a value is out of range, or NumPy does not support the dtype.
 
     Example:
         >>> ExtractorConfig(representation="cls").output_type
@@ -79,12 +79,12 @@ class ExtractorConfig:
     """``"latent"``, ``"raw_latent"``, ``"normalized_latent"`` or ``"cls"``."""
     output_type: Literal["tensor", "numpy"] = "tensor"
     output_device: str | torch.device | None = None
-    """None: the device of the model, for NumPy the CPU."""
+    """None: the device of the model, or the CPU for NumPy output."""
     output_dtype: torch.dtype = torch.float32
     save_path: str | Path | None = None
-    """``.npy`` for NumPy, else a tensor; written by :meth:`Extractor.transform`."""
+    """``.npy`` for NumPy, else a tensor file; written by :meth:`Extractor.transform`."""
     progress: bool = False
-    """Of no effect here."""
+    """Has no effect here."""
 
     def __post_init__(self) -> None:
         check_representation(self.representation)
@@ -100,12 +100,12 @@ class ExtractorConfig:
 
 
 class Extractor:
-    """Extraction of features of spectra with every channel visible, in the order of the loader.
+    """Feature extractor with every channel visible, in the order of the loader.
 
     Args:
-        model: has ``encode(x, representation=)`` as :class:`treadle.spectra.chemomae.ChemoMAE` does.
+        model: with ``encode(x, representation=)``, like :class:`treadle.spectra.chemomae.ChemoMAE`.
         cfg: settings; None uses the defaults.
-        augmenter: changes the spectra before they are encoded.
+        augmenter: augments the spectra before they are encoded.
 
     Example:
         >>> # for features_BZ in Extractor(model).iter_transform(loader): ...
@@ -121,17 +121,17 @@ class Extractor:
         self.output_device = torch.device("cpu") if numpy else get_device(self.cfg.output_device or self.device)
 
     def iter_transform(self, loader: Iterable[Any]) -> Generator[Features, None, None]:
-        """Yield the features of each batch, (B, Z), and write nothing.
+        """Yield the features of each batch, (B, Z), without writing anything.
 
         Raises:
             TypeError: a batch has no floating tensor.
-            ValueError: spectra or features are not finite, or of another shape.
+            ValueError: spectra or features are not finite, or have the wrong shape.
         """
         for features in self._batches(loader):
             yield self._as_output(features)
 
     def transform(self, loader: Iterable[Any]) -> Features:
-        """Return the features of all batches, (N, Z), and write them to ``save_path``; (0, Z) of an empty loader."""
+        """Return the features of all batches, (N, Z), and write them to ``save_path``; (0, Z) for an empty loader."""
         parts = list(self._batches(loader))
         features = torch.cat(parts) if parts else self._empty()
         if self.cfg.save_path is not None:
@@ -143,11 +143,11 @@ class Extractor:
         return self._as_output(features)
 
     def extract(self, loader: Iterable[Any]) -> Features:
-        """The same as :meth:`transform`."""
+        """Call :meth:`transform`."""
         return self.transform(loader)
 
     def __call__(self, loader: Iterable[Any]) -> Features:
-        """The same as :meth:`transform`."""
+        """Call :meth:`transform`."""
         return self.transform(loader)
 
     def _batches(self, loader: Iterable[Any]) -> Iterator[Tensor]:
@@ -193,25 +193,25 @@ class Extractor:
 @checked
 @dataclass
 class TesterConfig(inference.TesterConfig):
-    """Settings of :class:`Tester`, those of chemomae 0.2: full precision, on the device of the model."""
+    """Settings of :class:`Tester` from chemomae 0.2: full precision, on the device of the model."""
 
-    __test__ = False  # by its name pytest would take it for a test
+    __test__ = False  # otherwise pytest would collect it as a test
 
     amp: bool = False
     progress: bool = True
-    """Of no effect here."""
+    """Has no effect here."""
 
 
 class Tester(inference.Tester):
-    """Loss of a model over a loader, perhaps of augmented spectra against the clean ones.
+    """Evaluation of a model's loss over a loader, optionally with augmented input and clean targets.
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.
         cfg: settings; None uses the defaults.
-        augmenter: changes the model's input, not the target.
+        augmenter: augments the model's input, not the target.
 
     Raises:
-        ConfigError: a setting is refused.
+        ConfigError: a setting is invalid.
 
     Example:
         >>> # loss = Tester(model, TesterConfig(out_dir="run"))(test_loader)
@@ -230,7 +230,7 @@ class Tester(inference.Tester):
         """Return the loss over all batches and append it to the test history.
 
         Raises:
-            ConfigError: the loader is empty, or no channel counts; nothing is written then.
+            ConfigError: the loader is empty, or no channel counts in the loss; nothing is written then.
         """
         cfg = self.cfg
         history = self._read_history() if cfg.log_history else []
@@ -251,7 +251,7 @@ class Tester(inference.Tester):
 
 
 class _CountingTask(SpectraTask):
-    """Reconstruction task of an evaluation that augments and counts what its loss is over."""
+    """Reconstruction task for evaluation that augments and counts the elements of its loss."""
 
     def __init__(self, cfg: inference.TesterConfig, device: torch.device, augmenter: Augmenter | None):
         super().__init__(

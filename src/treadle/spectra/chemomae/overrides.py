@@ -1,4 +1,4 @@
-"""Override points of the trainer of chemomae 0.2, as a task, a loader and hooks of the engine."""
+"""Override points of the chemomae 0.2 trainer, as a task, a loader and hooks of the engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEP_HOOKS = ("prepare_batch", "forward_batch", "compute_loss", "before_step")
 
 
 class EpochBatches:
-    """Batches of the epoch that begins, from ``train_batches`` of a subclass."""
+    """Batches of the current epoch, from ``train_batches`` of a subclass."""
 
     def __init__(self, trainer: Trainer):
-        # A function, which is not looked into for state: the trainer is no part of the data.
+        # A function, which is not searched for state: the trainer is not part of the data.
         self._open: Callable[[], Iterable[Any]] = lambda: trainer.train_batches(trainer.epoch + 1)
 
     def __iter__(self) -> Iterator[Any]:
@@ -34,7 +34,7 @@ class EpochBatches:
 
 
 class OwnMasksTask(SpectraTask):
-    """Reconstruction task that also takes batches with masks."""
+    """Reconstruction task that also accepts batches with masks."""
 
     def __init__(self, task: SpectraTask):
         vars(self).update(vars(task))
@@ -50,7 +50,7 @@ class OwnMasksTask(SpectraTask):
 
 
 class HookedTask(OwnMasksTask):
-    """Reconstruction task whose parts are methods of a subclass of :class:`Trainer`; its loss counts by spectra."""
+    """Reconstruction task that calls the methods of a :class:`Trainer` subclass; its loss is weighted by spectra."""
 
     def __init__(self, trainer: Trainer, task: SpectraTask):
         super().__init__(task)
@@ -60,14 +60,14 @@ class HookedTask(OwnMasksTask):
         self._epoch = 0
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Return the prepared batch of the subclass, and the number of its spectra."""
+        """Return the batch prepared by the subclass, and its number of spectra."""
         prepared = self.trainer.prepare_batch(batch)
         if not isinstance(prepared, PreparedBatch):
             raise ConfigError(f"prepare_batch returned a {type(prepared).__name__}; it must return a PreparedBatch")
         return prepared, float(len(prepared.target))
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Return the loss that the subclass computes."""
+        """Return the loss computed by the subclass."""
         trainer, epoch = self.trainer, self.trainer.current_epoch
         prepared = self.prepare_batch(model, batch)[0].to(self.device)
         self.batch_index = self.batch_index + 1 if epoch == self._epoch else 0
@@ -81,7 +81,7 @@ class HookedTask(OwnMasksTask):
 
 
 class ExtensionHook(BaseHook):
-    """State of a subclass of :class:`Trainer` in its checkpoints."""
+    """Hook that stores the state of a :class:`Trainer` subclass in checkpoints."""
 
     implicit = True
 
@@ -90,7 +90,7 @@ class ExtensionHook(BaseHook):
 
     @property
     def state_key(self) -> str:
-        """Key of the state."""
+        """Return the key of the state."""
         return EXTENSION
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
@@ -107,14 +107,14 @@ class ExtensionHook(BaseHook):
 
 
 class StepExtension(ExtensionHook):
-    """State of a subclass, whose ``after_step`` is called after each step."""
+    """Hook that stores the state of a subclass and calls its ``after_step`` after each step."""
 
     def __init__(self, owner: Trainer):
         super().__init__(owner)
         self._applied = 0
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Remember how many steps were applied."""
+        """Record how many steps were applied."""
         self._applied = trainer.applied_steps
 
     def on_after_step(self, trainer: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Seeds and random state of chemomae."""
+"""Seeding and random state of chemomae."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treadle.spectra.originals import own_rng
 
 
 class RNGState(TypedDict):
-    """Random state of python, NumPy and torch, as chemomae writes it."""
+    """Random state of Python, NumPy and torch in chemomae's format."""
 
     format_version: int
     python: tuple[Any, ...]
@@ -28,11 +28,11 @@ class RNGState(TypedDict):
 
 @checked
 def set_global_seed(seed: int = 42, *, fix_cudnn: bool = True) -> None:
-    """Seed python, NumPy and torch, and set ``PYTHONHASHSEED`` for processes started later.
+    """Seed Python, NumPy and torch, and set ``PYTHONHASHSEED`` for processes started later.
 
     Args:
         seed: an integer.
-        fix_cudnn: choose deterministic cuDNN kernels.
+        fix_cudnn: use deterministic cuDNN kernels.
 
     Example:
         >>> set_global_seed(7, fix_cudnn=False); a = torch.rand(1); set_global_seed(7, fix_cudnn=False)
@@ -47,7 +47,7 @@ def set_global_seed(seed: int = 42, *, fix_cudnn: bool = True) -> None:
 
 @checked
 def enable_deterministic(enable: bool = True) -> None:
-    """Set the cuDNN flags ``deterministic`` and not ``benchmark``, or their opposites.
+    """Enable cuDNN's ``deterministic`` flag and disable ``benchmark``, or the reverse.
 
     Example:
         >>> before = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
@@ -60,7 +60,7 @@ def enable_deterministic(enable: bool = True) -> None:
 
 
 def capture_rng_state() -> RNGState:
-    """Return the random state of python, NumPy, torch and the CUDA devices in use.
+    """Return the random state of Python, NumPy, torch and the CUDA devices in use.
 
     Example:
         >>> state = capture_rng_state(); a = torch.rand(1); restore_rng_state(state); torch.equal(a, torch.rand(1))
@@ -81,14 +81,14 @@ def capture_rng_state() -> RNGState:
 
 
 def restore_rng_state(state: Any, *, restore_cuda: bool = True) -> None:
-    """Restore what :func:`capture_rng_state` returned; nothing is changed where it does not fit.
+    """Restore a state returned by :func:`capture_rng_state`; a state that does not match changes nothing.
 
     Args:
-        state: of this library or of chemomae.
-        restore_cuda: False leaves the CUDA devices alone.
+        state: a state from this library or from chemomae.
+        restore_cuda: False leaves the CUDA devices unchanged.
 
     Raises:
-        ConfigError: it is another kind of state, or of another number of CUDA devices.
+        ConfigError: the state is of another kind, or its number of CUDA devices differs.
     """
     if not isinstance(state, Mapping) or state.get("format_version") != 1:
         raise ConfigError("must be what capture_rng_state returned, of format_version 1", argument="state")

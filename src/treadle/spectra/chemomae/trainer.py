@@ -1,4 +1,4 @@
-"""Trainer of chemomae 0.2: its arguments, files, results and override points, on the loop of this library."""
+"""Trainer of chemomae 0.2, with its arguments, files, results and override points on this library's loop."""
 
 from __future__ import annotations
 
@@ -47,18 +47,19 @@ class Trainer(SpectraTrainer):
 
     A subclass may replace ``train_batches``, ``prepare_batch``, ``forward_batch``, ``compute_loss``, the events
     ``before_epoch``, ``after_epoch``, ``before_step``, ``after_step``, and ``checkpoint_extra_state`` with
-    ``load_checkpoint_extra_state``. Others cost nothing; ``after_step`` makes the host wait for the loss.
+    ``load_checkpoint_extra_state``. Those not overridden cost nothing; ``after_step`` synchronises with the device to
+    read the loss.
 
     Args:
         model: returns ``(x_recon, z, visible_mask)``.
-        optimizer: over its parameters.
+        optimizer: optimizer of its parameters.
         train_loader: batches (B, L), tuples whose first item is one, or :class:`PreparedBatch`.
-        scheduler: stepped after every applied step.
-        augmenter: changes the model's input, not the target.
+        scheduler: advanced after every applied step.
+        augmenter: augments the model's input, not the target.
         cfg: settings; None uses the defaults.
 
     Raises:
-        ConfigError: a setting is refused.
+        ConfigError: a setting is invalid.
 
     Example:
         >>> # Trainer(model, optimizer, train_loader, cfg=TrainerConfig(out_dir="run")).fit(100)["optimizer_updates"]
@@ -123,33 +124,33 @@ class Trainer(SpectraTrainer):
         return x_recon, visible_mask
 
     def compute_loss(self, reconstructed: Tensor, target: Tensor, visible_mask: Tensor) -> Tensor:
-        """Return the loss, 0-d, over the channels that ``loss_region`` names."""
+        """Return the loss, 0-d, over the channels selected by ``loss_region``."""
         mask = ~visible_mask if self.files.loss_region == "masked" else torch.ones_like(visible_mask)
         return LOSSES[self.cfg.loss_type](reconstructed, target, mask, reduction=self.cfg.reduction)
 
     def before_epoch(self, epoch: int) -> None:
-        """Called before a 1-based epoch."""
+        """Handle the start of a 1-based epoch."""
 
     def after_epoch(self, epoch: int, record: dict[str, Any]) -> None:
-        """Called with the record of an epoch before it is written; may add fields to it."""
+        """Handle the end of an epoch, before its record is written; may add fields to it."""
 
     def before_step(self, epoch: int, batch_index: int, batch: PreparedBatch) -> None:
-        """Called before the forward pass; ``batch_index`` counts from 0 in the epoch."""
+        """Handle a step before its forward pass; ``batch_index`` counts from 0 within the epoch."""
 
     def after_step(
         self, epoch: int, batch_index: int, batch: PreparedBatch, *, loss: float, optimizer_updated: bool
     ) -> None:
-        """Called after a step, also after one that fp16 skipped."""
+        """Handle a finished step, including one skipped by fp16."""
 
     def checkpoint_extra_state(self) -> dict[str, Any]:
-        """Return state of the subclass for checkpoints: numbers, texts, tensors, lists and dicts."""
+        """Return state of the subclass for checkpoints: numbers, strings, tensors, lists and dicts."""
         return {}
 
     def load_checkpoint_extra_state(self, state: dict[str, Any]) -> None:
-        """Restore a state of :meth:`checkpoint_extra_state`.
+        """Restore a state returned by :meth:`checkpoint_extra_state`.
 
         Raises:
-            ConfigError: there is some and the subclass does not replace this method.
+            ConfigError: there is such state and the subclass does not override this method.
         """
         if state:
             raise ConfigError(
@@ -160,35 +161,35 @@ class Trainer(SpectraTrainer):
 
     @property
     def current_epoch(self) -> int:
-        """1-based epoch that trains; between epochs the last one."""
+        """1-based current epoch; between epochs, the last one."""
         return self.epoch + 1 if self._engine.state.training else self.epoch
 
     @property
     def attempted_steps(self) -> int:
-        """Step, those included that fp16 skipped."""
+        """Steps, including those skipped by fp16."""
         return self.step
 
     @property
     def optimizer_updates(self) -> int:
-        """Step that changed the weights."""
+        """Steps that changed the weights."""
         return self.applied_steps
 
     @property
     def amp_skips(self) -> int:
-        """Step that fp16 skipped."""
+        """Steps skipped by fp16."""
         return self.step - self.applied_steps
 
     # -- training and files ---------------------------------------------------------------------------------------
 
     def fit(self, epochs: int) -> dict[str, Any]:
-        """Train until ``epochs`` epochs are completed.
+        """Train until ``epochs`` epochs are complete.
 
         Returns:
             ``epochs``, ``completed``, ``final_model``, ``final_artifact``, ``attempted_steps``, ``optimizer_updates``
             and ``amp_skips``.
 
         Raises:
-            ConfigError: ``epochs`` is no integer >= 1.
+            ConfigError: ``epochs`` is not an integer >= 1.
         """
         if type(epochs) is not int or epochs < 1:
             raise ConfigError("must be a whole number >= 1", argument="epochs", value=epochs)
@@ -223,7 +224,7 @@ class Trainer(SpectraTrainer):
         return self.files.model_artifacts and type(unwrap(self.model)) is PatchMAE
 
     def save_checkpoint(self, epoch: int, *, path: str | Path | None = None) -> None:  # type: ignore[override]
-        """Write the state of the run to ``path``; None: to ``checkpoint_dir``.
+        """Write the state of the run to ``path``; None writes to ``checkpoint_dir``.
 
         Raises:
             ConfigError: there is no ``checkpoint_dir``.
@@ -240,7 +241,7 @@ class Trainer(SpectraTrainer):
         on_rank_0(lambda: save_checkpoint(tree, target))
 
     def save_weights_only(self, filename: str | Path | None = None) -> Path:
-        """Write the raw weights as a plain state dict, and as an artifact; all ranks call.
+        """Write the raw weights as a plain state dict and as an artifact; a collective call.
 
         Raises:
             ConfigError: there is no ``raw_weights_file``.
@@ -253,7 +254,7 @@ class Trainer(SpectraTrainer):
         return on_rank_0(lambda: self.write_weights(weights, target))
 
     def write_weights(self, weights: Mapping[str, Any], path: Path) -> Path:
-        """Write weights to a file, and as an artifact beside it if ``model_artifacts`` is True."""
+        """Write weights to a file, and as an artifact next to it if ``model_artifacts`` is True."""
         written = save_checkpoint(weights, path)
         if self._writes_artifacts and written == path:
             model: Any = unwrap(self.model)
@@ -283,7 +284,7 @@ class Trainer(SpectraTrainer):
 
 
 def artifact_path(path: Path) -> Path:
-    """Return the file beside a weights file that has the configuration too.
+    """Return the path of the artifact, with configuration, next to a weights file.
 
     Example:
         >>> artifact_path(Path("last_model.pt")).name
@@ -293,7 +294,7 @@ def artifact_path(path: Path) -> Path:
 
 
 class _Epochs(SpectraEpochs):
-    """Epochs whose records have the counters of chemomae 0.2."""
+    """Epoch driver with chemomae 0.2's counters in its records."""
 
     def __init__(self, trainer: Trainer):
         super().__init__(trainer._engine)
@@ -308,7 +309,7 @@ class _Epochs(SpectraEpochs):
         counts = {
             name: int(getattr(self._trainer, name)) for name in ("attempted_steps", "optimizer_updates", "amp_skips")
         }
-        if self._trainer._replaces("before_step"):  # which may set the rate
+        if self._trainer._replaces("before_step"):  # which may set the learning rate
             record["lr"] = float(self.engine.optimizer.param_groups[0]["lr"])
         record["loss_region"] = self._trainer.files.loss_region
         record["n_mask"] = n_mask if isinstance(n_mask, int) else None
@@ -323,7 +324,7 @@ class _Epochs(SpectraEpochs):
 
 
 class _Folder(SpectraFolder):
-    """Folder whose files have the names that the settings give them."""
+    """Run folder with file names from the settings."""
 
     def __init__(self, trainer: Trainer, path: Path):
         super().__init__(trainer._engine, trainer._writer, path)
@@ -331,27 +332,27 @@ class _Folder(SpectraFolder):
 
     @property
     def last(self) -> Path | None:
-        """File of the newest state; None where none is written."""
+        """File of the newest state; None if none is written."""
         folder = self._trainer.files.file("checkpoint_dir")
         return None if folder is None else folder / "last.pt"
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Return the last state, also where it is not finite."""
+        """Return the last state, even if it is not finite."""
         return [] if self.last is None else [self.last, self.last.with_name("last.nonfinite.pt")]
 
     def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
-        """Restore a checkpoint tree in place, without its random state where ``restore_rng`` is off."""
+        """Restore a checkpoint tree in place, without its random state if ``restore_rng`` is False."""
         if not self._trainer.files.restore_rng:
             tree = {**tree, "rng": None, "rng_state": None} if is_original(tree) else {**tree, "rng": None}
         super().restore(tree, source)
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:
-        """Keep a checkpoint of chemomae beside the one that replaces it."""
+        """Keep a chemomae checkpoint next to the one that replaces it."""
         if is_original(tree):
             copy_checkpoint(source, source.with_suffix(f".chemomae{source.suffix}"))
 
     def write_epoch(self, selection: Selection, *, background: bool) -> None:
-        """Write weights and the state of an epoch; all ranks take part."""
+        """Write the weights and the state of an epoch; a collective call."""
         self.before_write()
         state, step, last = self.engine.state, self.engine.step, self.last
 
@@ -364,7 +365,7 @@ class _Folder(SpectraFolder):
         self.record_written()
 
     def write_checkpoints(self, *, is_best: bool) -> None:
-        """Write weights and the present state; all ranks take part."""
+        """Write the weights and the current state; a collective call."""
         self._writer.wait()
         self.before_write()
         tree = self.engine.state_dict()

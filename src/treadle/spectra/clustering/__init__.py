@@ -1,7 +1,7 @@
 """Clustering on the unit sphere: cosine k-means, von Mises-Fisher mixtures, elbows and silhouettes.
 
-Usable without a trainer: every function takes an (N, D) tensor, scales its rows to unit length, and
-draws from its own generator. `chunk` sets how many rows are on the device at once, not the result.
+Usable without a trainer: every function takes an (N, D) tensor, scales its rows to unit length, and draws from its own
+generator. `chunk` limits how many rows are on the device at once; it does not affect the result.
 """
 
 from __future__ import annotations

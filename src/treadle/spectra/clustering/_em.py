@@ -1,4 +1,4 @@
-"""One round of expectation-maximisation for a von Mises-Fisher mixture, and where it starts.
+"""Expectation-maximisation steps and initialisation for von Mises-Fisher mixtures.
 
 Parameters stay in float64 on the CPU (K is small, and MPS has no float64); only rows are on the device.
 Shape suffixes: N rows, D columns, K components, B rows of one block.
@@ -16,7 +16,7 @@ from ._rows import UnitRows, assign_and_sum, compute_dtype
 from ._seeding import kmeans_plus_plus, random_rows
 from .bessel import kappa_from_mean_length, log_normalizer
 
-_LEAST_WEIGHT = 1e-300  # keeps the logarithm of an empty component's weight finite
+_LEAST_WEIGHT = 1e-300  # keeps the log weight of an empty component finite
 
 
 class Parameters(NamedTuple):
@@ -28,7 +28,7 @@ class Parameters(NamedTuple):
 
 
 class Scorer:
-    """log(pi_k C_k exp(kappa_k mu_k . x)) for blocks of rows; the constants are worked out once."""
+    """Joint log densities log(pi_k C_k exp(kappa_k mu_k . x)) for blocks of rows, with precomputed constants."""
 
     def __init__(self, parameters: Parameters, device: torch.device) -> None:
         mus_KD, kappas_K, logpi_K = parameters
@@ -42,12 +42,12 @@ class Scorer:
 
 
 def start(rows: UnitRows, n_components: int, *, init: str, generator: torch.Generator) -> Parameters:
-    """Seed, give each row to its nearest seed, and estimate from these groups."""
+    """Choose seeds, assign each row to its nearest seed, and estimate the parameters from these groups."""
     seeding = kmeans_plus_plus if init == "kmeans++" else random_rows
     seeds_KD = seeding(rows, n_components, generator=generator)
     _, sums_KD, counts_K = assign_and_sum(rows, seeds_KD)
     sums_KD, counts_K = sums_KD.cpu().double(), counts_K.cpu().double()
-    # The pooled length serves groups of one row, which have no spread.
+    # Groups of one row have no spread and use the pooled length.
     pooled = torch.linalg.vector_norm(sums_KD, dim=1).sum() / rows.n
     kappas_K = kappa_from_mean_length(rows.d, pooled.expand(n_components))
     equal_K = torch.full_like(counts_K, -math.log(n_components))
@@ -71,13 +71,13 @@ def expect(rows: UnitRows, parameters: Parameters) -> tuple[float, Tensor, Tenso
 
 
 def maximise(before: Parameters, counts_K: Tensor, sums_KD: Tensor, n_rows: int) -> Parameters:
-    """Return the parameters of highest expected log-likelihood; values kept from before cannot lower it."""
+    """Return the parameters that maximise the expected log-likelihood; values kept from before cannot lower it."""
     length_K = torch.linalg.vector_norm(sums_KD, dim=1)
     has_direction_K = length_K > 1e-12 * counts_K.clamp(min=1e-12)
     unit_KD = sums_KD / length_K.clamp(min=_LEAST_WEIGHT)[:, None]
     mus_KD = torch.where(has_direction_K[:, None], unit_KD, before.mus_KD)
     solved_K = kappa_from_mean_length(sums_KD.shape[1], length_K / counts_K.clamp(min=_LEAST_WEIGHT))
-    # Fewer than two rows: R is (nearly) 1 whatever the spread, and kappa would run to its bound.
+    # Fewer than two rows: R is (nearly) 1 regardless of the spread, and kappa would run to its bound.
     kappas_K = torch.where(counts_K >= 2.0, solved_K, before.kappas_K)
     logpi_K = torch.log((counts_K / n_rows).clamp(min=_LEAST_WEIGHT))
     return Parameters(mus_KD, kappas_K, logpi_K)

@@ -1,4 +1,4 @@
-"""Unit rows, block by block: the one place that checks X, normalises it and moves it to the device.
+"""Block-wise unit rows: validation, normalisation and device transfer of X.
 
 Shape suffixes: N rows, D columns, K centroids or parameters, B rows of one block.
 """
@@ -20,18 +20,18 @@ RowsLike: TypeAlias = Tensor | np.ndarray[Any, Any]
 
 
 def resolve_device(device: DeviceLike) -> torch.device:
-    """Return the device asked for; None means CUDA, then MPS, then CPU, whichever is there first.
+    """Return the requested device; None selects the first available of CUDA, MPS and CPU.
 
-    As :func:`treadle.device.get_device`, which numerics like these must not import.
+    Same as :func:`treadle.device.get_device`, which numerical modules like this must not import.
 
     Raises:
-        ConfigError: it is no device, or not available; those that are there are named.
+        ConfigError: it is not a device, or not available; the available ones are named.
     """
     if device is not None:
         try:
             found = device if isinstance(device, torch.device) else torch.device(device)
             torch.empty(0, device=found)
-        except (RuntimeError, AssertionError, TypeError) as error:  # torch's words for MPS are a page
+        except (RuntimeError, AssertionError, TypeError) as error:  # torch's message for MPS is a page long
             names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
             names += ["mps"] if torch.backends.mps.is_available() else []
             raise ConfigError(
@@ -47,10 +47,10 @@ def resolve_device(device: DeviceLike) -> torch.device:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Return numbers as a tensor, whatever the layout and byte order of an array; masked numbers become NaN.
+    """Return numbers as a tensor, for any array layout and byte order; masked entries become NaN.
 
     Raises:
-        TypeError: they are sparse, or texts.
+        TypeError: the values are sparse, or strings.
     """
     values = as_array(values, "X")
     if isinstance(values, np.ndarray) and values.dtype.kind in "OUS":
@@ -61,7 +61,7 @@ def as_tensor(values: Any) -> Tensor:
     if isinstance(values, np.ndarray):
         values = unmasked(values)
         native = values.dtype.newbyteorder("=")
-        # torch takes neither steps backwards nor foreign bytes, and warns about memory that it must not write to.
+        # torch supports neither negative strides nor foreign byte order, and warns about read-only memory.
         if not values.flags.writeable or values.dtype != native or min(values.strides, default=0) < 0:
             values = np.array(values, dtype=native, order="C")
     return torch.as_tensor(values)
@@ -75,7 +75,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 def make_generator(random_state: Any) -> torch.Generator:
     """Return a CPU generator seeded with `random_state`; None seeds it from the operating system.
 
-    A RandomState or a Generator of NumPy gives its next number as the seed.
+    A NumPy RandomState or Generator provides the seed as its next number.
     """
     generator = torch.Generator(device="cpu")
     if random_state is None:
@@ -92,17 +92,17 @@ def make_generator(random_state: Any) -> torch.Generator:
 
 
 def check_count(name: str, value: int, *, least: int = 1) -> int:
-    """Return `value` when it is an integer of at least `least`; otherwise raise ValueError."""
+    """Return `value` if it is an integer of at least `least`; otherwise raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ConfigError(f" must be an integer >= {least}; pass {name}={least} or more.", argument=name, value=value)
     return int(value)
 
 
 class UnitRows:
-    """The rows of X scaled to unit length, handed out in blocks of at most `chunk` rows on one device.
+    """Rows of X scaled to unit length, served in blocks of at most `chunk` rows on one device.
 
-    Arithmetic is done in float64 (float32 on MPS) whatever the dtype of X, so the size of the blocks changes
-    sums by rounding only. Results go back in `out_dtype` (the dtype of X, at least float32) on `home`.
+    Arithmetic is float64 (float32 on MPS) regardless of the dtype of X, so the block size affects sums only by
+    rounding. Results are returned in `out_dtype` (the dtype of X, at least float32) on `home`.
     """
 
     def __init__(self, X: RowsLike, *, device: torch.device, chunk: int | None) -> None:
@@ -122,7 +122,7 @@ class UnitRows:
         self._whole_ND: Tensor | None = None  # one block: normalise once, not once per pass
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice into N, unit rows (B, D)) in order; ValueError at a zero or non-finite row."""
+        """Yield (slice into N, unit rows (B, D)) in order; raise ValueError for a zero or non-finite row."""
         if self._size == self.n:
             yield slice(0, self.n), self._whole()
             return
@@ -145,7 +145,7 @@ class UnitRows:
         if self.dtype == torch.float32:
             rows_BD = rows_BD.float()  # MPS cannot even receive float64
         rows_BD = rows_BD.to(self.device).to(self.dtype)
-        # Dividing by the largest entry first keeps the squares of very large or very small rows in range.
+        # Dividing by the largest entry first avoids overflow and underflow of squares.
         scale_B1 = rows_BD.abs().amax(dim=1, keepdim=True)
         bad_B = ~(torch.isfinite(scale_B1) & (scale_B1 > 0)).squeeze(1)
         if bool(bad_B.any()):
@@ -165,13 +165,13 @@ def unit_rows(matrix_KD: Tensor, *, device: torch.device) -> Tensor:
 
 
 def normalised(rows_ND: Tensor) -> Tensor:
-    """Return rows divided by their length; no row may be zero."""
+    """Divide rows by their norm; no row may be zero."""
     length_N1: Tensor = torch.linalg.vector_norm(rows_ND, dim=1, keepdim=True)
     return rows_ND / length_N1
 
 
 def assign_and_sum(rows: UnitRows, centroids_KD: Tensor) -> tuple[float, Tensor, Tensor]:
-    """Return, with each row at its nearest centroid, mean(1 - cos), the sums (K, D) and the sizes (K,)."""
+    """Assign each row to its nearest centroid; return mean(1 - cos), the sums (K, D) and the sizes (K,)."""
     sums_KD = torch.zeros_like(centroids_KD)
     counts_K = torch.zeros(len(centroids_KD), dtype=rows.dtype, device=rows.device)
     total = 0.0
@@ -185,6 +185,6 @@ def assign_and_sum(rows: UnitRows, centroids_KD: Tensor) -> tuple[float, Tensor,
 
 
 def one_hot(labels_B: Tensor, n_classes: int, *, dtype: torch.dtype) -> Tensor:
-    """Return (B, K) membership; products with it add in a fixed order, index_add_ on CUDA does not."""
+    """Return (B, K) membership; unlike index_add_ on CUDA, products with it sum in a fixed order."""
     member_BK = torch.zeros(len(labels_B), n_classes, dtype=dtype, device=labels_B.device)
     return member_BK.scatter_(1, labels_B[:, None], 1.0)

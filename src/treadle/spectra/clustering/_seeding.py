@@ -1,4 +1,4 @@
-"""Starting points: k-means++ by cosine distance, and plain random rows.
+"""Initialisation: k-means++ by cosine distance, and random rows.
 
 Shape suffixes: N rows, D columns, K centroids, T candidates, B rows of one block.
 """
@@ -14,7 +14,7 @@ from ._rows import UnitRows
 
 
 def kmeans_plus_plus(rows: UnitRows, n_components: int, *, generator: torch.Generator) -> Tensor:
-    """Return (K, D) unit rows of X chosen by k-means++ with the cosine distance 1 - cos as the weight.
+    """Choose (K, D) unit rows of X by k-means++ with the cosine distance 1 - cos as the weight.
 
     Each step draws 2 + ceil(log2 K) candidates and keeps the one that leaves the smallest total distance
     ("greedy" k-means++; Arthur and Vassilvitskii 2007, section 6). A single candidate misses one of six
@@ -35,23 +35,23 @@ def kmeans_plus_plus(rows: UnitRows, n_components: int, *, generator: torch.Gene
 
 
 def random_rows(rows: UnitRows, n_components: int, *, generator: torch.Generator) -> Tensor:
-    """Return (K, D) unit rows of X, drawn without replacement."""
+    """Draw (K, D) unit rows of X without replacement."""
     return rows.take(torch.randperm(rows.n, generator=generator, device="cpu")[:n_components])
 
 
 def _draw(weights_N: Tensor, count: int, *, generator: torch.Generator) -> Tensor:
-    """Draw `count` row numbers with probability proportional to the weights (uniform when all are zero)."""
+    """Draw `count` row indices with probability proportional to the weights (uniform if all are zero)."""
     cumulative_N = weights_N.cumsum(dim=0)
     uniform_T = torch.rand(count, generator=generator, dtype=torch.float64, device="cpu")
     total = float(cumulative_N[-1])
     if total <= 0.0:
         return (uniform_T * len(weights_N)).long().clamp(max=len(weights_N) - 1)
-    # right=True passes over rows of weight zero, which share their cumulative sum with the row before.
+    # right=True skips rows of weight zero, which have the same cumulative sum as the row before.
     return torch.searchsorted(cumulative_N, uniform_T * total, right=True).clamp(max=len(weights_N) - 1)
 
 
 def _distances(rows: UnitRows, points_TD: Tensor) -> Tensor:
-    """Return 1 - cos of every row to each point, (N, T) float64 on the CPU; rounding noise becomes 0."""
+    """Return 1 - cos between every row and each point, (N, T) float64 on the CPU; rounding noise becomes 0."""
     out_NT = torch.empty(rows.n, len(points_TD), dtype=torch.float64, device="cpu")
     noise = 16 * torch.finfo(rows.dtype).eps
     for part, block_BD in rows.blocks():

@@ -14,7 +14,7 @@ from treadle.errors import ConfigError
 
 
 def save_atomic(payload: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write `payload` to `path` so that a reader sees the old file or the new one, never a part of it."""
+    """Write `payload` to `path` atomically: a reader sees the old file or the new one, never a partial one."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -28,7 +28,7 @@ def save_atomic(payload: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
 
 
 def load_plain(path: str | os.PathLike[str], *, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Read a file of `save_atomic`; ValueError when it is of another kind or lacks one of `keys`."""
+    """Load a file written by `save_atomic`; raise ValueError if it is of another kind or lacks one of `keys`."""
     payload = torch.load(Path(path), map_location="cpu", weights_only=True)
     found = payload.get("kind") if isinstance(payload, dict) else type(payload).__name__
     if not isinstance(payload, dict) or found != kind:

@@ -1,10 +1,9 @@
-"""Modified Bessel functions I_nu as the von Mises-Fisher distribution needs them, in float64 on the CPU.
+"""Modified Bessel functions I_nu for the von Mises-Fisher distribution, in float64 on the CPU.
 
-One formula serves every order and argument, so there is no threshold between regimes. The order is raised
-by `_RAISE`, where the uniform (Debye) expansion is exact to rounding: its terms shrink like
-1/sqrt(nu^2 + x^2), for x = 0 as for x = 1e8. The Gauss continued fraction then leads back down to the order
-asked for; all its terms are positive, so nothing cancels. Formulas: DLMF 10.41.3 and 10.41.9 (expansion),
-10.33.1 (fraction), 10.29.2 (slope).
+One formula covers every order and argument, so there is no threshold between regimes. The order is raised by `_RAISE`,
+where the uniform (Debye) expansion is exact to rounding: its terms shrink like 1/sqrt(nu^2 + x^2), for x = 0 as for x =
+1e8. The Gauss continued fraction then leads back down to the requested order; all its terms are positive, so nothing
+cancels. Formulas: DLMF 10.41.3 and 10.41.9 (expansion), 10.33.1 (fraction), 10.29.2 (slope).
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_RAISE = 16  # orders climbed before the expansion is used: nu^2 + x^2 >= 256
-_TERMS = 12  # terms of the expansion; the first one left out is below 1e-13 there
+_RAISE = 16  # orders added before the expansion is used: nu^2 + x^2 >= 256
+_TERMS = 12  # terms of the expansion; the first omitted one is below 1e-13 there
 _TINY = 1e-300
 
 
 def log_normalizer(d: int, kappa: Tensor) -> Tensor:
-    """Return the log of the constant C(d, kappa) of the von Mises-Fisher density, elementwise."""
+    """Return the log of the normaliser C(d, kappa) of the von Mises-Fisher density, elementwise."""
     return -(d / 2) * math.log(2 * math.pi) - log_scaled_bessel(d / 2 - 1, kappa)
 
 
@@ -52,7 +51,7 @@ def bessel_ratio_slope(d: int, x: Tensor, ratio: Tensor) -> Tensor:
     """Return the derivative of A(x) = I_{d/2}(x) / I_{d/2-1}(x): 1 - A^2 - (d-1) A / x (1/d at x = 0)."""
     slope = 1 - ratio * ratio - (d - 1) * ratio / x.clamp(min=_TINY)
     slope = torch.where(x > 0, slope, torch.full_like(x, 1 / d))
-    # The difference above loses its digits like x^2; its own expansion takes over long before that matters.
+    # The difference above loses digits like x^2; its own expansion takes over long before that matters.
     large = x.clamp(min=1.0)
     far = (d - 1) / (2 * large**2) * (1 - (d - 3) / (2 * large))
     return torch.where(x > 1e4 * d, far, slope)
@@ -61,9 +60,9 @@ def bessel_ratio_slope(d: int, x: Tensor, ratio: Tensor) -> Tensor:
 def kappa_from_mean_length(d: int, length: Tensor) -> Tensor:
     """Return kappa with I_{d/2}(kappa) / I_{d/2-1}(kappa) = R for mean lengths R in [0, 1], elementwise.
 
-    Starts from R (d - R^2) / (1 - R^2) (Banerjee et al. 2005) and takes Newton steps until kappa stays
-    still, far closer than |ratio - R| <= 1e-6: a loose kappa would let the likelihood fall when it is large.
-    R = 1 has no finite solution; kappa stops at (d - 1) / 2 * 1e6, where the ratio is within 1e-6 of 1.
+    Starts from R (d - R^2) / (1 - R^2) (Banerjee et al. 2005) and takes Newton steps until kappa converges, far beyond
+    |ratio - R| <= 1e-6: an imprecise kappa would let the likelihood decrease when kappa is large. R = 1 has no finite
+    solution; kappa stops at (d - 1) / 2 * 1e6, where the ratio is within 1e-6 of 1.
     """
     cap = 0.5e6 * (d - 1)
     length = length.to("cpu", torch.float64).clamp(0.0, 1.0)
@@ -72,7 +71,7 @@ def kappa_from_mean_length(d: int, length: Tensor) -> Tensor:
         ratio = bessel_ratio(d / 2 - 1, kappa)
         newton = kappa - (ratio - length) / bessel_ratio_slope(d, kappa, ratio)
         moved = newton.clamp(min=kappa / 2, max=kappa * 2).clamp(max=cap)
-        # Rounding of the ratio alone moves kappa by about 2 kappa^2 eps / (d - 1).
+        # Rounding of the ratio alone changes kappa by about 2 kappa^2 eps / (d - 1).
         settled = (moved - kappa).abs() <= kappa * (1e-11 + 2e-15 * kappa / (d - 1))
         kappa = moved
         if bool(settled.all()):

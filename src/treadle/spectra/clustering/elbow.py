@@ -1,4 +1,4 @@
-"""How many clusters: the elbow of a curve, and the least BIC."""
+"""Choosing the number of clusters: elbow of a curve, and minimum BIC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _MakeMixture(Protocol):
 
 
 def chord_elbow(k_list: Sequence[int], values: Sequence[float]) -> tuple[int, float]:
-    """Return the index of the elbow of a falling curve, and its distance to the chord.
+    """Return the index of the elbow of a decreasing curve, and its distance to the chord.
 
     The curve is made non-increasing, then scaled to the unit square; the elbow maximises 1 - x - y, which
     is 0 on the chord from the first point to the last (Satopaa et al. 2011). A flat curve, or a single point,
@@ -52,13 +52,14 @@ def curvature_elbow(
     window_length: int = 5,
     polyorder: int = 2,
 ) -> tuple[int, NDArray[np.float64]]:
-    """Return the index of the largest curvature of a falling curve, and the curvature of every point.
+    """Return the index of maximum curvature of a decreasing curve, and the curvature at every point.
 
-    The curve is made non-increasing and scaled to the unit square. Its derivatives are those of a Savitzky-Golay filter
-    where there are five evenly spaced points, else of differences. The ends have curvature -inf.
+    The curve is made non-increasing and scaled to the unit square. Derivatives come from a Savitzky-Golay filter if
+    there are five evenly spaced points, else from finite differences. The end points have curvature -inf.
 
     Raises:
-        ConfigError: fewer than three points, other lengths, numbers that are not finite, or a filter out of range.
+        ConfigError: there are fewer than three points, the lengths differ, a number is not finite, or the filter is out
+            of range.
         ImportError: SciPy is not installed.
 
     Example:
@@ -108,19 +109,19 @@ def elbow_ckmeans(
     """Fit K = 1 ... k_max clusters and choose K at the elbow of the inertia.
 
     Args:
-        cluster_module: `CosineKMeans`, or anything called the same way.
+        cluster_module: `CosineKMeans`, or a callable with the same interface.
         X: (N, D) finite rows, none zero.
-        device: where blocks of rows are worked on; None means CUDA, then MPS, then CPU.
-        k_max: most clusters tried, at least 1; never more than N.
-        chunk: most rows on the device at once.
-        verbose: log each K at level INFO.
+        device: device for blocks of rows; None selects CUDA, then MPS, then CPU.
+        k_max: maximum number of clusters to try, at least 1; capped at N.
+        chunk: maximum number of rows on the device at once.
+        verbose: log each K at INFO level.
         random_state: seed of every fit.
 
     Returns:
         (k_list, inertias, K, index, score): K = k_list[index]; score is the distance to the chord, a float.
 
     Raises:
-        ValueError: k_max below 1, or rows that `CosineKMeans.fit` refuses.
+        ValueError: k_max is below 1, or `CosineKMeans.fit` rejects the rows.
 
     Example:
         >>> import torch
@@ -149,25 +150,25 @@ def elbow_vmf(
     random_state: int | None = 42,
     criterion: Literal["bic", "nll"] = "bic",
 ) -> tuple[list[int], list[float], int, int, float]:
-    """Fit mixtures of K = 1 ... k_max components and choose K by least BIC, or at the elbow of the mean NLL.
+    """Fit mixtures of K = 1 ... k_max components and choose K by minimum BIC, or at the elbow of the mean NLL.
 
     Args:
-        cluster_module: `VMFMixture`, or anything called the same way.
+        cluster_module: `VMFMixture`, or a callable with the same interface.
         X: (N, D) finite rows, none zero, D >= 2.
-        device: where blocks of rows are worked on; None means CUDA, then MPS, then CPU.
-        k_max: most components tried, at least 1; never more than N.
-        chunk: most rows on the device at once.
-        verbose: log each K at level INFO.
+        device: device for blocks of rows; None selects CUDA, then MPS, then CPU.
+        k_max: maximum number of components to try, at least 1; capped at N.
+        chunk: maximum number of rows on the device at once.
+        verbose: log each K at INFO level.
         random_state: seed of every fit.
-        criterion: "bic" takes K = argmin BIC (Schwarz 1978); "nll" the elbow of -loglik / N. Lower is better
-            in both curves; neither is negated.
+        criterion: "bic" selects K = argmin BIC (Schwarz 1978); "nll" the elbow of -loglik / N. Lower is better for
+            both; neither is negated.
 
     Returns:
         (k_list, scores, K, index, score): K = k_list[index]; score is the distance of that point to the
         chord of the curve, a float.
 
     Raises:
-        ValueError: another criterion, k_max below 1, or rows that `VMFMixture.fit` refuses.
+        ValueError: the criterion is unknown, k_max is below 1, or `VMFMixture.fit` rejects the rows.
 
     Example:
         >>> import torch
@@ -193,7 +194,7 @@ def elbow_vmf(
 
 
 def _chord_distances(k_list: Sequence[int], values: Sequence[float]) -> list[float]:
-    """Return 1 - x - y for every point of the curve (all 0 when it is flat)."""
+    """Return 1 - x - y for every point of the curve (all 0 if it is flat)."""
     falling = list(accumulate(values, min))
     height = falling[0] - falling[-1]
     if height <= 0.0:
@@ -208,7 +209,7 @@ def _chord_distances(k_list: Sequence[int], values: Sequence[float]) -> list[flo
 def _curve(
     measure: Callable[[int], float], X: RowsLike, *, k_max: int, name: str, verbose: bool
 ) -> tuple[list[int], list[float]]:
-    """Return K = 1 ... min(k_max, N) and `measure` of each."""
+    """Return K = 1 ... min(k_max, N) and `measure(K)` for each."""
     k_list = list(range(1, min(check_count("k_max", k_max), max(len(X), 1)) + 1))
     values = []
     for k in k_list:

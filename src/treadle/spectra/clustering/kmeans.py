@@ -31,30 +31,30 @@ from ._seeding import kmeans_plus_plus
 from ._store import load_plain, save_atomic
 
 _KIND = "treadle.spectra.CosineKMeans"
-_EXACT = 1e-12  # a mean distance below this: every row is on its centroid
+_EXACT = 1e-12  # below this mean distance, every row coincides with its centroid
 
 
 class CosineKMeans(Estimator):
-    """k-means by direction, which minimises J = mean(1 - cos(row, its centroid)).
+    """Spherical k-means, which minimises J = mean(1 - cos(row, its centroid)).
 
-    Seeds with k-means++ by cosine distance; a centroid is the normalised mean of its rows; a cluster without
-    rows takes the row farthest from its centroid; iteration stops at |dJ| < tol * |J| or |dJ| < tol * 1e-3
-    (Dhillon and Modha 2001). Arithmetic is float64 (float32 on MPS).
+    Initialised with k-means++ by cosine distance; a centroid is the normalised mean of its rows; an empty cluster takes
+    the row farthest from its centroid; iteration stops at |dJ| < tol * |J| or |dJ| < tol * 1e-3 (Dhillon and Modha
+    2001). Arithmetic is float64 (float32 on MPS).
 
     Args:
         n_components: number of clusters K, at least 1 and at most N.
         tol: tolerance of the stopping rule, >= 0.
-        max_iter: most iterations, at least 1.
-        device: where blocks of rows are worked on; None means CUDA, then MPS, then CPU.
-        random_state: seed of the object's own generator; the global generators are not touched.
+        max_iter: maximum number of iterations, at least 1.
+        device: device for blocks of rows; None selects CUDA, then MPS, then CPU.
+        random_state: seed of a private generator; the global generators are not touched.
 
     Attributes:
         centroids: (K, D) unit rows on the device, in the dtype of X (at least float32); set by `fit`.
-        inertia_: J of exactly these centroids on the rows given to `fit`.
-        n_iter_: iterations taken.
+        inertia_: J of these exact centroids on the rows passed to `fit`.
+        n_iter_: number of iterations.
 
     Raises:
-        ValueError: a count below 1, a negative tol, a zero or non-finite row, or K > N.
+        ValueError: a count is below 1, tol is negative, a row is zero or not finite, or K > N.
 
     Example:
         >>> rows = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 3.0]])
@@ -84,15 +84,15 @@ class CosineKMeans(Estimator):
 
     @property
     def centroids(self) -> Tensor:
-        """(K, D) unit rows; RuntimeError before `fit` or `load_centroids`."""
+        """(K, D) unit rows; raises RuntimeError before `fit` or `load_centroids`."""
         if self._centroids_KD is None:
             raise RuntimeError("centroids: there are none yet; call fit(X) or load_centroids(path) first.")
         return self._centroids_KD
 
     def fit(self, X: RowsLike, chunk: int | None = None, *, y: object = None) -> CosineKMeans:
-        """Find the centroids of X (N, D), with at most `chunk` rows on the device at once; returns self.
+        """Fit the centroids to X (N, D), with at most `chunk` rows on the device at once; return self.
 
-        Targets, which scikit-learn passes as the second argument, are not used.
+        Targets, which scikit-learn passes as the second argument, are ignored.
         """
         chunk = None if np.ndim(chunk) else chunk  # type: ignore[arg-type]
         rows = UnitRows(X, device=self.device, chunk=chunk)
@@ -110,8 +110,8 @@ class CosineKMeans(Estimator):
             change = abs(before - inertia)
             still = change < self.tol * abs(inertia) or change < self.tol * 1e-3
             self.n_iter_ = iteration
-            # Stopping here keeps the centroids that `inertia` was measured for. An empty cluster is filled
-            # before stopping, unless there are fewer distinct rows than clusters.
+            # Stopping here keeps the centroids for which `inertia` was computed. An empty cluster is filled before
+            # stopping, unless there are fewer distinct rows than clusters.
             if still and (inertia <= _EXACT or not bool(empty_K.any())):
                 break
             before = inertia
@@ -119,7 +119,7 @@ class CosineKMeans(Estimator):
             if bool(empty_K.any()):
                 centroids_KD[empty_K] = _farthest_rows(rows, centroids_KD, empty_K)
         self._centroids_KD = centroids_KD.to(rows.out_dtype)
-        # Measured again: the last update (at max_iter) and the dtype of the result both count.
+        # Computed again, since the last update (at max_iter) and the dtype of the result both affect it.
         self.inertia_ = assign_and_sum(rows, unit_rows(self._centroids_KD, device=self.device))[0]
         return self
 
@@ -135,12 +135,12 @@ class CosineKMeans(Estimator):
     def predict(
         self, X: RowsLike, return_dist: bool = False, chunk: int | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the nearest centroid of each row, and with `return_dist` also all distances.
+        """Return the index of the nearest centroid of each row, and with `return_dist` all distances.
 
         Args:
             X: (N, D) rows, D as fitted.
             return_dist: also return 1 - cos to every centroid, (N, K), in [0, 2].
-            chunk: most rows on the device at once.
+            chunk: maximum number of rows on the device at once.
 
         Returns:
             labels (N,) int64, or (labels, distances), on the device of X.
@@ -162,31 +162,31 @@ class CosineKMeans(Estimator):
         return (labels_N, distances_NK) if return_dist else labels_N
 
     def fit_predict(self, X: RowsLike, chunk: int | None = None, *, y: object = None) -> Tensor:
-        """Fit X (N, D) and return its labels (N,), as `fit` followed by `predict` does."""
+        """Fit X (N, D) and return its labels (N,), like `fit` followed by `predict`."""
         return self.fit(X, chunk).predict(X, chunk=None if np.ndim(chunk) else chunk)  # type: ignore[arg-type]
 
     def __sklearn_is_fitted__(self) -> bool:
         return self._centroids_KD is not None
 
     def score(self, X: RowsLike, y: object = None) -> float:
-        """Return minus the mean of 1 - cos between the rows of X (N, D) and their centroids; more is better."""
+        """Return the negative mean of 1 - cos between the rows of X (N, D) and their centroids; higher is better."""
         rows = UnitRows(X, device=self.device, chunk=None)
         return -float(assign_and_sum(rows, unit_rows(self.centroids, device=self.device))[0])
 
     def save_centroids(self, path: str | os.PathLike[str]) -> None:
-        """Write the centroids and their inertia to `path`: the whole file, or no change."""
+        """Save the centroids and their inertia to `path` atomically."""
         payload = {"kind": _KIND, "centroids": self.centroids.cpu().contiguous(), "inertia": self.inertia_}
         save_atomic(payload, path)
 
     def load_centroids(self, path: str | os.PathLike[str], strict_k: bool = True) -> CosineKMeans:
-        """Take over the centroids saved at `path`; returns self.
+        """Load the centroids saved at `path`; return self.
 
         Args:
-            path: a file of `save_centroids`.
-            strict_k: True refuses a file whose K differs from `n_components`; False takes over its K.
+            path: a file written by `save_centroids`.
+            strict_k: True rejects a file whose K differs from `n_components`; False adopts its K.
 
         Raises:
-            ValueError: unsupported file type, centroids that are not finite (K, D), or another K when strict.
+            ValueError: the file is of another kind, the centroids are not finite (K, D), or K differs with `strict_k`.
         """
         payload = load_plain(path, kind=_KIND, keys=("centroids", "inertia"))
         centroids_KD = payload["centroids"]
@@ -212,14 +212,14 @@ class CosineKMeans(Estimator):
 
 
 def _update(centroids_KD: Tensor, sums_KD: Tensor, counts_K: Tensor) -> Tensor:
-    """Return the normalised means; a centroid without rows, or whose rows cancel, stays where it is."""
+    """Return the normalised means; a centroid without rows, or whose rows cancel, is unchanged."""
     length_K1 = torch.linalg.vector_norm(sums_KD, dim=1, keepdim=True)
     usable_K1 = length_K1 > 1e-12 * counts_K[:, None]
     return torch.where(usable_K1, sums_KD / length_K1.clamp(min=1e-300), centroids_KD)
 
 
 def _farthest_rows(rows: UnitRows, centroids_KD: Tensor, empty_K: Tensor) -> Tensor:
-    """Return one row per empty cluster: those farthest from the nearest centroid that has rows."""
+    """Return one row per empty cluster: the rows farthest from their nearest non-empty centroid."""
     kept_KD = centroids_KD[~empty_K]
     distance_N = torch.empty(rows.n, dtype=torch.float64, device="cpu")
     for part, block_BD in rows.blocks():

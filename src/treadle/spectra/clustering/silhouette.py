@@ -22,29 +22,27 @@ def silhouette_samples_cosine(
 ) -> Tensor:
     """Return the silhouette (b - a) / max(a, b) of every row under the distance 1 - cos.
 
-    a is the mean distance to the other rows of its cluster, b the smallest mean distance to another
-    cluster (Rousseeuw 1987). A row alone in its cluster has 0. Equal to scikit-learn's values for
-    `metric="cosine"` to 1e-5.
+    a is the mean distance to the other rows of its cluster, b the smallest mean distance to another cluster (Rousseeuw
+    1987). A row alone in its cluster has 0. Agrees with scikit-learn's `metric="cosine"` to 1e-5.
 
     Args:
         X: (N, D) finite rows, none zero.
         labels: (N,) integers; they need not be consecutive.
-        chunk: most rows on the device at once.
-        device: where blocks of rows are worked on; None means that of a tensor on an accelerator, else CUDA, then MPS,
-            then CPU.
+        chunk: maximum number of rows on the device at once.
+        device: device for blocks of rows; None uses that of a tensor on an accelerator, else CUDA, then MPS, then CPU.
 
     Returns:
         (N,) in [-1, 1], in the dtype of X (at least float32), on the device of X (the CPU for an array).
 
     Raises:
-        ValueError: one cluster only, as many clusters as rows, or labels of another length.
+        ValueError: there is only one cluster, there are as many clusters as rows, or the labels differ in length.
 
     Example:
         >>> rows = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
         >>> [round(value, 2) for value in silhouette_samples_cosine(rows, [0, 0, 1, 1]).tolist()]
         [0.99, 0.99, 0.99, 0.99]
     """
-    # Tensors on a device are worked on there; everything else follows the rule for device=None.
+    # Tensors on an accelerator are processed there; everything else follows the rule for device=None.
     on_device = isinstance(X, Tensor) and X.device.type != "cpu"
     where = X.device if isinstance(X, Tensor) and on_device and device is None else resolve_device(device)
     rows = UnitRows(X, device=where, chunk=chunk)
@@ -66,7 +64,7 @@ def silhouette_samples_cosine(
         within_B = within_B.clamp(min=0.0)
         largest_B = torch.maximum(within_B, between_B)
         value_B = (between_B - within_B) / largest_B.clamp(min=noise)
-        # Identical rows have distances of rounding size only; 0 / 0 counts as 0, as in scikit-learn.
+        # Distances between identical rows are rounding noise; 0 / 0 counts as 0, as in scikit-learn.
         value_B = torch.where((own_size_B > 1) & (largest_B > noise), value_B, torch.zeros_like(value_B))
         out_N[part] = value_B.to(rows.home, rows.out_dtype)
     return out_N
@@ -78,7 +76,7 @@ def silhouette_score_cosine(
 ) -> float:
     """Return the mean of `silhouette_samples_cosine` over all rows: a float in [-1, 1].
 
-    Takes and raises what `silhouette_samples_cosine` does.
+    Arguments and errors are those of `silhouette_samples_cosine`.
 
     Example:
         >>> rows = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
@@ -89,7 +87,7 @@ def silhouette_score_cosine(
 
 
 def _check_labels(labels: RowsLike | Sequence[int], n_rows: int) -> tuple[Tensor, int]:
-    """Return labels renumbered 0..K-1 and K; ValueError unless 2 <= K <= N - 1 (scikit-learn's rule)."""
+    """Return K and labels renumbered to 0..K-1; raise ValueError unless 2 <= K <= N - 1 (scikit-learn's rule)."""
     labels_N = as_tensor(labels)
     if labels_N.ndim != 1 or len(labels_N) != n_rows:
         raise ValueError(f"labels has shape {tuple(labels_N.shape)}, but must be ({n_rows},): one per row of X.")

@@ -37,18 +37,18 @@ _KIND = "treadle.spectra.VMFMixture"
 def vmf_log_normalizer(d: int, kappa: float | Tensor) -> Tensor:
     """Return log C(d, kappa) = nu log kappa - (nu + 1) log 2 pi - log I_nu(kappa), nu = d/2 - 1.
 
-    At kappa = 0 this is log Gamma(d/2) - log 2 - (d/2) log pi. Relative error below 1e-5 (in fact near
-    rounding) for 2 <= d <= 512 and 0 <= kappa <= 1e4. Bessel functions: DLMF 10.41 and 10.33 (see `bessel`).
+    At kappa = 0 this is log Gamma(d/2) - log 2 - (d/2) log pi. Relative error below 1e-5 (in practice near rounding)
+    for 2 <= d <= 512 and 0 <= kappa <= 1e4. Bessel functions: DLMF 10.41 and 10.33 (see `bessel`).
 
     Args:
         d: dimension of the space around the sphere, at least 2.
         kappa: concentration, finite and >= 0; any shape.
 
     Returns:
-        float64 tensor of the shape of `kappa` (0-d for a number), on the device of `kappa` (float32 on MPS).
+        float64 tensor with the shape (0-d for a number) and device of `kappa` (float32 on MPS).
 
     Raises:
-        ValueError: d < 2, or a kappa that is negative or not finite.
+        ValueError: d < 2, or kappa is negative or not finite.
 
     Example:
         >>> round(float(vmf_log_normalizer(64, 12.0)), 6)
@@ -60,10 +60,10 @@ def vmf_log_normalizer(d: int, kappa: float | Tensor) -> Tensor:
 
 
 def vmf_bessel_ratio(d: int, kappa: float | Tensor) -> Tensor:
-    """Return I_{nu+1}(kappa) / I_nu(kappa), nu = d/2 - 1: the mean cosine of draws to their direction.
+    """Return I_{nu+1}(kappa) / I_nu(kappa), nu = d/2 - 1: the mean cosine of samples to their mean direction.
 
-    Gauss continued fraction with the Debye expansion as its tail (DLMF 10.33.1, 10.41.3): accurate to
-    rounding. Takes, returns and raises what `vmf_log_normalizer` does; values in [0, 1].
+    Gauss continued fraction with the Debye expansion as its tail (DLMF 10.33.1, 10.41.3): accurate to rounding.
+    Arguments, result and errors are as for `vmf_log_normalizer`; values in [0, 1].
 
     Example:
         >>> round(float(vmf_bessel_ratio(3, 12.0)), 6)
@@ -75,7 +75,7 @@ def vmf_bessel_ratio(d: int, kappa: float | Tensor) -> Tensor:
 
 
 def _check_kappa(kappa: float | Tensor) -> tuple[Tensor, torch.device]:
-    """Return kappa as float64 on the CPU (MPS has no float64), and the device it came from."""
+    """Return kappa as float64 on the CPU (MPS has no float64), and its original device."""
     given = torch.as_tensor(kappa, dtype=None if isinstance(kappa, Tensor) else torch.float64).detach()
     kappa64 = given.to("cpu").to(torch.float64)
     bad = ~(torch.isfinite(kappa64) & (kappa64 >= 0))
@@ -90,17 +90,17 @@ def _check_kappa(kappa: float | Tensor) -> tuple[Tensor, torch.device]:
 class VMFMixture(Estimator):
     """Mixture of K von Mises-Fisher distributions on unit rows, fitted by EM.
 
-    The log-likelihood never falls by more than rounding. kappa solves ratio(kappa) = R, the mean length of
-    the rows of a component, by Newton steps (to 1e-6 and beyond). A component of less than two rows keeps its
-    kappa, as one row has no spread; one that loses all rows keeps its direction, at weight 0.
+    The log-likelihood never decreases by more than rounding. kappa solves ratio(kappa) = R, the mean length of the rows
+    of a component, by Newton steps (to 1e-6 and beyond). A component with fewer than two rows keeps its kappa, since
+    one row has no spread; one that loses all rows keeps its direction, with weight 0.
 
     Args:
         n_components: number of components K, at least 1 and at most N.
         d: number of columns, at least 2; None infers it from the first `fit`.
-        device: where blocks of rows are worked on; None means CUDA, then MPS, then CPU.
-        random_state: seed of the object's own generator; the global generators are not touched.
-        tol: stops when the mean log-likelihood per row gains less than this, >= 0.
-        max_iter: most EM iterations, at least 1.
+        device: device for blocks of rows; None selects CUDA, then MPS, then CPU.
+        random_state: seed of a private generator; the global generators are not touched.
+        tol: stop when the mean log-likelihood per row improves by less than this, >= 0.
+        max_iter: maximum number of EM iterations, at least 1.
         init: "kmeans++" (by cosine distance) or "random" (distinct rows).
 
     Attributes:
@@ -108,10 +108,10 @@ class VMFMixture(Estimator):
         kappas: (K,) concentrations, >= 0.
         logpi: (K,) logarithms of the weights. All three are on the device in the dtype of X, or float32.
         loglik_history_: log-likelihood of the rows at each iteration of `fit`.
-        n_iter_: iterations taken.
+        n_iter_: number of iterations.
 
     Raises:
-        ValueError: a setting out of range, a zero or non-finite row, another d, or K > N.
+        ValueError: a setting is out of range, a row is zero or not finite, d differs, or K > N.
 
     Example:
         >>> noise = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -147,21 +147,21 @@ class VMFMixture(Estimator):
 
     @property
     def mus(self) -> Tensor:
-        """(K, D) unit mean directions; RuntimeError before `fit`."""
+        """(K, D) unit mean directions; raises RuntimeError before `fit`."""
         return self._fitted().mus_KD
 
     @property
     def kappas(self) -> Tensor:
-        """(K,) concentrations, >= 0; RuntimeError before `fit`."""
+        """(K,) concentrations, >= 0; raises RuntimeError before `fit`."""
         return self._fitted().kappas_K
 
     @property
     def logpi(self) -> Tensor:
-        """(K,) logarithms of the weights, which sum to 1; RuntimeError before `fit`."""
+        """(K,) logarithms of the weights, which sum to 1; raises RuntimeError before `fit`."""
         return self._fitted().logpi_K
 
     def fit(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> VMFMixture:
-        """Fit the mixture to X (N, D), with at most `chunk` rows on the device at once; returns self."""
+        """Fit the mixture to X (N, D), with at most `chunk` rows on the device at once; return self."""
         rows = self._rows(X, chunk, self.d)
         if self.n_components > rows.n:
             raise ConfigError(
@@ -183,7 +183,7 @@ class VMFMixture(Estimator):
         return self
 
     def fit_predict(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> Tensor:
-        """Fit X (N, D) and return its labels (N,), as `fit` followed by `predict` does."""
+        """Fit X (N, D) and return its labels (N,), like `fit` followed by `predict`."""
         return self.fit(X, chunk=chunk).predict(X, chunk=chunk)
 
     def __sklearn_is_fitted__(self) -> bool:
@@ -202,7 +202,7 @@ class VMFMixture(Estimator):
         return torch.cat([block_BK.to(rows.out_dtype).to(rows.home) for block_BK in blocks])
 
     def loglik(self, X: RowsLike, *, chunk: int | None = None, average: bool = False) -> float:
-        """Return the log-likelihood of X in nats: the sum over rows, or with `average` the mean."""
+        """Return the log-likelihood of X in nats: the sum over rows, or the mean with `average`."""
         rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
         total = 0.0
         for _, block_BD in rows.blocks():
@@ -210,7 +210,7 @@ class VMFMixture(Estimator):
         return total / rows.n if average else total
 
     def score(self, X: RowsLike, y: object = None) -> float:
-        """Return the mean log-likelihood of the rows of X (N, D); more is better."""
+        """Return the mean log-likelihood of the rows of X (N, D); higher is better."""
         return self.loglik(X, average=True)
 
     def bic(self, X: RowsLike, *, chunk: int | None = None) -> float:
@@ -218,13 +218,13 @@ class VMFMixture(Estimator):
         return -2.0 * self.loglik(X, chunk=chunk) + self.num_params() * math.log(len(X))
 
     def num_params(self) -> int:
-        """Return the number of free parameters, K d + K - 1; RuntimeError before `fit`."""
+        """Return the number of free parameters, K d + K - 1; raise RuntimeError before `fit`."""
         return self.n_components * self.mus.shape[1] + self.n_components - 1
 
     def sample(self, n: int) -> Tensor:
-        """Return n draws (n, D) of unit length, on the device; the same draws at every call with one seed.
+        """Draw n samples (n, D) of unit length on the device; with a fixed seed, every call returns the same samples.
 
-        Source: Wood, Communications in Statistics 1994. ValueError when n < 1.
+        Source: Wood, Communications in Statistics 1994. Raises ValueError if n < 1.
         """
         count = check_count("n", n)
         generator = make_generator(self.random_state)
@@ -237,7 +237,7 @@ class VMFMixture(Estimator):
         return draws_nD.to(fitted.mus_KD.dtype).to(self.device)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write settings and parameters to `path`: the whole file, or no change."""
+        """Save the settings and parameters to `path` atomically."""
         names = ("n_components", "d", "random_state", "tol", "max_iter", "init")
         payload: dict[str, Any] = {"kind": _KIND, **{name: getattr(self, name) for name in names}}
         for name in ("mus", "kappas", "logpi"):
@@ -246,10 +246,10 @@ class VMFMixture(Estimator):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], map_location: DeviceLike = None) -> VMFMixture:
-        """Return the mixture saved at `path`, on `map_location` (None: CUDA, then MPS, then CPU).
+        """Load the mixture saved at `path` on `map_location` (None: CUDA, then MPS, then CPU).
 
         Raises:
-            ValueError: unsupported file type, or one that lacks an entry.
+            ValueError: the file is of another kind, or lacks an entry.
         """
         names = ("n_components", "d", "random_state", "tol", "max_iter", "init")
         payload = load_plain(path, kind=_KIND, keys=(*names, "mus", "kappas", "logpi"))
@@ -261,7 +261,7 @@ class VMFMixture(Estimator):
         return model
 
     def _rows(self, X: RowsLike, chunk: int | None, d: int | None) -> UnitRows:
-        """Return rows of ``d`` columns, or of any number where it is None."""
+        """Return the unit rows of X, checked to have ``d`` columns unless it is None."""
         rows = UnitRows(X, device=self.device, chunk=chunk)
         if d is not None and rows.d != d:
             raise ValueError(f"X has D={rows.d} columns, but d={d}; build a new mixture for other rows.")
@@ -274,12 +274,12 @@ class VMFMixture(Estimator):
 
     def _scorer(self) -> Scorer:
         mus_KD, kappas_K, logpi_K = (tensor.cpu().double() for tensor in self._fitted())
-        # The stored directions are rounded to the dtype of X; kappa would multiply the error of their length.
+        # The stored directions are rounded to the dtype of X; kappa would amplify the error of their length.
         return Scorer(Parameters(normalised(mus_KD), kappas_K, logpi_K), self.device)
 
 
 def sample_directions(mus_nD: Tensor, kappas_n: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Return one draw (n, D) per mean direction and concentration; kappa = 0 gives uniform directions."""
+    """Draw one sample (n, D) per mean direction and concentration; kappa = 0 gives uniform directions."""
     cosine_n1 = _sample_cosines(kappas_n, mus_nD.shape[1], generator=generator)[:, None]
     tangent_nD = torch.randn(mus_nD.shape, generator=generator, dtype=torch.float64, device="cpu")
     tangent_nD = tangent_nD - (tangent_nD * mus_nD).sum(dim=1, keepdim=True) * mus_nD
@@ -288,7 +288,7 @@ def sample_directions(mus_nD: Tensor, kappas_n: Tensor, *, generator: torch.Gene
 
 
 def _sample_cosines(kappas_n: Tensor, d: int, *, generator: torch.Generator) -> Tensor:
-    """Return the cosine to the mean direction of each draw, by rejection from Wood's envelope."""
+    """Draw the cosine of each sample to its mean direction, by rejection from Wood's envelope."""
     b_n = (d - 1) / (2 * kappas_n + torch.sqrt(4 * kappas_n**2 + (d - 1) ** 2))
     centre_n = (1 - b_n) / (1 + b_n)
     limit_n = kappas_n * centre_n + (d - 1) * torch.log(4 * b_n / (1 + b_n) ** 2)  # 1 - centre^2
