@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle.data.cursor import Group
 from treadle.engine.attempt import non_finite_error
 from treadle.engine.evaluation import EvaluationAbandoned
+from treadle.engine.leaving import leave_on_signal
 from treadle.engine.session import ranks_stop, resume_from_hooks, training_session
-from treadle.engine.signals import leave_on_signal
 from treadle.engine.stopping import Target
 from treadle.errors import DataExhaustedError
 from treadle.optim.schedules import step_plateau

@@ -35,12 +35,12 @@ from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook, reaches_hooks
+from treadle.engine.leaving import interruption, leave_on_signal
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
 from treadle.engine.preflight import check_length_of_schedule, refuse_fsdp_1
 from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
-from treadle.engine.signals import interruption, leave_on_signal
 from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
 from treadle.errors.arguments import check_argument, checked

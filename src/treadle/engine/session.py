@@ -18,13 +18,13 @@ from treadle.data.agreement import numbers_of_ranks
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
+from treadle.engine.leaving import exit_by, leave_on_signal
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.preflight import (
     check_added_hooks,
     check_before_training,
     into_training_mode,
 )
-from treadle.engine.signals import exit_by, leave_on_signal
 from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.engine.voice import speaking

@@ -21,8 +21,8 @@ from treadle.engine.evaluation import (
     results_of,
     try_override,
 )
+from treadle.engine.leaving import BetweenRuns
 from treadle.engine.session import held_by_hooks, ranks_stop, resume_from_hooks
-from treadle.engine.signals import BetweenRuns
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs

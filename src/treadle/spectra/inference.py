@@ -45,7 +45,7 @@ class TesterConfig:
     fixed_visible: Tensor | None = None
     """bool (L,) or (B, L), True = visible; None lets the model draw masks with ``eval_seed``."""
     log_history: bool = True
-    history_filename: str = "test_history.json"
+    history_filename: str | Path = "test_history.json"
     eval_seed: int = 0
     loss_region: Literal["masked", "all"] = "masked"
     """``"masked"``: hidden channels count; ``"all"``: all channels count."""
