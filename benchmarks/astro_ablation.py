@@ -1,4 +1,4 @@
-"""What does a loss on the values behind the tokens add to the cross-entropy?
+"""Ablation in the astronomy pack: what a loss on the values behind the tokens adds to cross-entropy.
 
     python benchmarks/astro_ablation.py                     # three seeds of both, as long as `treadle train astro` each
     python benchmarks/astro_ablation.py training.epochs=2 data.max_rows=4000 repeats.xdf=2 repeats.spex=2   # short runs
@@ -6,8 +6,8 @@
 
 Both ways are `treadle train astro` with the same settings, seed by seed: surveys, split, tokens, model, starting
 weights, order of batches, schedule and steps. `cross-entropy` has no other term in its loss; `with values` has the
-expected-value terms too, at the command's weights. The epoch with the least validation loss, each way's own, is asked
-about the test objects. Every run has a folder below --runs and resumes there if it was stopped.
+expected-value terms too, at the command's weights. Each way's epoch with the lowest validation loss is evaluated on the
+test objects. Every run has a folder below --runs and resumes there if it was stopped.
 
 The errors of expected values are those of the loss terms on the test sequences, each token given all tokens before
 it: patches and segments over the variance of all their numbers, scalars over the variance of their column.
@@ -73,7 +73,7 @@ def settings(options: argparse.Namespace, seed: int, changed: Sequence[str]) -> 
 
 
 def all_terms(trainer: AstroTrainer, data: AstroData, config: AstroRunConfig) -> dict[str, float]:
-    """Return the terms on the test sequences, those that were not trained on as well."""
+    """Return all loss terms on the test sequences, including those not used in training."""
     tokenizers = data.tokenizers
     judge = AstroTrainer(
         trainer.model, trainer.vocab, [], {"total_steps": 1, "meaningful_loss": vars(config.training.meaningful_loss)},
@@ -119,7 +119,7 @@ def main() -> None:
         ]  # fmt: skip
     torch.set_num_threads(1)
     data = prepare_data(settings(options, 0, []), None)
-    # Seed by seed, so that a run that is stopped leaves pairs.
+    # Seed by seed, so that an interrupted run leaves complete pairs.
     results = [run(way, seed, data, options) for seed in options.seeds for way in WAYS]
     rows = rows_of(results)
     if options.tiny:

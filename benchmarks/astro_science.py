@@ -1,29 +1,29 @@
-"""One kind of data of an object from another: JointRegressor and KernelStack beside ridge and trees.
+"""Cross-modal prediction in astronomy: JointRegressor and KernelStack compared with ridge and trees.
 
     python benchmarks/astro_science.py --device cuda --capture --jobs 20   # an H200 and 16 cores, see below
     python benchmarks/astro_science.py --budget-minutes 20                 # in pieces: the same command resumes
     python benchmarks/astro_science.py --tiny                              # a trial, writes nothing
 
-The surveys, split and questions of `treadle train astro`. One model answers all five; with each seed three members are
-trained, and their mixtures are averaged. The answers are mixed with the numbers of the nearest training objects in
-the latents. The stack mixes in a third part, the Gaussian of kernel regressions of the same inputs. It draws pictures
-and spectra from the numbers of an object, too: a mixture of the members' and of kernel regressions. All shares are
-chosen on validation objects, and so are views, kernels, widths and noises of the regressions, from the whole grid of
-`treadle.regression`. Each peer learns one question; it gets the values of the tokens and the values as they are
-(pictures also by 48 principal components and sums), and the better of them on validation objects counts, as do the
-settings of the peers that draw. Three seeds of trees, also averaged. All scores are of test objects.
+The surveys, split and questions are those of `treadle train astro`. One model answers all five; for each seed three
+members are trained, and their mixtures are averaged. The answers are mixed with the numbers of the nearest training
+objects in latent space. The stack adds a third part, the Gaussian of kernel regressions on the same inputs. It also
+generates images and spectra from the numbers of an object, as a mixture of the members and of kernel regressions. All
+shares are chosen on validation objects, and so are views, kernels, widths and noises of the regressions, from the whole
+grid of `treadle.regression`. Each baseline learns one question; it gets the values of the tokens and the raw values
+(images also as 48 principal components and sums), and the better of the two on validation objects counts, as do the
+settings of the generating baselines. Three seeds of trees are averaged too. All scores are on test objects.
 
-With 20 jobs the members and regressions took 114 s, as did all peers but the trees on spectra for J-Ks, which need more
-than two minutes. What is stored below --runs is not done again, on whichever machine it was made.
+There the command took 156 s from an empty folder: the members 120 s each, in parallel, and the trees on spectra for
+J-Ks, which start last, 30 s more. Results stored below --runs are not recomputed, whichever machine made them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,11 @@ Array = np.ndarray[Any, Any]
 Surveys = Mapping[str, Survey]
 MEMBERS, STEPS = 3, 2000
 BATCHES = {"xdf": 64, "spex": 128, "sdss": 512}
-BLIND = 0.5  # rows, as a share of a batch, whose picture or spectrum is asked for from the numbers
+BLIND = 0.5  # share of rows in a batch whose image or spectrum is predicted from the numbers
 BACK = {"xdf": 200.0, "spex": 6.0}  # weights of the squared error of pictures and spectra
 NEAREST, COMPONENTS = 10, 64
 DRAWN = {"picture": "xdf", "spectrum": "spex"}  # the survey of each
-METHODS = ("ridge", "boosted trees", "extra trees")
+METHODS = {"ridge": (0,), "boosted trees": (0, 1, 2), "extra trees": (0, 1, 2)}  # seeds of each
 
 
 def load(options: argparse.Namespace) -> tuple[Surveys, Surveys, Surveys]:
@@ -64,7 +64,7 @@ def load(options: argparse.Namespace) -> tuple[Surveys, Surveys, Surveys]:
 
 
 def given(survey: Survey) -> Array | None:
-    """Return pictures from 0 to 1, or spectra, or None."""
+    """Return images in [0, 1], or spectra, or None."""
     if survey.images is not None:
         return np.asarray(survey.images, dtype=np.float32) / 255
     return None if survey.spectra is None else np.asarray(survey.spectra, dtype=np.float32)
@@ -74,7 +74,7 @@ def given(survey: Survey) -> Array | None:
 
 
 class Joint(BaseTrainer):
-    """Draws objects, and hides and changes parts of them, on the device; a batch of the loader is a number."""
+    """Sampling, masking and augmentation of objects on the device; a batch of the loader is a number."""
 
     def __init__(self, train: Surveys, seed: int, options: argparse.Namespace, workspace: Path):
         device = options.device
@@ -144,7 +144,7 @@ class Joint(BaseTrainer):
 
 
 def changed(name: str, data: Tensor) -> Tensor:
-    """Return turned and mirrored pictures and noisier spectra."""
+    """Return rotated and mirrored images and noisier spectra."""
     count, device = len(data), data.device
     if name == "xdf":
         for turn in (lambda x: x.flip(-1), lambda x: x.flip(-2), lambda x: x.mT):
@@ -154,7 +154,7 @@ def changed(name: str, data: Tensor) -> Tensor:
 
 
 def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | None:
-    """Train one member as far as the time allows; return its answers, None if it is not finished."""
+    """Train one member as far as the time allows; return its answers, or None if it is not finished."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = True
     folder = options.runs / f"joint-{seed}-{member}-{options.steps}"
@@ -179,7 +179,7 @@ def train_member(seed: int, member: int, options: argparse.Namespace) -> Path | 
 
 @torch.no_grad()
 def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, Any]:
-    """Return mixtures and latents for each question, and pictures and spectra from the numbers of an object."""
+    """Return mixtures and latents for each question, and images and spectra generated from an object's numbers."""
     found: dict[str, Any] = {}
     for question in CROSS_PREDICTIONS:
         survey = surveys[question.survey]
@@ -198,14 +198,14 @@ def ask_all(model: JointRegressor, surveys: Surveys, device: str) -> dict[str, A
         survey = surveys[name]
         answer = asked(model, survey, torch.zeros(len(survey.columns), dtype=torch.bool), TURNS[0], device, blind=True)
         back = getattr(answer, kind)
-        if kind == "picture":  # the numbers do not know how an object is turned
+        if kind == "picture":  # the numbers do not determine the orientation of an object
             back = torch.stack([turn(back) for turn in TURNS]).mean(0)
         found[kind] = back.flatten(1).half()
     return {key: value if isinstance(value, Tensor) else dict(value) for key, value in found.items()}
 
 
 def with_neighbours(answers: dict[str, Any], of_train: Mapping[str, Any], train: Surveys) -> dict[str, Any]:
-    """Replace the latents by the distances and numbers of the nearest training objects, which take less room."""
+    """Replace the latents by the distances and numbers of the nearest training objects, which need less space."""
     for question in CROSS_PREDICTIONS:
         known = torch.from_numpy(np.isfinite(train[question.survey].column(question.target)))
         found = answers[question.target]
@@ -247,7 +247,7 @@ def asked(
 
 
 def standard(train: Survey, survey: Survey, target: str) -> tuple[Tensor, float, float]:
-    """Return the true numbers in deviations, the mean and the deviation."""
+    """Return the standardized targets, their mean and their standard deviation."""
     known = train.column(target)
     mean, deviation = float(np.nanmean(known)), float(np.nanstd(known))
     return torch.from_numpy((survey.column(target) - mean) / deviation), mean, deviation
@@ -263,8 +263,8 @@ def mixed(
         members: their answers.
         question: of the survey.
         part: validation or test objects.
-        y_train: the true numbers of the training objects in deviations.
-        kernel: mean and deviation of that part.
+        y_train: the standardized targets of the training objects.
+        kernel: mean and standard deviation for that part.
         shares: of the members, of the nearest objects and of the kernel regression.
     """
     own, near, other = shares
@@ -296,7 +296,7 @@ def explained(predicted: Array, true: Array, reference: float | Array) -> float:
 def answers_of(
     seed_files: Sequence[Path], parts: Mapping[str, Surveys], kernels: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the scores of a seed for each question: of the network with its neighbours, and of the stack."""
+    """Return the scores of a seed for each question, for the network with its neighbours and for the stack."""
     members = [torch.load(file, weights_only=True) for file in seed_files]
     found: dict[str, Any] = {}
     for question, kernel in zip(CROSS_PREDICTIONS, kernels, strict=True):
@@ -323,7 +323,7 @@ def shares_of(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
     count: int,
 ) -> list[float]:  # fmt: skip
-    """Return the shares, chosen on validation objects, of the first so many of members, nearest objects and kernel."""
+    """Return shares, chosen on validation objects, of the first so many of members, nearest objects and kernel."""
     known = y["val"].isfinite()
     means = [mixed(members, question, "val", y["train"], kernel, pure).mean() for pure in np.eye(3)[:count]]
     errors = np.stack([(mean - y["val"])[known].numpy() for mean in means])
@@ -334,7 +334,7 @@ def scores_of(
     members: Sequence[Mapping[str, Any]], question: CrossPrediction, y: Mapping[str, Tensor], kernel: Mapping[str, Any],
     shares: Sequence[float],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return how good the answers and distributions with some shares are."""
+    """Return the scores of the answers and distributions for given shares."""
     known = y["test"].isfinite()
     mixture, true = mixed(members, question, "test", y["train"], kernel, shares), torch.nan_to_num(y["test"])
     pit, likelihood = (said[known].numpy() for said in (mixture.cdf(true), mixture.log_prob(true)))
@@ -349,7 +349,7 @@ def scores_of(
 
 
 def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question: CrossPrediction) -> dict[str, Any]:
-    """Return inputs by name, for each of the surveys."""
+    """Return the inputs of each survey, by name."""
     from sklearn.decomposition import PCA
 
     def plain(survey: Survey) -> Array:
@@ -378,62 +378,71 @@ def features(tokenizers: Any, train: Survey, surveys: Sequence[Survey], question
     return found
 
 
-def ask_peers(number: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the scores of all peers on one question."""
+def ask_peer(number: int, kind: str, seed: int, options: argparse.Namespace) -> Path | None:
+    """Fit one kind of baseline to one question, once with each of its inputs; return its predictions."""
     from sklearn.ensemble import ExtraTreesRegressor, HistGradientBoostingRegressor
 
     question = CROSS_PREDICTIONS[number]
-    file = options.runs / f"peers-{question.target}.json"
+    file: Path = options.runs / f"peer-{question.target}-{kind.replace(' ', '-')}-{seed}.pt"
     if file.exists():
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+        return file
     if time.time() > options.deadline:
         return None
     train, val, test = load(options)
     tokenizers = fit_tokenizers(list(train.values()), **options.tokens, seed=0)
-    surveys = []
-    for part in (train, val, test):
-        survey = part[question.survey]
-        surveys.append(survey.take(np.isfinite(survey.column(question.target))))
-    y_train, y_val, y_test = (survey.column(question.target) for survey in surveys)
+    surveys = with_target((train, val, test), question)
+    y_train = surveys[0].column(question.target)
 
-    def trees(kind: str, x: Sequence[Array], seed: int) -> list[Array]:
+    def fitted(x: Sequence[Array]) -> list[Array]:
         if kind == "ridge":
             return [ridge_prediction(x[0], y_train, part) for part in x[1:]]
         if kind == "boosted trees":
-            # Without randomness the seeds would be one.
+            # Without randomness, all seeds would be equal.
             model: Any = HistGradientBoostingRegressor(random_state=seed, max_features=0.5)
-            return [model.fit(x[0], y_train).predict(part) for part in x[1:]]
-        model = ExtraTreesRegressor(options.trees, random_state=seed, n_jobs=2)
-        filled = [np.nan_to_num(part) for part in x]
-        return [model.fit(filled[0], y_train).predict(part) for part in filled[1:]]
+        else:
+            model, x = ExtraTreesRegressor(options.trees, random_state=seed), [np.nan_to_num(part) for part in x]
+        return [model.fit(x[0], y_train).predict(part) for part in x[1:]]
 
-    result: dict[str, Any] = {"n": len(y_test)}
+    found: dict[str, dict[str, Tensor]] = {}
     with threadpool_limits(1):  # on a busy machine two threads wait for each other
-        for kind in METHODS:
-            for name, x in features(tokenizers, surveys[0], surveys, question).items():
-                said = [trees(kind, x, seed) for seed in ([0] if kind == "ridge" else range(3))]
-                chosen = explained(np.mean([val for val, _ in said], axis=0), y_val, y_train.mean())
-                together = np.mean([test for _, test in said], axis=0)
-                scores = {
-                    "input": name, "validation": chosen,
-                    "explained": [explained(test, y_test, y_train.mean()) for _, test in said],
-                    "together": explained(together, y_test, y_train.mean()),
-                    "deviation": float(np.std(np.mean([val for val, _ in said], axis=0) - y_val)),
-                }  # fmt: skip
-                off, deviation = (together - y_test) / y_train.std(), scores["deviation"] / y_train.std()
-                scores["log_likelihood"] = float(
-                    np.mean(-0.5 * (off / deviation) ** 2 - np.log(deviation) - 0.5 * np.log(2 * np.pi))
-                )
-                scores["covered"] = {"50%": float(np.mean(abs(off) < 0.67449 * deviation)),
-                                     "90%": float(np.mean(abs(off) < 1.64485 * deviation))}  # fmt: skip
-                result.setdefault(kind, []).append(scores)
-    kept(file, lambda path: path.write_text(json.dumps(result), encoding="utf-8"))
-    print(f"peers, {question.target}", flush=True)
+        for name, x in features(tokenizers, surveys[0], surveys, question).items():
+            found[name] = dict(zip(("val", "test"), map(torch.from_numpy, fitted(x)), strict=True))
+    kept(file, lambda path: torch.save(found, path))
+    print(f"{kind}, {question.target}, seed {seed}", flush=True)
+    return file
+
+
+def with_target(parts: Sequence[Surveys], question: CrossPrediction) -> list[Survey]:
+    """Return the objects of each part whose number is known."""
+    surveys = [part[question.survey] for part in parts]
+    return [survey.take(np.isfinite(survey.column(question.target))) for survey in surveys]
+
+
+def peer_scores(
+    files: Mapping[str, Sequence[Path]], parts: Mapping[str, Surveys], question: CrossPrediction
+) -> dict[str, Any]:
+    """Return the scores of all baselines on one question, for each of their inputs."""
+    surveys = with_target(list(parts.values()), question)
+    y_train, y_val, y_test = (survey.column(question.target) for survey in surveys)
+    result: dict[str, Any] = {"n": len(y_test)}
+    for kind, seeds in files.items():
+        answers = [torch.load(file, weights_only=True) for file in seeds]
+        for name in answers[0]:
+            said = [tuple(answer[name][part].numpy() for part in ("val", "test")) for answer in answers]
+            together_val, together = (np.mean(part, axis=0) for part in zip(*said, strict=True))
+            deviation = float(np.std(together_val - y_val))
+            off = abs(together - y_test) / deviation
+            likelihood = -0.5 * off**2 - np.log(deviation / y_train.std()) - 0.5 * np.log(2 * np.pi)
+            result.setdefault(kind, []).append({
+                "input": name, "validation": explained(together_val, y_val, y_train.mean()),
+                "together": explained(together, y_test, y_train.mean()), "log_likelihood": float(likelihood.mean()),
+                "covered": {"50%": float(np.mean(off < 0.67449)), "90%": float(np.mean(off < 1.64485))},
+            })  # fmt: skip
     return result
 
 
 def views_of(tokenizers: Any, surveys: Sequence[Survey], question: CrossPrediction) -> list[dict[str, Array]]:
-    """Return the views of the inputs that the kernel regressions have, for training and other objects."""
+    """Return the views of the inputs for the kernel regressions, for training and other objects."""
     inputs = features(tokenizers, surveys[0], surveys, question)
     if question.given == "spectrum":
         spectra = [np.asarray(survey.spectra) for survey in surveys]
@@ -446,7 +455,7 @@ def views_of(tokenizers: Any, surveys: Sequence[Survey], question: CrossPredicti
 
 
 def ask_kernel(number: int, options: argparse.Namespace) -> Path | None:
-    """Fit kernel regressions, their settings chosen on validation objects; return their answers."""
+    """Fit kernel regressions with settings chosen on validation objects; return their answers."""
     question = CROSS_PREDICTIONS[number]
     file: Path = options.runs / f"kernels-{question.target}.pt"
     if file.exists():
@@ -478,7 +487,7 @@ def rows_of(views: Mapping[str, Array], rows: Array) -> dict[str, Array]:
 
 
 def described(stack: KernelStack) -> str:
-    """Return the shares and settings of the regressions that have a share."""
+    """Describe the shares and settings of the regressions with a nonzero share."""
     return "; ".join(
         f"{stack.shares[name]:.2f} {name}: {kernel}, {width:.1g}, {noise:.1g}"
         for name, (kernel, width, noise) in stack.settings.items() if stack.shares[name] > 0.005
@@ -489,7 +498,7 @@ def described(stack: KernelStack) -> str:
 
 
 def plain_data(train: Survey, survey: Survey) -> Array:
-    """Return pictures (N, pixels) from 0 to 1, or arcsinh fluxes (N, L) in deviations of training objects."""
+    """Return images (N, pixels) in [0, 1], or arcsinh fluxes (N, L) standardized by the training objects."""
     known, asked = (given(each) for each in (train, survey))
     assert known is not None
     assert asked is not None
@@ -500,7 +509,7 @@ def plain_data(train: Survey, survey: Survey) -> Array:
 
 
 def draw_others(kind: str, options: argparse.Namespace) -> Path | None:
-    """Return drawings of validation and test objects by kernel regressions and by the peers, settings chosen."""
+    """Return generated data for validation and test objects, by tuned kernel regressions and baselines."""
     file: Path = options.runs / f"drawn-{kind}.pt"
     if file.exists():
         return file
@@ -529,7 +538,7 @@ def draw_others(kind: str, options: argparse.Namespace) -> Path | None:
 
 
 def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array], Array], list[Array]]:
-    """Return what makes data of scores in the first principal components, and the scores of tables."""
+    """Return the inverse transform of the first principal components, and the component scores of tables."""
     mean = train.mean(axis=0)
     vectors = np.linalg.svd(train - mean, full_matrices=False)[2][:COMPONENTS]
     return lambda scores: np.asarray(mean + scores @ vectors, dtype=np.float32), [
@@ -540,7 +549,7 @@ def components(train: Array, tables: Sequence[Array]) -> tuple[Callable[[Array],
 def drawn_by_peers(
     surveys: Mapping[str, Survey], y: Mapping[str, Array], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return drawings by ridge, nearest objects and extra trees, each with its best setting on validation objects."""
+    """Return data generated by ridge, nearest objects and extra trees, each tuned on validation objects."""
     from sklearn.ensemble import ExtraTreesRegressor
 
     known = surveys["train"].scalars
@@ -577,7 +586,7 @@ def drawn_by_peers(
 def drawing_table(
     parts: Mapping[str, Surveys], seeds: Sequence[Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, str]]:
-    """Scores drawings from an object's numbers: each seed's members alone, and mixed with the kernel regressions."""
+    """Score data generated from numbers: each seed's members alone, and mixed with the kernel regressions."""
     table = []
     for kind, name in DRAWN.items():
         y = {part: plain_data(parts["train"][name], surveys[name]) for part, surveys in parts.items()}
@@ -697,14 +706,19 @@ def main() -> None:
             seed: [pool.submit(train_member, seed, member, options) for member in range(options.members)]
             for seed in options.seeds
         }
-        others = [pool.submit(ask_peers, number, options) for number in range(len(CROSS_PREDICTIONS))]
-        regressions = [pool.submit(ask_kernel, number, options) for number in range(len(CROSS_PREDICTIONS))]
         drawings = {kind: pool.submit(draw_others, kind, options) for kind in DRAWN}
+        regressions = [pool.submit(ask_kernel, number, options) for number in range(len(CROSS_PREDICTIONS))]
+        others = [
+            {kind: [pool.submit(ask_peer, number, kind, seed, options) for seed in seeds]
+             for kind, seeds in METHODS.items()}
+            for number in range(len(CROSS_PREDICTIONS))
+        ]  # fmt: skip
         files = {seed: [each.result() for each in members] for seed, members in runs.items()}
-        peers = [each.result() for each in others]
+        peers = [{kind: [each.result() for each in seeds] for kind, seeds in kinds.items()} for kinds in others]
         fitted = [each.result() for each in regressions]
         drawn = {kind: each.result() for kind, each in drawings.items()}
-    if None in [file for members in files.values() for file in members] + peers + fitted + list(drawn.values()):
+    asked = [*files.values(), *(found for kinds in peers for found in kinds.values()), fitted, drawn.values()]
+    if None in chain.from_iterable(asked):
         print("not finished: the same command resumes")
         return
     parts = dict(zip(("train", "val", "test"), load(options), strict=True))
@@ -713,7 +727,10 @@ def main() -> None:
         each | kernel_scores(parts, question, each) for question, each in zip(CROSS_PREDICTIONS, answers, strict=True)
     ]
     seeds = [answers_of([file for file in members if file], parts, kernels) for members in files.values()]
-    found = [peer for peer in peers if peer is not None]
+    found = [
+        peer_scores({kind: [file for file in seeds if file] for kind, seeds in kinds.items()}, parts, question)
+        for question, kinds in zip(CROSS_PREDICTIONS, peers, strict=True)
+    ]
     others = {kind: torch.load(file, weights_only=False) for kind, file in drawn.items() if file is not None}
     first = score_table(seeds, found, kernels)
     notes = [

@@ -1,4 +1,4 @@
-"""What padding costs in the astronomy model: attention without a mask beside the usual ways, and the key/value cache.
+"""The cost of padding in the astronomy model: attention without a mask against the usual ways, and the key/value cache.
 
     python benchmarks/causal_attention.py --out .     # on a GPU; writes causal_attention.md and .json
     python benchmarks/causal_attention.py --tiny      # a trial on any machine, writes nothing
@@ -6,8 +6,8 @@
 The model of the specification (12 layers, width 768, 12 heads) on (B, L) = (16, 2048), bf16 autocast, forward and
 backward of the hidden states. A fifth of all positions is padding. Ways:
 
-    none           the padding is not named at all: what the layers cost by themselves
-    padding last   ours: rows are put in order before the first layer and back after the last one
+    none           padding is ignored: the cost of the layers alone
+    padding last   ours: rows are reordered before the first layer and back after the last one
     mask           the same layers with a (B, 1, L, L) mask of causality and padding
     torch          nn.TransformerEncoder with a causal and a key-padding mask
     checkpointed   padding last, with gradient checkpointing
@@ -37,7 +37,7 @@ TINY = {"batch": 2, "length": 32, "width": 16, "layers": 2, "heads": 2}
 
 
 def masked(model: CausalTransformerLM, tokens: Tensor, types: Tensor, valid: Tensor) -> Tensor:
-    """The hidden states by a mask: every layer gets it where ours says is_causal."""
+    """Return the hidden states with an explicit mask in every layer instead of is_causal."""
     length = tokens.shape[1]
     seen = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril() & valid[:, None, None, :]
     seen |= torch.eye(length, dtype=torch.bool, device=tokens.device)  # a row without any key would be NaN
@@ -54,7 +54,7 @@ def masked(model: CausalTransformerLM, tokens: Tensor, types: Tensor, valid: Ten
 
 
 def peer(sizes: dict[str, int], device: torch.device) -> Callable[..., Tensor]:
-    """torch's own encoder between the same embeddings and norm."""
+    """Return torch's own encoder between the same embeddings and norm."""
     width, length = sizes["width"], sizes["length"]
     layer = nn.TransformerEncoderLayer(
         width, sizes["heads"], 4 * width, DROPOUT, "gelu", batch_first=True, norm_first=True, device=device
@@ -75,7 +75,7 @@ def peer(sizes: dict[str, int], device: torch.device) -> Callable[..., Tensor]:
 
 
 def measure(run: Callable[[], Tensor], device: torch.device, repeats: int) -> dict[str, str]:
-    """Return the milliseconds of a forward and backward pass (median) and the extra memory at its peak."""
+    """Return the milliseconds of a forward and backward pass (median) and its extra peak memory."""
     seconds, extra = [], 0
     on_gpu = device.type == "cuda"
     for _ in range(repeats + 2):
@@ -117,7 +117,7 @@ def attention_rows(sizes: dict[str, int], device: torch.device, repeats: int) ->
 
 
 def generation_rows(sizes: dict[str, int], device: torch.device) -> list[dict[str, Any]]:
-    """New tokens a second, with the cache and by the whole sequence each time; both take the likeliest ids."""
+    """Return new tokens per second, with the cache and by recomputing the whole sequence; both decode greedily."""
     torch.manual_seed(0)
     width, count = sizes["width"], sizes["length"] // 4
     with device:
@@ -137,7 +137,7 @@ def generation_rows(sizes: dict[str, int], device: torch.device) -> list[dict[st
     ways = {"cache": lambda: model.generate(tokens, tokens, count, temperature=0)[0], "whole sequence": uncached}
     for way, run in ways.items():
         with torch.no_grad():
-            for _ in range(2):  # the first one warms up
+            for _ in range(2):  # the first one is a warm-up
                 start = time.perf_counter()
                 found.append(run().cpu())
                 seconds = time.perf_counter() - start

@@ -1,10 +1,10 @@
-"""How long training pauses for a checkpoint: ``torch.save`` beside treadle's saves, in one run on one machine.
+"""Pause of training for a checkpoint: ``torch.save`` against treadle's saves, in one run on one machine.
 
     python benchmarks/checkpoint.py            # writes results/checkpoint.md and .json
     python benchmarks/checkpoint.py --tiny     # a trial, writes no result
 
 A state is a third weights and two thirds optimizer moments, as with AdamW. In each round every way saves once, so that
-what else the machine does falls on all of them.
+other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def save(writer: CheckpointWriter, tree: dict[str, Any], path: Path, *, backgrou
 
 
 def one_round(tree: dict[str, Any], folder: Path, writer: CheckpointWriter) -> dict[str, float]:
-    """Save once in every way; each waits until the disk has nothing left of the one before."""
+    """Save once in every way; each waits until the disk has flushed the previous one."""
     found = {}
     os.sync()
     found["plain"] = seconds(lambda: torch.save(tree, folder / "plain.pt"))
@@ -86,14 +86,14 @@ def one_round(tree: dict[str, Any], folder: Path, writer: CheckpointWriter) -> d
 
 def measure(mebibytes: int, rounds: int, folder: Path) -> dict[str, list[float]]:
     tree, writer = state(mebibytes), CheckpointWriter()
-    one_round(tree, folder, writer)  # the first save takes the memory that later ones use again
+    one_round(tree, folder, writer)  # the first save allocates the memory that later ones reuse
     found = [one_round(tree, folder, writer) for _ in range(rounds)]
     writer.close()
     return {way: [entry[way] for entry in found] for way in WAYS}
 
 
 def steps_beside_a_write(mebibytes: int, folder: Path, *, rounds: int) -> dict[str, float]:
-    """Times small training steps alone and while a state is written beside them."""
+    """Time small training steps alone and while a state is being written."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(256, 256)
@@ -109,7 +109,7 @@ def steps_beside_a_write(mebibytes: int, folder: Path, *, rounds: int) -> dict[s
     for _ in range(rounds):
         alone += [seconds(step) for _ in range(100)]
         save(writer, tree, folder / "background.pt")
-        beside.append(seconds(step))  # one at least: a small state may be written in less time than a step takes
+        beside.append(seconds(step))  # at least one: a small state may be written in less time than a step takes
         while writer.writing:
             beside.append(seconds(step))
         writer.wait()

@@ -1,4 +1,4 @@
-"""Measures what looking costs: at the first save of a run, and after a load. ``python "
+"""Cost of examining objects at the first save of a run and after a load. ``python "
 "benchmarks/checkpoint_look.py``."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MeanSquare:
 
 
 def engine_of(mebibytes: int) -> Engine:
-    """Return an engine whose weights and AdamW state together take about so many MiB, after one step."""
+    """Return an engine whose weights and AdamW state take about this many MiB, after one step."""
     width = int((mebibytes * 2**20 / 3 / 4 / 4) ** 0.5)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-3), MeanSquare(), device="cpu")

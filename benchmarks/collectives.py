@@ -1,4 +1,4 @@
-"""Times of the collectives in a step of scaling.py's decoders, and the line through them: fixed cost and bandwidth.
+"""Times of the collectives in a step of scaling.py's decoders, with a linear fit: fixed cost and bandwidth.
 
     python benchmarks/collectives.py --ranks 2 4 8        # on GPUs of one host; writes results/collectives.md and .json
     python benchmarks/collectives.py --tiny --ranks 2 4   # on the CPU with gloo, a trial that writes nothing
@@ -41,12 +41,12 @@ from messages import (
 from treadle import distributed
 
 COLUMNS = ("operation", "ranks", "bytes", "ms", "bus GB/s", "fixed µs")
-PROBES = (1 << 12, 1 << 16, 1 << 20)  # bytes, beside those of the steps, for the fixed cost
+PROBES = (1 << 12, 1 << 16, 1 << 20)  # bytes, in addition to those of the steps, for the fixed cost
 ROUNDS = 7
 
 
 def sizes_of(operation: str, models: Sequence[str], ranks: int) -> list[int]:
-    """Return the numbers of bytes to measure: those of the steps, and the probes of what runs on the device."""
+    """Return the message sizes to measure, in bytes: those of the steps, and probes for collectives on the device."""
     steps = {
         message.num_bytes
         for model in models
@@ -85,7 +85,7 @@ def call_of(operation: str, num_bytes: int, device: torch.device) -> Callable[[]
 
 
 def milliseconds(call: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Return the time of a call, the median over rounds, on the slowest rank."""
+    """Return the time of a call on the slowest rank, as the median over rounds."""
     call()
     found = []
     for _ in range(ROUNDS):
@@ -127,7 +127,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def measure(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of so many ranks, those of an operation followed by the line through them."""
+    """Return the rows for a number of ranks, those of each operation followed by their linear fit."""
     found = folder / f"{ranks}.json"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__,

@@ -1,4 +1,4 @@
-"""What compiling costs and gives: the first step with an empty cache and with a full one, and the steps after it.
+"""Cost and gain of compiling: the first step with an empty and a full cache, and the steps after it.
 
     python benchmarks/compile.py           # writes results/compile.md and .json; some minutes on two cores
     python benchmarks/compile.py --tiny    # a trial without a compiler, writes nothing
@@ -8,8 +8,8 @@ Two models of the packs are trained by an engine: the masked autoencoder of ``tr
 is empty (cold), in the second it has the files of the first (warm), as when a stopped run resumes. torch keeps the
 cache in the folder that TORCHINDUCTOR_CACHE_DIR names, else in the folder for temporary files.
 
-The first step includes compiling; the loss of step 20 shows whether the course is the plain one's. The table is written
-after every process. On a GPU the results are compile_gpu.md and .json; how long that takes is not known.
+The first step includes compiling; the loss of step 20 shows whether training follows the uncompiled run. The table is
+written after every process. On a GPU the results are compile_gpu.md and .json; how long that takes is not known.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ STEPS = 20
 
 
 class GptTask:
-    """The model's own loss."""
+    """Task with the model's own loss."""
 
     def step(self, model: nn.Module, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
         """Return the loss of a batch of token ids (B, L)."""
@@ -49,7 +49,7 @@ class GptTask:
 
 
 class Clock(BaseHook):
-    """The seconds of each step."""
+    """Hook that measures the seconds of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -59,7 +59,7 @@ class Clock(BaseHook):
         self.started = time.perf_counter()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Wait for the step to be over and stop the clock."""
+        """Wait for the step to finish and stop the clock."""
         self.loss = float(trainer.step_info["loss"][0])
         self.seconds.append(time.perf_counter() - self.started)
 
@@ -74,7 +74,7 @@ def spectra_parts(device: torch.device, *, tiny: bool) -> tuple[nn.Module, Any, 
 
 
 def text_parts(device: torch.device, *, tiny: bool) -> tuple[nn.Module, Any, Any]:
-    """Return model, task and batch of the text; without dropout, so that losses can be compared."""
+    """Return model, task and batch of the text, without dropout, so that losses can be compared."""
     layers, length = (2, 8) if tiny else (6, 64)
     model = build_gpt2(512, n_positions=length, n_layer=layers, dropout=0.0)
     return model, GptTask(), torch.randint(512, (8, length), device=device)
@@ -100,7 +100,7 @@ def measure(name: str, way: str, *, tiny: bool) -> dict[str, Any]:
 
 
 def in_new_process(name: str, way: str, cache: str) -> dict[str, Any]:
-    """Return what :func:`measure` finds in a new interpreter that compiles into a cache folder."""
+    """Return the result of :func:`measure` in a new interpreter that compiles into a cache folder."""
     command = [sys.executable, str(Path(__file__)), "--one", name, way]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

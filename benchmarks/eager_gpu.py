@@ -1,11 +1,11 @@
-"""What an eager step on a GPU costs beside the loop by hand, where the machine's own speed changes by a tenth a second.
+"""Cost of an eager step on a GPU against a hand-written loop, on a machine whose speed varies by a tenth per second.
 
     python benchmarks/eager_gpu.py               # writes results/eager_gpu.md and .json
     python benchmarks/eager_gpu.py --tiny        # a trial on the CPU, writes nothing
 
-Both have their model and optimizer in one process. After every block of the engine's steps, a hook runs as many of the
-loop by hand; a block ends when the GPU has nothing left to do. A ratio is that of two neighbouring blocks, and the
-table has their median and quartiles. Model, batches, fused AdamW and clipping are the same, as in ``overhead_gpu.py``.
+Both have their model and optimizer in one process. After every block of the engine's steps, a hook runs as many steps
+of the hand-written loop; a block ends when the GPU is idle. A ratio compares two adjacent blocks, and the table has the
+median and quartiles of the ratios. Model, batches, fused AdamW and clipping are the same, as in ``overhead_gpu.py``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ COLUMNS = ("workload", "steps of a block", "pairs", "µs a step by hand", "µs a
 
 
 class Pairs(BaseHook):
-    """Times blocks of the engine's steps, each followed by one of another loop's.
+    """Timer of blocks of the engine's steps, each followed by a block of another loop.
 
     Args:
-        other: runs one step of it.
+        other: runs one step of the other loop.
         block: steps.
         device: waited for at the end of a block.
     """
@@ -71,7 +71,7 @@ def by_hand(work: Workload) -> Callable[[], None]:
 
 
 def measure(work: Workload, *, block: int, pairs: int) -> Pairs:
-    """Return the times of so many blocks, after three that do not count."""
+    """Return the times of a number of blocks, after three warm-up blocks."""
     model, optimizer = work.build()
     hook = Pairs(by_hand(work), block, work.device)
     precision = "bf16" if work.bf16 else None

@@ -1,4 +1,4 @@
-"""What attention inside each graph costs, beside one attention over all nodes of the batch, on molecules.
+"""Cost of attention within each graph against one attention over all nodes of the batch, on molecules.
 
     python benchmarks/graph_attention.py                 # writes results/graph_attention.md and .json
     python benchmarks/graph_attention.py --batches 8 16 --repeats 1 --dry     # a trial, nothing is written
@@ -32,7 +32,7 @@ WIDTH, HEADS, PAIR_WIDTH = 64, 4, 8
 def whole_batch(
     module: GraphAttention, bias: PairBias, nodes: Tensor, graph: Tensor, pairs: Tensor, pe: Tensor
 ) -> Tensor:
-    """The same numbers from one attention matrix (ΣN)², where nodes of other graphs are masked out."""
+    """Compute the same result from one attention matrix (ΣN)² with nodes of other graphs masked out."""
     count = len(nodes)
     mask = torch.full((HEADS, count * count), 0.0).index_add(1, pairs[0] * count + pairs[1], bias.proj(pe).T)
     mask = mask.view(HEADS, count, count).masked_fill(graph[:, None] != graph[None, :], -torch.inf)

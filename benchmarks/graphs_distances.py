@@ -1,9 +1,9 @@
-"""Do encodings of pairs help where it is far? The error by distance, with and without a bias of the attention.
+"""Benefit of pair encodings at long range: error by distance, with and without an attention bias.
 
     python benchmarks/graphs_distances.py          # minutes on two cores; writes a table and a picture
     python benchmarks/graphs_distances.py --tiny   # a trial, writes nothing
 
-The task is `distance_regression` on random trees of 16 to 40 nodes: how many hops are between two nodes. All ways have
+The task is `distance_regression` on random trees of 16 to 40 nodes: the number of hops between two nodes. All ways have
 the same layers of message passing and attention, the same trees, epochs, seeds and schedule; they differ in the bias:
 
     none         no encoding
@@ -98,7 +98,7 @@ def rows_of(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw the mean error of every distance, its spread over the seeds shaded."""
+    """Plot the mean error by distance, with the spread over seeds shaded."""
     figure = new_figure(8.0, 4.4)
     axes = figure.subplots()
     style_axes(axes)

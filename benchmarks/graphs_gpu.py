@@ -1,4 +1,4 @@
-"""Graphs per second of training: torch_geometric's GPS beside ours, eager, padded, captured, compiled, in one run.
+"""Graphs per second in training: torch_geometric's GPS against ours, eager, padded, captured, compiled, in one run.
 
     python benchmarks/molecules.py molecules.pt                    # where rdkit is
     python benchmarks/graphs_gpu.py --data molecules.pt --out .    # on a GPU; writes graphs_gpu.md and .json
@@ -13,10 +13,10 @@ batches, which are on the device already, the same loss and the same AdamW. Ways
     padded    the same model on padded batches of a few fixed shapes
     captured  GraphTrainer(capture=True) on those batches: one CUDA graph for each shape, the losses, outputs and
               metrics of its epochs included; its batches are in pinned memory and are copied in each step
-    by hand   the padded step as one CUDA graph for each shape, written out, without a trainer
+    by hand   the padded step as one CUDA graph for each shape, hand-written, without a trainer
     compiled  captured, through torch.compile first
 
-Every round runs every way, in another order each time; the files are written after each turn. The three rounds should
+Every round runs every way, in a new order each time; the files are written after each turn. The three rounds should
 take two minutes on an H200, by older figures there, and compiling comes on top of them, for which no time is known:
 ``compiled`` is therefore the last way of the first round, and ``--ways`` leaves it out.
 """
@@ -94,10 +94,10 @@ def make_step(model: Callable[[Any], Tensor], weights: nn.Module, device: torch.
 
 
 class Captured:
-    """A step on padded batches as one CUDA graph for each bucket, its inputs copied into fixed buffers."""
+    """Step on padded batches as one CUDA graph per bucket, with inputs copied into fixed buffers."""
 
     def __init__(self, step: Step, examples: Sequence[PaddedGraphBatch]) -> None:
-        self.step = step  # the captured kernels know addresses only: model and optimizer must live as long as they do
+        self.step = step  # the captured kernels hold addresses only: model and optimizer must live as long as they do
         self.graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, PaddedGraphBatch, Tensor]] = {}
         for example in examples:
             buffers = example.clone()
@@ -143,7 +143,7 @@ def trainer_pass(model: nn.Module, batches: Sequence[PaddedGraphBatch], device: 
 
 
 def graphs_per_second(once: Pass, count: int, device: torch.device, seconds: float) -> tuple[float, float]:
-    """Run whole passes for about so many seconds, at least one; return the rate and the last loss."""
+    """Run whole passes for about the given seconds, at least one; return the rate and the last loss."""
 
     def wait() -> None:
         if device.type == "cuda":
@@ -220,7 +220,7 @@ def measure(
     }
 
     def rate(once: Pass, number: int) -> tuple[float, float]:
-        seconds = arguments.seconds if number else 0.0  # the first pass does not count
+        seconds = arguments.seconds if number else 0.0  # the first pass is a warm-up
         return graphs_per_second(once, size * len(plain), device, seconds)
 
     found = ways(batches, padded, arguments.layers, device)

@@ -1,10 +1,10 @@
-"""What hosts pay to tell each other a few numbers in a step: gloo's collectives against rounds of doubling.
+"""Cost of exchanging a few numbers between hosts in a step: gloo's collectives against rounds of doubling.
 
     python benchmarks/hosts.py                        # 2, 4, 8 and 16 processes; writes results/hosts.md and .json
     python benchmarks/hosts.py 2 --rounds 1           # a trial, writes nothing
 
-All ways run in every round, so that what else the machine does falls on all of them. Processes share the machine, so
-the figures order the ways; they say nothing about a network.
+All ways run in every round, so that other load on the machine affects all of them. Processes share the machine, so the
+figures rank the ways but tell nothing about a network.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from machine import describe, write_result
 from treadle import distributed
 
 COLUMNS = ("processes", "what", "way", "ms a call", "least", "most", "ms of the CPU")
-NUMBERS = [1.0] * 12  # what each rank of replicas tells the others in a step
+NUMBERS = [1.0] * 12  # what each rank of replicas sends to the others in a step
 ALWAYS, NEVER = 0, 1 << 20  # ranks beyond which rounds are used
 
 
@@ -48,7 +48,7 @@ WAYS: dict[tuple[str, str], Callable[[], Any]] = {
 
 
 def time_ways(rank: int, processes: int, folder: str, rounds: int, results: Any) -> None:
-    """Run every way in every round and send what rank 0 measured."""
+    """Run every way in every round and send the measurements of rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     calls = 100 if processes <= 4 else 30

@@ -1,6 +1,6 @@
-"""Prints the structure of the source as a Markdown table: rooms, arrows, and who touches the engine.
+"""Structure of the source as a Markdown table: rooms, arrows, and writes to the engine.
 
-    python benchmarks/house.py                 # the source beside this folder
+    python benchmarks/house.py                 # the source next to this folder
     python benchmarks/house.py --root OTHER    # that of another checkout
 
 It only reads the source. A room is a top-level module or package of ``treadle``. An arrow is a pair of rooms of which
@@ -104,7 +104,7 @@ class House:
         return count
 
     def functions_of_engines(self) -> int:
-        """Counts those of them at the top of a module."""
+        """Count those of them at the top of a module."""
         return sum(
             isinstance(node, ast.FunctionDef) and bool(node.args.args) and node.args.args[0].arg in ENGINE_NAMES
             for tree in self.trees.values()
@@ -163,7 +163,7 @@ def targets(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def is_engine(value: ast.expr) -> bool:
-    """Return whether an expression has the name of an engine."""
+    """Return whether an expression is named like an engine."""
     text = ast.unparse(value)
     return text in ENGINE_NAMES or text in ("self.engine", "self._engine", "self.trainer")
 

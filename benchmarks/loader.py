@@ -1,15 +1,15 @@
-"""Samples a second of torch's DataLoader and of treadle's loaders, nothing trained, in one run on one machine.
+"""Samples per second of torch's DataLoader and of treadle's loaders, without training, in one run on one machine.
 
     python benchmarks/loader.py                # writes results/loader.md and .json (loader_gpu where there is a GPU)
     python benchmarks/loader.py --tiny         # a trial, writes nothing
 
 All give the same rows, shuffled, on the device that would train: the CPU, or the GPU where there is one, to which the
-DataLoader's batches are moved as each comes. Every round runs a pass of every way, in another order each time, so that
-what else the machine does falls on all of them. Where it does much, the processor time is the figure to look at: of all
-threads of this process, and not of the workers of a DataLoader. Workers persist, and a first pass that starts them is
-not counted. On a GPU there is one more figure: beside matrix products that keep it busy meanwhile, as training does.
-The table is written after each batch size. The nine rounds should take about four minutes on an H200; ``--rounds`` sets
-how many there are.
+DataLoader's batches are moved as each comes. Every round runs a pass of every way, in a new order each time, so that
+other load on the machine affects all of them. On a busy machine, look at the processor time: it is that of all threads
+of this process, without the workers of a DataLoader. Workers persist, and a first pass that starts them is not counted.
+On a GPU there is one more figure: the rate while matrix products keep the GPU busy, as training does. The table is
+written after each batch size. The nine rounds should take about four minutes on an H200; ``--rounds`` sets their
+number.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from treadle import MappedLoader, TensorLoader, TransferLoader
 SHAPES = {"spectra, 256 floats": (40_960, 256, np.float32), "tokens, 1024 integers": (8_192, 1024, np.int64)}
 PLAIN = "DataLoader, 0 workers"
 FAILED = "failed"
-WIDTH, PRODUCTS = 2048, 24  # of the matrix products beside
+WIDTH, PRODUCTS = 2048, 24  # of the concurrent matrix products
 
 
 class Moved:
-    """Moves the batches of a loader as each comes, as a hand-written loop does."""
+    """Loader that moves each batch when it is read, as a hand-written loop does."""
 
     def __init__(self, loader: Iterable[Any], device: torch.device):
         self.loader, self.device = loader, device
@@ -87,7 +87,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def one_pass(loader: Iterable[Any], device: torch.device, beside: Callable[[], object] | None) -> tuple[float, float]:
-    """Return the seconds of a pass by the clock, the device's work included, and those of the processor."""
+    """Return the wall-clock seconds of a pass, including the device's work, and the processor seconds."""
     synchronize(device)
     start, used = time.perf_counter(), time.process_time()
     for _ in loader:
@@ -100,7 +100,7 @@ def one_pass(loader: Iterable[Any], device: torch.device, beside: Callable[[], o
 def measure(
     found: dict[str, Iterable[Any]], device: torch.device, *, rounds: int, beside: Callable[[], object] | None
 ) -> Rounds[str, tuple[float, float]]:
-    """Return the seconds of each pass of each way; a first one starts workers, takes memory and does not count."""
+    """Return the seconds of each pass of each way, after an uncounted one that starts workers and allocates memory."""
     built = {way: lambda loader=loader: loader for way, loader in found.items()}
     seconds = Rounds(built, lambda loader, number: one_pass(loader, device, beside))
     for _ in seconds.play(rounds):
@@ -109,7 +109,7 @@ def measure(
 
 
 def products(device: torch.device) -> Callable[[], Tensor]:
-    """Return the work of a step that is not there."""
+    """Return matrix products that stand in for the work of a step."""
     weight = torch.randn(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
 
     def beside() -> Tensor:
@@ -122,14 +122,14 @@ def products(device: torch.device) -> Callable[[], Tensor]:
 
 
 def rate(count: int, passes: list[tuple[float, float]]) -> str:
-    """Return samples a second by the clock: median, least and most."""
+    """Return samples per wall-clock second: median, minimum and maximum."""
     clock = [seconds for seconds, _ in passes]
     least, middle, most = (f"{count / number:,.0f}" for number in (max(clock), median(clock), min(clock)))
     return f"{middle} ({least} – {most})"
 
 
 def processor(count: int, passes: list[tuple[float, float]]) -> float:
-    """Return the microseconds of processor time a sample, median."""
+    """Return the median microseconds of processor time per sample."""
     return 1e6 * median(used for _, used in passes) / count
 
 
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the rows are written and removed; a temporary folder")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    logging.getLogger("treadle").setLevel(logging.ERROR)  # that there is no GPU is known
+    logging.getLogger("treadle").setLevel(logging.ERROR)  # hide the message that there is no GPU
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.tiny:

@@ -1,4 +1,4 @@
-"""What half a million steps leave behind: memory, descriptors, threads, bytes of logs and the time of a step.
+"""Resource use over half a million steps: memory, descriptors, threads, log size and step time.
 
     python benchmarks/long_run.py                   # some minutes, writes results/long_run.*
     python benchmarks/long_run.py --tiny            # a trial, writes nothing
@@ -7,7 +7,7 @@ One run of a tiny model by an EpochTrainer, with everything that a careful user 
 validation after each epoch and another one in a hook, an average, progress, the logs of steps and sessions, and
 checkpoints that are written in the background. For each tenth of the run: the cost of a step, and at its end the memory
 of the process, blocks of Python, objects known to the collector, open descriptors, threads, bytes of the step log for
-each step of the tenth, and the size of the newest checkpoint. Whatever grows with the steps shows in one of these
+each step of the tenth, and the size of the newest checkpoint. Anything that grows with the steps shows in one of these
 columns.
 """
 
@@ -52,7 +52,7 @@ TENTHS = 10
 
 
 class MeanSquare:
-    """A task whose loss is the mean square error."""
+    """Task with the mean squared error as loss."""
 
     def step(self, model: nn.Module, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
         x, y = batch
@@ -60,7 +60,7 @@ class MeanSquare:
 
 
 class Gauge(BaseHook):
-    """Reads every gauge whenever a tenth of the run is over, and evaluates now and then as users' hooks do."""
+    """Hook that reads every gauge after each tenth of the run, and evaluates occasionally, as users' hooks do."""
 
     def __init__(self, folder: Path, *, interval: int, evaluates: int, loader: Any):
         self.folder, self.interval, self.evaluates, self.loader = folder, interval, evaluates, loader
@@ -103,7 +103,7 @@ class Gauge(BaseHook):
 
 
 def entries_of(name: str) -> int | str:
-    """Return how many descriptors (``fd``) or threads (``task``) this process has, where /proc exists."""
+    """Return the number of descriptors (``fd``) or threads (``task``) of this process, if /proc exists."""
     try:
         return len(os.listdir(f"/proc/self/{name}"))
     except OSError:
@@ -111,7 +111,7 @@ def entries_of(name: str) -> int | str:
 
 
 def long_run(steps: int, *, epoch: int = 1000) -> list[dict[str, Any]]:
-    """Train so many steps and return a row for each tenth."""
+    """Train for a number of steps and return a row for each tenth."""
     logger = logging.getLogger("benchmark.long_run")
     logger.propagate = False
     set_seed(0)

@@ -1,4 +1,4 @@
-"""What every benchmark writes down beside its figures: the machine, the versions, the day.
+"""Metadata recorded with every benchmark: machine, versions, date.
 
 Tables go into ``benchmarks/results``, or into the folder that the environment variable BENCHMARK_RESULTS names.
 """
@@ -54,7 +54,7 @@ def write_result(
 ) -> None:
     """Write a table, and paragraphs below it, as Markdown and JSON into the folder of results and print it.
 
-    A partial one, of a run that is still going, has a note below the table and is not printed.
+    A partial table, from a run in progress, has a note below it and is not printed.
     """
     notes = ["This run was cut short.", *notes] if partial else notes
     head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"

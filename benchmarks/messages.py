@@ -1,4 +1,4 @@
-"""Messages between ranks in a step of scaling.py's decoders, by treadle's layout, and their cost.
+"""Messages between ranks in a step of scaling.py's decoders, following treadle's layout, and their cost.
 
 Bytes are counted as NCCL does: the buffer of an all-reduce, everything that is gathered or reduced.
 """
@@ -29,8 +29,8 @@ class Message:
     """One collective of a step.
 
     Attributes:
-        operation: its name.
-        num_bytes: as above.
+        operation: the name of the collective.
+        num_bytes: its size, counted as above.
         hidden_by: the pass whose computation can hide it, ``"forward"`` or ``"backward"``; None: nothing can.
     """
 
@@ -40,7 +40,7 @@ class Message:
 
 
 def messages_of(way: str, size: str) -> list[Message]:
-    """Return the collectives of a step in their order.
+    """Return the collectives of a step in order.
 
     Args:
         way: ``"ddp"`` or ``"fsdp"``.
@@ -84,16 +84,16 @@ def _numel(module: nn.Module) -> int:
 
 
 def bus_share(operation: str, ranks: int) -> float:
-    """Return the bytes that pass a rank's link for each byte of a collective, as NCCL's tests count them."""
+    """Return the bytes over a rank's link per byte of a collective, as NCCL's tests count them."""
     return {ALL_REDUCE: 2.0, ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0}[operation] * (ranks - 1) / ranks
 
 
-# -- what they cost -----------------------------------------------------------------------------------------------
+# -- their cost ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Line:
-    """Milliseconds of a collective: ``fixed + num_bytes * per_byte``."""
+    """Linear cost of a collective in milliseconds: ``fixed + num_bytes * per_byte``."""
 
     fixed: float
     per_byte: float
@@ -103,7 +103,7 @@ class Line:
 
 
 def fit(times: Sequence[tuple[float, float]]) -> Line:
-    """Return the line of least squares of relative errors through (bytes, milliseconds); one size gives no slope."""
+    """Fit a line to (bytes, milliseconds) by least squares of relative errors; one size gives no slope."""
     if len({size for size, _ in times}) == 1:
         return Line(sum(ms for _, ms in times) / len(times), 0.0)
     weights = [1 / ms**2 for _, ms in times]
@@ -119,7 +119,7 @@ Cost = Callable[[Message, int], float]  # milliseconds of a message between so m
 
 
 def bandwidth_cost(gb_per_s: float) -> Cost:
-    """Return the cost by one bus bandwidth alone; messages between hosts are free, since it holds their time too."""
+    """Return the cost from one bus bandwidth; messages between hosts are free, since it includes their time."""
 
     def cost(message: Message, ranks: int) -> float:
         if message.operation not in ON_DEVICE:
@@ -130,7 +130,7 @@ def bandwidth_cost(gb_per_s: float) -> Cost:
 
 
 def measured_cost(rows: Iterable[Mapping[str, Any]]) -> Cost:
-    """Return the cost by the lines through the rows of collectives.json.
+    """Return the cost from the linear fits in collectives.json.
 
     For more ranks than were measured, the bus bandwidth stays and the fixed cost grows with the logarithm of the ranks.
     """

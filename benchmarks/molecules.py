@@ -1,6 +1,6 @@
 """The NCI molecules of the graph benchmarks, with 20 return probabilities of a random walk at each atom.
 
-python benchmarks/molecules.py molecules.pt     # where rdkit is; the file then goes where it is not
+python benchmarks/molecules.py molecules.pt     # where rdkit is; then copy the file to where it is not
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def from_rdkit() -> list[dict[str, Tensor]]:
 
 
 def made_up(count: int = 2000) -> list[dict[str, Tensor]]:
-    """Return graphs of 20 to 30 nodes that look like molecules: a random tree of low degree and two rings."""
+    """Return molecule-like graphs of 20 to 30 nodes: a random tree of low degree and two rings."""
     draw = torch.Generator().manual_seed(0)
     graphs = []
     for _ in range(count):
@@ -61,7 +61,7 @@ def _graph(x: Tensor, ends: Tensor, kinds: Tensor, target: float) -> dict[str, T
 
 
 def load(path: Path | None) -> tuple[list[dict[str, Tensor]], str]:
-    """Return the graphs and what they are: from a file, else from rdkit, else made up."""
+    """Return the graphs and their description: from a file, else from rdkit, else synthetic."""
     if path is not None:
         return torch.load(path, weights_only=True), "NCI molecules"
     try:

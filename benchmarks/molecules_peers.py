@@ -1,4 +1,4 @@
-"""chemprop at its defaults beside our message passing, on the same molecules, split, epochs and seeds.
+"""chemprop with its defaults against our message passing, on the same molecules, split, epochs and seeds.
 
     python -m venv chemprop && chemprop/bin/pip install chemprop    # an environment for it alone
     python benchmarks/molecules_peers.py --chemprop chemprop/bin/python
@@ -11,8 +11,8 @@ validation error is tested.
     chemprop  `chemprop train` with no option about the model, the loss (mean squared error), the batches (64) or the
               schedule, which goes over the same epochs
 
-Every run has a folder below --runs and is not repeated when the command is given again; ours resumes in the middle. A
-table of fewer seeds says so.
+Every run has a folder below --runs and is not repeated when the command is rerun; ours resumes in the middle. A table
+with fewer seeds is marked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ print(sum(parameter.numel() for parameter in load_model(sys.argv[1]).parameters(
 
 
 def write_molecules(path: Path, most: int | None) -> None:
-    """Write SMILES, target and part of every molecule, as both ways have them."""
+    """Write SMILES, target and split of every molecule, as both ways use them."""
     data = get_dataset(SET)
     parts = zip(PARTS, data.get_splits(), strict=True)
     rows = [(graph.smiles, graph.y.item(), part) for part, graphs in parts for graph in list(graphs)[:most]]
@@ -59,7 +59,7 @@ def write_molecules(path: Path, most: int | None) -> None:
 
 
 def run_chemprop(seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Train chemprop in a process, and return its error on the test molecules from the predictions that it wrote."""
+    """Train chemprop in a process, and return its test error, computed from the predictions that it wrote."""
     folder = options.runs / f"chemprop-{seed}-{options.epochs}"
     result_file, molecules = folder / "result.json", options.molecules
     if result_file.exists():

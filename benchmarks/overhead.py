@@ -1,17 +1,16 @@
-"""What a step costs beside its arithmetic: a hand-written loop, treadle and the peers, in one run on one machine.
+"""Overhead of a step: a hand-written loop, treadle and its peers, in one run on one machine.
 
     python benchmarks/overhead.py                      # writes results/overhead.md and .json
     python benchmarks/overhead.py --tiny               # a trial, writes nothing
 
-This one trains on the CPU; ``overhead_gpu.py`` is that of a GPU.
+This benchmark trains on the CPU; ``overhead_gpu.py`` trains on a GPU.
 
 All train the same model on the same batches, which are in memory already, with the same AdamW, gradients clipped. Every
-round runs every way, in another order each time, so that what else the machine does falls on all of them. A step is
-timed from the end of one to the end of the next, by the clocks that each way's own callback reads: the time that
-passed, and what this process had of the processor. A round counts with its median step, since on a shared machine a
-step that another program interrupted costs several times as much; work that a way does only every few dozen steps is
-not in it (``scale.py`` has means over a long run). The comparison with the loop is one of processor time. Peers that
-are not installed are left out.
+round runs every way, in a new order each time, so that other load on the machine affects all of them. A step is timed
+from the end of one to the end of the next, by clocks read in each way's own callback: wall-clock time and this
+process's processor time. A round counts with its median step, since on a shared machine an interrupted step costs
+several times as much; work that a way does only every few dozen steps is excluded (``scale.py`` has means over a long
+run). The comparison with the loop uses processor time. Peers that are not installed are omitted.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ COLUMNS = ("workload", "way", "µs a step", "processor µs a step", "more than t
 
 
 class Net(nn.Sequential):
-    """An MLP of 64-64-1."""
+    """MLP with layers 64-64-1."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 class Encoder(nn.Module):
-    """A transformer on positions of 64 numbers, each head 32 wide."""
+    """Transformer on positions of 64 numbers, with heads of width 32."""
 
     def __init__(self, width: int = 128, num_layers: int = 4) -> None:
         super().__init__()
@@ -67,15 +66,15 @@ class Encoder(nn.Module):
 
 @dataclass
 class Workload:
-    """A model and its batches.
+    """Model and batches of a workload.
 
     Attributes:
         make: builds the model.
         shape: of one batch.
         device: of model and batches.
         bf16: whether the forward pass is under autocast.
-        share: of the steps that are asked for; 1 of so many is run.
-        fused: whether the optimizer is; by default on CUDA.
+        share: divisor of the requested number of steps.
+        fused: whether the optimizer is fused; by default on CUDA.
     """
 
     make: Callable[[], nn.Module]
@@ -102,7 +101,7 @@ class Workload:
 
 
 class Cost(NamedTuple):
-    """Microseconds of a step: what passed, and what this process had of the processor."""
+    """Microseconds of a step: wall-clock time and this process's processor time."""
 
     wall: float
     processor: float
@@ -110,7 +109,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class Clock:
-    """Notes when steps end."""
+    """Clock that records when steps end."""
 
     warm_up: int
     times: list[tuple[float, float]] = field(default_factory=list)
@@ -119,11 +118,11 @@ class Clock:
         self.times.append((time.perf_counter(), time.process_time()))
 
     def steps_ahead(self) -> int | None:
-        """Return how many captured steps may pass until one must be noted by itself."""
+        """Return how many captured steps may run before one must be recorded individually."""
         return 1
 
     def per_step(self) -> Cost:
-        """Return the median from one step's end to the next, those at the start left out."""
+        """Return the median time from one step's end to the next, without those at the start."""
         pairs = list(itertools.pairwise(self.times[self.warm_up :]))
         return Cost(*(1e6 * median(end[clock] - start[clock] for start, end in pairs) for clock in (0, 1)))
 
@@ -201,7 +200,7 @@ def functional(work: Workload, steps: int, clock: Clock) -> None:
 
 
 def parts_of(work: Workload, steps: int) -> type:
-    """Return the methods that a subclass implements, the same for treadle and trainloop."""
+    """Return the methods of a trainer subclass, shared by treadle and trainloop."""
 
     class Parts:
         def build_data_loader(self) -> Any:
@@ -229,7 +228,7 @@ def trainer(work: Workload, steps: int, clock: Clock) -> None:
 
 
 class Batches:
-    """A list that Lightning does not take for a collection of loaders."""
+    """List that Lightning does not mistake for a collection of loaders."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches = batches
@@ -304,7 +303,7 @@ def accelerate(work: Workload, steps: int, clock: Clock) -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # else the precision of the first one holds for all
+    AcceleratorState._reset_state(reset_partial_state=True)  # else the precision of the first one applies to all
     accelerator = Accelerator(mixed_precision="bf16" if work.bf16 else "no", cpu=work.device.type == "cpu")
     model, optimizer = accelerator.prepare(*work.build())
     for batch in work.batches(steps):
@@ -348,7 +347,7 @@ def trainloop(work: Workload, steps: int, clock: Clock) -> None:
 
 
 Way = Callable[[Workload, int, Clock], None]
-Ways = Mapping[str, tuple[Way, str | None]]  # by name: what trains, and the package that it needs
+Ways = Mapping[str, tuple[Way, str | None]]  # by name: the training function, and the package that it needs
 WAYS: Ways = {
     "hand loop": (hand, None),
     "treadle Engine": (engine, None),
@@ -364,7 +363,7 @@ WAYS: Ways = {
 
 
 def installed(ways: Ways, names: Iterable[str]) -> list[str]:
-    """Return the names of those whose package is installed."""
+    """Return the names of the ways whose package is installed."""
     return [name for name in names if ways[name][1] is None or importlib.util.find_spec(str(ways[name][1]))]
 
 
@@ -385,7 +384,7 @@ def silent() -> Iterator[None]:
 def rounds_of(
     work: Workload, ways: Ways, make_clock: Callable[[], AnyClock], *, steps: int, rounds: int
 ) -> Iterator[tuple[str, AnyClock]]:
-    """Run every way in each round, in another order each time; yield its name and its clock."""
+    """Run every way in each round, in a new order each time; yield its name and its clock."""
     draw = random.Random(0)
     for _ in range(rounds):
         for way in draw.sample(list(ways), len(ways)):
@@ -419,7 +418,7 @@ def rows_of(name: str, found: dict[str, list[Cost]]) -> list[dict[str, str]]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the median, and the least and the largest in brackets."""
+    """Return the median, with minimum and maximum in brackets."""
     return f"{median(values):,.0f} ({min(values):,.0f} – {max(values):,.0f})"
 
 

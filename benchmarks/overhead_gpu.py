@@ -1,15 +1,15 @@
-"""A step on a GPU: a hand-written loop, the same step captured by hand, treadle eager and captured, and the peers.
+"""Step time on a GPU: a hand-written loop, the same step captured by hand, treadle eager and captured, and peers.
 
     python benchmarks/overhead_gpu.py                        # writes results/overhead_gpu_*.md and .json
     python benchmarks/overhead_gpu.py --workloads mlp d128   # two of mlp, d128 and d256, with a table each
     python benchmarks/overhead_gpu.py --tiny                 # a trial on the CPU, nothing is captured or written
 
-Model, numbers, AdamW (fused) and clipping are the same for all, and all data are on the GPU. The eager ways read a list
-of batches. The captured ones gather each batch from whole tensors in a drawn order, into fixed memory; the graph made
-by hand holds forward, backward, clipping and update, and is the floor that the others are compared with. Every round
-runs every way, in another order each time. A step is a mean: from the end of a warm-up, in which capturing happens, to
-the end of the last step, the GPU's work included. The table has medians over rounds, and medians of the ratios within
-each round. Peers that are not installed are left out, and one that fails is named on standard error; ``d256`` is
+Model, data, AdamW (fused) and clipping are the same for all, and all data is on the GPU. The eager ways read a list of
+batches. The captured ones gather each batch from whole tensors in a shuffled order, into fixed memory; the hand-made
+graph contains forward, backward, clipping and update, and is the floor that the others are compared with. Every round
+runs every way, in a new order each time. A step time is a mean: from the end of a warm-up, which includes capturing, to
+the end of the last step, including the GPU's work. The table has medians over rounds, and medians of the ratios within
+each round. Peers that are not installed are omitted, and one that fails is reported on standard error; ``d256`` runs
 without them.
 
 The table is written after every round. The steps of five rounds take three minutes on an H200, of ``mlp`` less than
@@ -58,7 +58,7 @@ COLUMNS = ("way", "µs a step", "processor µs a step", f"of the {LOOP}", f"of t
 
 
 class Watch(Clock):
-    """Looks at the clocks when the warm-up and the last step are over and the GPU has nothing left to do."""
+    """Hook that reads the clocks after the warm-up and after the last step, when the GPU is idle."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
         super().__init__(warm_up)
@@ -83,13 +83,13 @@ class Watch(Clock):
 
 @dataclass
 class Case:
-    """A workload and how much of it is run.
+    """Workload and its number of steps.
 
     Attributes:
-        title: as in the table.
+        title: the title in the table.
         work: model and batches.
-        steps: of each way in each round.
-        with_peers: whether they are run too.
+        steps: the steps of each way in each round.
+        with_peers: whether the peers are run too.
     """
 
     title: str
@@ -113,7 +113,7 @@ def cases(device: torch.device) -> dict[str, Case]:
 
 
 def tensors(work: Workload, steps: int) -> tuple[Tensor, Tensor]:
-    """Return rows for so many batches, made where they stay."""
+    """Return rows for a number of batches, created on the device."""
     generator = torch.Generator(work.device).manual_seed(1)
     x = torch.randn((steps * work.shape[0], *work.shape[1:]), generator=generator, device=work.device)
     return x, x.flatten(1).sum(1, keepdim=True)
@@ -141,7 +141,7 @@ def hand_captured(work: Workload, steps: int, clock: Clock) -> None:
 
 
 def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return what launches a step as one graph; where there are no graphs, the step itself."""
+    """Return a function that launches a step as one graph, or the step itself if there are no graphs."""
     if device.type != "cuda":
         return step
     beside = torch.cuda.Stream()
@@ -174,7 +174,7 @@ def captured(
 
 
 def with_hooks(way: Callable[..., None]) -> Way:
-    """Return the same with the hooks that a run usually has."""
+    """Return the same with the usual hooks of a run."""
 
     def run(work: Workload, steps: int, clock: Clock) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +211,7 @@ PEERS: Ways = {name: (way, package) for name, (way, package) in WAYS.items() if 
 
 
 def forgiving(name: str, way: Way) -> Way:
-    """Return a peer's way that ends without figures where the peer fails."""
+    """Return a peer's way that yields no figures if the peer fails."""
 
     def run(work: Workload, steps: int, clock: Clock) -> None:
         try:
@@ -256,7 +256,7 @@ def rows_of(found: dict[str, list[Cost]]) -> list[dict[str, str]]:
 
 
 def versions() -> dict[str, str]:
-    """Return those of the peers, by the names that they are installed under."""
+    """Return the versions of the peers, by package name."""
     names = {"ignite": "pytorch-ignite"}
     packages = [str(PEERS[name][1]) for name in installed(PEERS, PEERS)]
     return {package: importlib.metadata.version(names.get(package, package)) for package in packages}

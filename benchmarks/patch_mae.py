@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from treadle.spectra import ChemoMAE
 from treadle.spectra.encoder import pack_visible
 
-LENGTH, PATCHES, MASKED, LATENT = 256, 16, 4, 16  # of the spectra, the patches of each, those hidden, the vector
+LENGTH, PATCHES, MASKED, LATENT = 256, 16, 4, 16  # of the spectra; patches per spectrum, hidden patches, latent size
 
 
 class PatchMAE(ChemoMAE):
-    """The model of chemomae 0.2.4, parameter by parameter, where as many patches are seen in every row."""
+    """Model of chemomae 0.2.4, parameter by parameter, for an equal number of visible patches in every row."""
 
     takes_counted_mask = True
 
@@ -35,7 +35,7 @@ class PatchMAE(ChemoMAE):
 
 
 class PatchEncoder(nn.Module):
-    """The encoder of chemomae 0.2.4."""
+    """Encoder of chemomae 0.2.4."""
 
     def __init__(self, width: int, num_layers: int):
         super().__init__()

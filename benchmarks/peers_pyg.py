@@ -10,7 +10,7 @@ WALK_WIDTH = 8  # of the nodes' width, for the return probabilities
 
 
 class PeerInput(nn.Module):
-    """Features of nodes and edges, the return probabilities beside those of the nodes, as in examples/graph_gps.py.
+    """Features of nodes, with their return probabilities, and of edges, as in examples/graph_gps.py.
 
     Args:
         nodes: from ``batch.x`` to (N, width - WALK_WIDTH).

@@ -1,16 +1,16 @@
-"""Eight seeds together on a GPU against eight one after the other, and four on the CPU in processes.
+"""Eight seeds trained together on a GPU against one after another, and four on the CPU in processes.
 
     python benchmarks/population.py                # on a GPU; writes results/population.md and .json
     python benchmarks/population.py --cpu          # on the CPU; writes results/population_cpu.md and .json
     python benchmarks/population.py --tiny         # a trial on the CPU, writes nothing
 
-On a GPU every member is a run with captured steps, a folder, a step log and its own seed. Alone, a run's rate is that
-from the end of its warm-up, in which capturing happens, to its end; together, all steps that the members made between
-the last member's warm-up and the first member's end count. The whole time is given, too, from the making of the first
-run to the end of the last. Every member is then compared with its run alone: weights to the bit, and the step log. One
-population of the MLP is killed by SIGKILL and run again, and compared as well.
+On a GPU every member is a run with captured steps, a folder, a step log and its own seed. Alone, a run's rate is
+measured from the end of its warm-up, which includes capturing, to its end; together, all steps between the last
+member's warm-up and the first member's end count. The total time, from the creation of the first run to the end of the
+last, is given too. Every member is then compared with its run alone: weights to the bit, and the step log. One
+population of the MLP is killed by SIGKILL, rerun and compared as well.
 
-On the CPU, ``treadle train spectra`` runs four seeds, one after the other and by ``--seeds 0..3``, in turns.
+On the CPU, ``treadle train spectra`` runs four seeds, one after another and by ``--seeds 0..3``, alternating.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MARK = 20  # steps
 
 
 class Clock(BaseHook):
-    """Notes the time every few steps."""
+    """Hook that records the time every few steps."""
 
     state_key = "clock"
 
@@ -78,7 +78,7 @@ class Clock(BaseHook):
         self.marks.append((trainer.step, time.perf_counter()))
 
     def steps_until(self, moment: float) -> float:
-        """Return the steps made by a moment, between two marks by their line."""
+        """Return the steps made by a given time, interpolated between two marks."""
         for (step, at), (later, then) in zip(self.marks, self.marks[1:], strict=False):
             if at <= moment <= then:
                 return step + (later - step) * (moment - at) / max(then - at, 1e-9)
@@ -87,7 +87,7 @@ class Clock(BaseHook):
 
 @dataclass
 class Made:
-    """A run: what trains it, its model, and its clock."""
+    """Run: its training function, its model and its clock."""
 
     train: Callable[[], Any]
     model: Callable[[], nn.Module]
@@ -157,7 +157,7 @@ def molecules_of(
     *,
     deterministic: bool = False,
 ) -> Made:
-    """Return a run of the graph transformer of ``graphs_gpu.py``; its layers add with atomics unless told not to."""
+    """Return a run of the graph transformer of ``graphs_gpu.py``; its layers use atomic additions unless disabled."""
     if deterministic:
         set_seed(seed, deterministic=True)
     model, clock = our_model(layers).to(device), Clock(len(padded))
@@ -184,7 +184,7 @@ def padded_batches(size: int, count: int, device: torch.device, *, tiny: bool) -
 
 @dataclass
 class Ended:
-    """What a run left."""
+    """Results of a finished run."""
 
     weights: dict[str, Tensor]
     log: str
@@ -206,7 +206,7 @@ def taken() -> int:
 
 
 def measure(name: str, make: Factory, members: int, folder: Path) -> list[dict[str, str]]:
-    """Train the members alone and together; return a row, and of the MLP one about its blocks of steps."""
+    """Train the members alone and together; return a row, and for the MLP one about its blocks of steps."""
     alone: dict[int, Ended] = {}
     torch.use_deterministic_algorithms(False)
     started = time.perf_counter()
@@ -254,14 +254,14 @@ def measure(name: str, make: Factory, members: int, folder: Path) -> list[dict[s
 
 
 class Looks(BaseHook):
-    """Sees every step by itself, so that no steps run ahead."""
+    """Hook that observes every step individually, so that no steps run ahead."""
 
     def on_after_step(self, trainer: Any) -> None:
         pass
 
 
 def step_by_step(make: Callable[..., Made], blocks: Ended, place: Path) -> dict[str, str]:
-    """Compare a run whose steps are all seen by a hook with one whose steps ran ahead; return a row."""
+    """Compare a run with a hook that observes every step with one whose steps ran ahead; return a row."""
     set_seed(0)
     made = make(0, place, hooks=[Looks()])
     made.train()
@@ -275,14 +275,14 @@ def step_by_step(make: Callable[..., Made], blocks: Ended, place: Path) -> dict[
 
 
 def rate_of(clocks: list[Clock]) -> float:
-    """Return the steps a second of all runs between the last one's warm-up and the first one's end."""
+    """Return the steps per second of all runs between the last one's warm-up and the first one's end."""
     start, end = max(clock.marks[0][1] for clock in clocks), min(clock.marks[-1][1] for clock in clocks)
     steps = sum(clock.steps_until(end) - clock.steps_until(start) for clock in clocks)
     return steps / (end - start) if end > start else float("nan")
 
 
 def factories(device: torch.device, *, tiny: bool) -> dict[str, Callable[[], Factory]]:
-    """Return what makes each workload, by name: its data are read when it is its turn."""
+    """Return the factory of each workload by name; its data is read when it is run."""
     steps = {"mlp": (8000, 2000)} if tiny else {"mlp": (8000, 2000), "d128": (800, 400), "d256": (120, 60)}
 
     def of_case(case: Case, count: int, batches: int) -> Factory:
@@ -313,7 +313,7 @@ def factories(device: torch.device, *, tiny: bool) -> dict[str, Callable[[], Fac
 
 
 def killed(device: torch.device, members: int, folder: Path, *, steps: int) -> dict[str, str]:
-    """Kill a population of the MLP by SIGKILL, run it again, and compare its members with their runs alone."""
+    """Kill a population of the MLP by SIGKILL, rerun it, and compare its members with their runs alone."""
     command = [
         sys.executable,
         __file__,
@@ -372,7 +372,7 @@ def child(folder: Path, members: int, steps: int) -> None:
 
 
 def spectra_command(seeds: str, out: Path, settings: list[str]) -> tuple[float, float]:
-    """Return the seconds that a command took, and those that its processes had of a processor."""
+    """Return the wall-clock seconds of a command and the processor seconds of its processes."""
     single = "." not in seeds
     chosen = [f"seed={seeds}"] if single else ["--seeds", seeds]
     command = [

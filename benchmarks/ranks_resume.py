@@ -1,13 +1,13 @@
-"""Runs of many ranks that stop inside an epoch, resume on as many ranks or half, or lose one rank after the other.
+"""Runs of many ranks that stop inside an epoch, resume on as many or half the ranks, or lose one rank after another.
 
     python benchmarks/ranks_resume.py --ranks 8          # on GPUs of one host; writes results/ranks_resume.md and .json
     python benchmarks/ranks_resume.py --tiny --ranks 4   # on the CPU with gloo, a trial that writes nothing
 
-Weights, optimizer and what else a checkpoint holds are compared bit for bit, by a hash of each whole tensor:
+Weights, optimizer and everything else in a checkpoint are compared bit for bit, by a hash of each whole tensor:
 
-    to as many    stopped and resumed, at the end of training, against a run that was not stopped
-    to half       what half as many ranks have loaded against what was saved; then they train on to the end of the epoch
-    killed        every rank once, at a random moment, under torchrun --max-restarts; the end against that of no kill
+    to as many    stopped and resumed, at the end of training, against an uninterrupted run
+    to half       the state loaded by half as many ranks against the saved one; then they train to the end of the epoch
+    killed        every rank once, at a random moment, under torchrun --max-restarts; the end against an unkilled run
 
 Algorithms are deterministic. The table is written after every launch: on four H200s, with 135 million parameters, all
 of them need about five minutes.
@@ -49,7 +49,7 @@ COLUMNS = ("model", "way", "ranks", "what", "tensors equal", "samples of the epo
 
 
 class Noting(NextToken):
-    """Keeps which samples were read, and the last loss."""
+    """Hook that records which samples were read, and the last loss."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -68,7 +68,7 @@ class Cut(BaseHook):
 
 
 class Dies(BaseHook):
-    """Kills rank n at the start with number n, at a random moment of some steps."""
+    """Hook that kills rank n in start number n, at a random moment within some steps."""
 
     def __init__(self) -> None:
         self.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -82,7 +82,7 @@ class Dies(BaseHook):
 
 
 def samples(size: str, ranks: int) -> TensorDataset:
-    """Return tokens and numbers of samples for six steps of so many ranks, the last of which is short."""
+    """Return tokens and sample numbers for six steps of a number of ranks; the last step is short."""
     *_, length, _, vocab = SIZES[size]
     count = 5 * ROWS * ranks + ranks
     tokens = torch.randint(0, vocab, (count, length), generator=torch.Generator().manual_seed(1))
@@ -115,7 +115,7 @@ def hashes(engine: Engine) -> dict[str, str]:
 
 
 def as_many(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
-    """A run that is not stopped, one that is, and the rest of that one."""
+    """Run without a stop, with a stop, and the rest of the latter."""
     loader = loader_of(size, ranks)
     straight, _ = engine_of(way, size, device)
     straight.run(loader, epochs=EPOCHS)
@@ -146,7 +146,7 @@ def half(way: str, size: str, device: torch.device, folder: Path, ranks: int) ->
 
 
 def killed(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
-    """Train to the end whatever happens."""
+    """Train to the end despite kills."""
     saving = {"interval": 1 if size == "tiny" else 4, "background": way == "fsdp", "keep_previous": 1}
     engine, task = engine_of(way, size, device, folder / f"{way}_killed", [Dies()], **saving)
     engine.run(loader_of(size, ranks), epochs=EPOCHS)

@@ -1,12 +1,12 @@
-"""SIGKILL at random moments of a run whose workspace is on an S3 server that answers badly.
+"""SIGKILL at random moments of a run whose workspace is on an unreliable S3 server.
 
     python benchmarks/remote_kills.py --kills 200
 
 Starts moto's server and a proxy in front of it that answers some requests with 500, delays some, and cuts the
 connection of some, before or after the server has acted. A child trains with ``workspace="s3://..."`` and is killed;
-half of the time its local folder is lost too. After every kill the state in the store must be whole, at the end it must
-equal that of a run that nobody disturbed, and nothing may be left over. A life is as long as its first upload and three
-more take, by what the lives before have shown, or shorter. Needs ``moto[server]`` and ``s3fs``.
+half of the time its local folder is lost too. After every kill the state in the store must be complete; at the end it
+must equal that of an undisturbed run, and nothing may be left over. Each process lives at most as long as its first
+upload and three more take, estimated from earlier processes. Needs ``moto[server]`` and ``s3fs``.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ class Fit(BaseTrainer):
 
 
 def train(workspace: str) -> None:
-    """Train to the end, from wherever the workspace is."""
+    """Train to the end from the state of the workspace."""
     set_seed(0)
     Fit(STEPS, workspace=workspace, device="cpu", progress=False).train()
 
 
 class Proxy:
-    """Passes requests on to a server, and answers some of them badly.
+    """Proxy that forwards requests to a server and makes some of them fail.
 
     Attributes:
-        port: where it listens.
-        faults: how often each kind of fault was made.
-        uploads: when each manifest was put.
+        port: the port it listens on.
+        faults: the count of each kind of fault.
+        uploads: the time at which each manifest was put.
     """
 
     def __init__(self, target: int, *, rate: float, seed: int = 0):
@@ -150,13 +150,13 @@ class Proxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """End it."""
+        """Stop the proxy."""
         self._server.shutdown()
 
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[int]:
-    """Run moto's S3 server with a bucket called ``runs`` inside the block; give its port."""
+    """Run moto's S3 server with a bucket ``runs`` inside the block; yield its port."""
     port = _free_port()
     with open(folder / "server.log", "w") as log:
         command = [sys.executable, "-c", f"from moto.server import main; main(['-p', '{port}', '-H', '127.0.0.1'])"]
@@ -188,7 +188,7 @@ def _free_port() -> int:
 
 
 def point_s3fs_to(port: int) -> None:
-    """Let every s3:// URL of this process and its children mean the server at a port."""
+    """Point every s3:// URL of this process and its children to the server at a port."""
     import s3fs  # noqa: F401  (imported once, before any fork)
 
     os.environ.update(
@@ -198,11 +198,11 @@ def point_s3fs_to(port: int) -> None:
 
 
 class Lives:
-    """Lengths of lives in seconds, from the moments of the uploads in those before.
+    """Random lifetimes of processes in seconds, based on the upload times of earlier ones.
 
     Args:
-        chance: draws them.
-        longest: none is longer.
+        chance: the random generator.
+        longest: upper bound.
     """
 
     def __init__(self, chance: random.Random, longest: float):
@@ -211,19 +211,19 @@ class Lives:
         self.gaps: list[float] = []
 
     def note(self, began: float, uploads: list[float]) -> None:
-        """Note the uploads of a life."""
+        """Record the uploads of a process."""
         mine = [moment for moment in uploads if moment >= began]
         self.firsts += [mine[0] - began] if mine else []
         self.gaps += [late - early for early, late in pairwise(mine)]
 
     def draw(self) -> float:
-        """Return the length of the next life."""
+        """Return the lifetime of the next process."""
         usual = median(self.firsts or [3.0]) + 3 * median(self.gaps or [1.0])
         return self.chance.uniform(0.3, min(usual, self.longest))
 
 
 def forked(work: Callable[[], Any], log: Path) -> int:
-    """Do some work in a child of this process; return its number."""
+    """Run a function in a forked child; return its process id."""
     child = os.fork()
     if child == 0:
         with open(log, "a") as file:
@@ -242,7 +242,7 @@ def forked(work: Callable[[], Any], log: Path) -> int:
 
 
 def wait(child: int, seconds: float | None = None) -> int | None:
-    """Wait for a child and return its exit code, negative for a signal; None if it still runs after some seconds."""
+    """Wait for a child and return its exit code, negative for a signal; None if it is still running."""
     end = None if seconds is None else time.monotonic() + seconds
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -269,7 +269,7 @@ def look(url: str, folder: Path, answer: Path) -> None:
 
 
 def looked(url: str, folder: Path) -> dict[str, Any]:
-    """Return what :func:`look` wrote."""
+    """Return the result of :func:`look`."""
     answer = folder / "answer.json"
     code = wait(forked(lambda: look(url, folder / "looked", answer), folder / "look.log"))
     if code:
@@ -279,7 +279,7 @@ def looked(url: str, folder: Path) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Return the paths at which two states differ; what they were trained in does not count."""
+    """Return the paths at which two states differ, ignoring their environment."""
     if isinstance(one, torch.Tensor):
         return [] if torch.equal(one, other) else [path]
     if isinstance(one, dict):
@@ -326,7 +326,7 @@ def soak(kills: int, rate: float, seed: int, seconds: float = float("inf"), long
     with tempfile.TemporaryDirectory() as temporary, s3_server(Path(temporary)) as server:
         folder = Path(temporary)
         os.environ["TREADLE_STAGING"] = str(folder / "staging")
-        train(str(folder / "straight"))  # here, so that no life begins with imports
+        train(str(folder / "straight"))  # here, so that no child begins with imports
         straight = torch.load(folder / "straight" / "checkpoints" / f"checkpoint_step_{STEPS}.pt", weights_only=True)
         proxy = Proxy(server, rate=rate, seed=seed)
         point_s3fs_to(proxy.port)

@@ -1,12 +1,12 @@
-"""How long training pauses for a save into an object store, in the foreground and in the background.
+"""Pause of training for a save into an object store, in the foreground and in the background.
 
     python benchmarks/remote_stall.py --megabytes 120
-    python benchmarks/remote_stall.py --megabytes 120 --shards    # RemoteShardsHook in place of a mirrored workspace
+    python benchmarks/remote_stall.py --megabytes 120 --shards    # RemoteShardsHook instead of a mirrored workspace
 
 Runs moto's S3 server on this machine. Foreground: the file is written and uploaded before the next step. In the
-background the state is copied, written and uploaded while training continues. It counts the time without a step, and
-what the steps until the next save took longer, which on a machine of few cores is what the upload itself needs.
-Needs ``moto[server]`` and ``s3fs``.
+background the state is copied, written and uploaded while training continues. It measures the time without a step, and
+the slowdown of the steps until the next save, which on a machine with few cores is the cost of the upload itself. Needs
+``moto[server]`` and ``s3fs``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS, INTERVAL = 160, 40
 
 
 class Times(BaseHook):
-    """Notes when each step begins and ends."""
+    """Hook that records when each step begins and ends."""
 
     def __init__(self) -> None:
         self.begins: list[float] = []
@@ -49,7 +49,7 @@ class Times(BaseHook):
 
 
 class Fit(BaseTrainer):
-    """A wide layer that takes a tenth of a second a step, most of it asleep as on a GPU."""
+    """Trainer of a wide layer with steps of a tenth of a second, mostly asleep, as on a GPU."""
 
     def __init__(self, width: int, saves: BaseHook, **settings: Any):
         super().__init__(**settings)
@@ -101,7 +101,7 @@ def foreground_of_shards(width: int) -> float:
 
 
 def background(folder: Path, width: int, shards: bool) -> dict[str, list[float]]:
-    """Return for each save but the first how long no step ran, and how much longer the steps after it took."""
+    """Return, for each save but the first, how long no step ran and how much longer the steps after it took."""
     os.environ["TREADLE_STAGING"] = str(folder / "staging")
     hook = RemoteShardsHook("s3://runs/shards", INTERVAL) if shards else CheckpointingHook(INTERVAL, background=True)
     workspace = None if shards else "s3://runs/background"

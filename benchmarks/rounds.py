@@ -1,4 +1,4 @@
-"""Ways of doing the same, measured in turns, so that what else the machine does falls on all of them."""
+"""Alternating measurement of several ways, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Figure = TypeVar("Figure")
 
 @dataclass
 class Rounds(Generic[Key, Figure]):
-    """Ways, each built and warmed up when its first turn comes; one that fails is named and has no more turns.
+    """Ways to measure in rounds, each built and warmed up at its first turn; one that fails is reported and dropped.
 
     Attributes:
-        ways: what builds each.
+        ways: the builder of each way.
         measure: takes the built object and the number of the round; round 0, the warm-up, does not count.
-        built: the ways that have been.
-        figures: of each way, one for each of its rounds.
+        built: the ways built so far.
+        figures: the figures of each way, one per round.
         failed: why a way has no more rounds.
     """
 
@@ -31,10 +31,9 @@ class Rounds(Generic[Key, Figure]):
     failed: dict[Key, str] = field(default_factory=dict)
 
     def play(self, num_rounds: int) -> Iterator[tuple[Key, Figure | None]]:
-        """Give every way a turn in each round; yield it and its figure, which is None where it failed.
+        """Run every way in each round; yield it with its figure, which is None if it failed.
 
-        The first round has the order of ``ways``, so that what takes long to build can come last; the others have a
-        drawn one.
+        The first round has the order of ``ways``, so that slow builds can come last; the others have a random order.
         """
         draw = random.Random(0)
         for number in range(1, num_rounds + 1):
@@ -57,6 +56,6 @@ class Rounds(Generic[Key, Figure]):
 
 
 def exit_if_failed(failed: bool) -> None:
-    """End the program with status 1 where a way failed, its table being written."""
+    """Exit with status 1 if a way failed, after its table is written."""
     if failed:
         sys.exit("a way failed: see above")

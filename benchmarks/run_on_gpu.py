@@ -1,10 +1,10 @@
-"""All that only a GPU can run: the tests marked gpu, file by file, and the benchmarks, each with a time limit.
+"""Everything that needs a GPU: the tests marked gpu, file by file, and the benchmarks, each with a time limit.
 
-    python benchmarks/run_on_gpu.py results --data molecules.pt     # everything, what matters most first
-    python benchmarks/run_on_gpu.py results --only spectra tokens   # the pieces that have one of these in their name
+    python benchmarks/run_on_gpu.py results --data molecules.pt     # everything, most important first
+    python benchmarks/run_on_gpu.py results --only spectra tokens   # the pieces with one of these in their name
     python benchmarks/run_on_gpu.py results --rounds 2              # fewer rounds than the benchmarks' own
     python benchmarks/run_on_gpu.py results --minutes 25            # the limit of each piece
-    python benchmarks/run_on_gpu.py results --list                  # the pieces and their limits, nothing is run
+    python benchmarks/run_on_gpu.py results --list                  # the pieces and their limits, without running them
     python benchmarks/run_on_gpu.py results --tiny                  # a trial on any machine
 
 The folder gets the tables, a log of each piece, and summary.md, which is rewritten after each piece. ``--data`` is
@@ -37,7 +37,7 @@ class Piece:
     """A command.
 
     Attributes:
-        name: in the summary, and of its log.
+        name: the name in the summary and of its log.
         command: runs in the root of the repository.
         limit: seconds, after which it is killed.
     """
@@ -52,10 +52,10 @@ class Outcome:
     """How a piece ended.
 
     Attributes:
-        name: of the piece.
+        name: the name of the piece.
         how: passed, failed, timed out or not begun.
-        seconds: that it took.
-        last: line of its log.
+        seconds: its duration.
+        last: the last line of its log.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def pieces(data: Path | None, *, tiny: bool, rounds: int | None = None) -> Iterator[Piece]:
-    """Yield all pieces, what matters most first."""
+    """Yield all pieces, most important first."""
     fewer = ("--rounds", str(rounds)) if rounds else ()
     tests = test_files()
     first = [path for name in FIRST for path in tests if name in path]

@@ -1,11 +1,11 @@
-"""What a step costs as a run grows long and as a model grows large.
+"""Cost of a step as a function of run length and model size.
 
     python benchmarks/scale.py                      # writes results/scale_length.* and results/scale_size.*
     python benchmarks/scale.py --tiny               # a trial, writes nothing
 
-Length: one run of a small MLP with the usual hooks, 100,000 steps. For each tenth of it the mean cost of a step, and at
-its end the blocks that Python holds, the objects that the garbage collector tracks, and the memory of the process. A
-history or record that grows with the steps shows in each of the three; a step that grows slower shows in the first.
+Length: one run of a small MLP with the usual hooks, 100,000 steps. For each tenth of it, the mean cost of a step, and
+at its end the blocks that Python holds, the objects that the garbage collector tracks, and the memory of the process. A
+history or record that grows with the steps shows in the latter three; a step that becomes slower shows in the first.
 
 Size: MLPs of 10⁴ to 10⁸ parameters, ours against the hand-written loop of ``overhead.py``, in paired rounds.
 """
@@ -37,7 +37,7 @@ SIZES = {10**4: 400, 10**5: 400, 10**6: 200, 10**7: 30, 10**8: 6}  # steps of ea
 
 
 class Gauge(BaseHook):
-    """Notes time and memory whenever ``interval`` steps are over."""
+    """Hook that records time and memory every ``interval`` steps."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval
@@ -89,7 +89,7 @@ def long_run(steps: int) -> list[dict[str, Any]]:
 
 
 def net_of(parameters: int) -> nn.Module:
-    """Return an MLP on 64 numbers with about so many parameters, nearly all in two square matrices."""
+    """Return an MLP on 64 numbers with about the given number of parameters, nearly all in two square matrices."""
     width = round((parameters / 2) ** 0.5)
     return nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
@@ -100,7 +100,7 @@ def net_of(parameters: int) -> nn.Module:
 def size_row(parameters: int, *, steps: int, rounds: int) -> dict[str, Any]:
     work = Workload(lambda: net_of(parameters), (4, 64), torch.device("cpu"), fused=True)
     ways, loop, ours = ["hand loop", "treadle Engine"], [], []
-    for number in range(rounds):  # by turns, since the second finds memory as the first left it
+    for number in range(rounds):  # alternating, since the second inherits the memory state of the first
         found = measure(work, ways[:: 1 if number % 2 else -1], steps=steps, rounds=1)
         loop.append(found["hand loop"][0].processor)
         ours.append(found["treadle Engine"][0].processor)

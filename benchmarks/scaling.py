@@ -1,24 +1,24 @@
-"""Tokens per second and GPU on 1, 2, 4, … ranks: replicas and a sharded model, beside plain torch and Accelerate.
+"""Tokens per second and GPU on 1, 2, 4, … ranks: replicas and a sharded model, against plain torch and Accelerate.
 
     python benchmarks/scaling.py --ranks 1 2            # on GPUs of one host; writes results/scaling.md and .json
     python benchmarks/scaling.py --tiny --ranks 1 2     # on the CPU with gloo, a trial that writes nothing
     python benchmarks/scaling.py --sizes --ranks 4 --saves fsdp:1b   # the stall of saves only; writes results/saves.md
 
-All there is to know of eight GPUs, with the stall of saves, the collectives by themselves, runs that are stopped or
-killed, and the model beside what was measured:
+Everything on eight GPUs, with the stall of saves, the collectives alone, runs that are stopped or killed, and the model
+against the measurements:
 
     python benchmarks/scaling.py --ranks 1 2 4 8 --saves ddp:100m fsdp:100m fsdp:1b --all
 
 Every number of ranks is one launch of torchrun in which all ways train the same decoder, one after another: bfloat16,
 AdamW fused, gradients clipped, tokens on the device. Weak: each rank has as many tokens as one rank alone. Strong: the
-ranks share the tokens of one. "Share of N" is one rank with the tokens that each of N has then. Ways:
+ranks share the tokens of one. "Share of N" is one rank with the tokens that each of N ranks then has. Ways:
 
     plain ddp     DistributedDataParallel in a loop of ten lines
     plain fsdp    fully_shard in the same loop
     accelerate    the same loop with Accelerate around DistributedDataParallel
     ddp, fsdp     treadle's Engine with parallelize(model, …)
 
-Stall: by how much a save makes the steps after it longer, all of them together.
+Stall: the total time by which a save lengthens the steps after it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from treadle import BaseHook, Engine
 from treadle.faces.parallel import parallelize
 from treadle.hooks import CheckpointingHook
 
-SAVE_STEPS = {"tiny": 6, "100m": 150, "1b": 80}  # from save to save: longer than one is written
+SAVE_STEPS = {"tiny": 6, "100m": 150, "1b": 80}  # from save to save: longer than a write takes
 WAYS = ("plain ddp", "ddp", "accelerate", "plain fsdp", "fsdp")
 MOST = 10  # ranks of ranks_resume.py
 COLUMNS = (
@@ -57,7 +57,7 @@ COLUMNS = (
 
 
 class Clock(BaseHook):
-    """Notes the time of every step's end, the device having caught up."""
+    """Hook that records the time of every step's end, after synchronizing the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.times = device, []  # type: ignore[var-annotated]
@@ -79,7 +79,7 @@ def _wait(device: torch.device) -> None:
 
 
 def build(way: str, size: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model, spread over the ranks, and its optimizer."""
+    """Return the model, distributed over the ranks, and its optimizer."""
     torch.manual_seed(0)
     with device:
         model: nn.Module = Decoder(size)
@@ -102,7 +102,7 @@ def build(way: str, size: str, device: torch.device) -> tuple[nn.Module, torch.o
 def loop_of(
     way: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
-    """Return one step of the ways that are no treadle."""
+    """Return one step of the ways other than treadle."""
     if way == "accelerate":
         from accelerate import Accelerator
 
@@ -133,7 +133,7 @@ def loop_of(
 
 
 def measure(way: str, size: str, rows: int, steps: int, device: torch.device) -> dict[str, Any]:
-    """Train for some steps; return milliseconds a step, the peak of the memory and the last loss."""
+    """Train for some steps; return milliseconds per step, peak memory and the last loss."""
     length, vocab = SIZES[size][3], SIZES[size][5]
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(0, vocab, (rows, length), generator=generator).to(device) for _ in range(4)]
@@ -172,7 +172,7 @@ def stall(way: str, size: str, background: bool, folder: Path, device: torch.dev
     batch = torch.zeros(rows, length, dtype=torch.long, device=device)
     model, optimizer = build(way, size, device)
     clock = Clock(device)
-    # The clock comes last: a step's time includes what other hooks and requested writes of the step before took.
+    # The clock comes last: a step's time includes other hooks and the writes requested by the previous step.
     saves = CheckpointingHook(
         interval=steps, path=folder / f"{way}-{size}-{background}", background=background, keep_previous=1
     )
@@ -226,7 +226,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def shares(whole: int, ranks: int, others: Sequence[int]) -> dict[str, int]:
-    """Return the rows of a rank's micro-batch by name; one rank also has those of ``others``."""
+    """Return the rows of a rank's micro-batch by name; a single rank also has those of ``others``."""
     if ranks > 1:
         return {"weak": whole, "strong": max(1, whole // ranks)}
     return {"weak": whole} | {f"share of {other}": max(1, whole // other) for other in others}
@@ -259,7 +259,7 @@ def launch(ranks: int, options: argparse.Namespace, folder: Path) -> list[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the result: rates, efficiency against one rank, and against the plain loop of the kind."""
+    """Return the rows of the result: rates, efficiency against one rank, and against the corresponding plain loop."""
     done = {(row["model"], row["scaling"], row["way"], row["ranks"]): row for row in rows if "scaling" in row}
     lines = []
     for (size, scaling, way, ranks), row in done.items():
@@ -345,7 +345,7 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace, *, partial: b
 
 
 def the_rest(options: argparse.Namespace) -> None:
-    """Run the other benchmarks of several ranks, and the model last, which reads what they wrote."""
+    """Run the other benchmarks of several ranks, and last the model, which reads their results."""
     tiny = ["--tiny"] if options.tiny else []
     disk = ["--disk", str(options.disk)] if options.disk else []
     several = [str(ranks) for ranks in options.ranks if ranks > 1]

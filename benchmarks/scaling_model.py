@@ -1,11 +1,11 @@
-"""Predicts milliseconds a step of scaling.py's decoders on 2, 4 and 8 ranks, beside the measured ones.
+"""Predicted milliseconds per step of scaling.py's decoders on 2, 4 and 8 ranks, compared with the measured ones.
 
     python benchmarks/scaling_model.py          # reads results/scaling.json and collectives.json; writes scaling_model
     python benchmarks/scaling_model.py --dry    # writes nothing
 
-A step takes its computation, as measured on one rank, and what is not hidden of its messages: bytes by the layout of
-buckets and shards, times by collectives.json. Without that file, one bus bandwidth is fitted to one row of two ranks.
-The result is a range:
+A step takes its computation, as measured on one rank, plus the part of its messages that is not hidden: sizes from the
+layout of buckets and shards, times from collectives.json. Without that file, one bus bandwidth is fitted to one row of
+two ranks. The result is a range:
 
     least    a message is hidden if something is computed meanwhile: a third of the step alone can hide those of the
              forward pass, two thirds those of the backward pass; what is longer shows
@@ -24,9 +24,9 @@ import machine
 from decoder import SIZES
 from messages import ON_DEVICE, Cost, Message, bandwidth_cost, bus_share, measured_cost, messages_of
 
-PASSES = {"forward": 1 / 3, "backward": 2 / 3}  # of the computation alone
+PASSES = {"forward": 1 / 3, "backward": 2 / 3}  # shares of the computation
 RANKS = (2, 4, 8)
-FITTED = ("1b", "weak", "ddp", 2)  # the row of two ranks that gives the bandwidth where no collectives were measured
+FITTED = ("1b", "weak", "ddp", 2)  # the row of two ranks that gives the bandwidth if no collectives were measured
 COLUMNS = (
     "model", "scaling", "way", "ranks", "what it is", "ms least", "ms most", "efficiency", "measured ms",
     "measured efficiency", "error",
@@ -36,7 +36,7 @@ Key = tuple[str, str, str, int]  # model, scaling, way, ranks
 
 @dataclass(frozen=True)
 class Span:
-    """Milliseconds of a step, if all is hidden that can be and if nothing is."""
+    """Range of a step's milliseconds: with all communication hidden that can be, and with none."""
 
     least: float
     most: float
@@ -52,7 +52,7 @@ def step_of(computed: float, messages: Sequence[Message], cost: Cost, ranks: int
 
 
 def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, float]:
-    """Return the milliseconds of the rows of scaling.json that are times of a step."""
+    """Return the milliseconds of the step-time rows of scaling.json."""
     found = {}
     for row in rows:
         if row.get("tokens/s/rank"):
@@ -61,7 +61,7 @@ def times_of(rows: Iterable[Mapping[str, Any]]) -> dict[Key, float]:
 
 
 def share_of(size: str, ranks: int) -> float:
-    """Return the part of one rank's micro-batch that each rank has when the ranks share it."""
+    """Return the share of one rank's micro-batch that each rank has if the ranks split it."""
     rows = SIZES[size][4]
     return max(1, rows // ranks) / rows
 
@@ -69,9 +69,10 @@ def share_of(size: str, ranks: int) -> float:
 def predict(key: Key, times: Mapping[Key, float], cost: Cost) -> Span:
     """Return the time of a step.
 
-    Weak: on more than two ranks, the most has what two took beyond it, which the model does not explain. Strong: the
-    computation is that of one rank with as few rows, where scaling.py measured it; otherwise it is the part of the
-    whole, and the most is no less than a strong step of two ranks, since Python takes its time whatever the rows.
+    Weak: on more than two ranks, the upper bound includes the unexplained time that two ranks took beyond it. Strong:
+    the computation is that of one rank with as few rows if scaling.py measured it; otherwise it is a share of the
+    whole, and the upper bound is no less than a strong step of two ranks, since Python's time does not depend on the
+    rows.
     """
     size, scaling, way, ranks = key
     messages, computed = messages_of(way, size), times[size, "weak", way, 1]
@@ -88,7 +89,7 @@ def predict(key: Key, times: Mapping[Key, float], cost: Cost) -> Span:
 
 
 def fitted_bandwidth(times: Mapping[Key, float]) -> float:
-    """Return the GB/s of the bus that explain the row FITTED if nothing was hidden there."""
+    """Return the bus bandwidth in GB/s that explains the row FITTED if nothing was hidden there."""
     size, scaling, way, ranks = FITTED
     crossing = sum(
         bus_share(message.operation, ranks) * message.num_bytes
@@ -122,7 +123,7 @@ def table(times: Mapping[Key, float], cost: Cost, *, fitted: Key | None) -> list
 
 
 def errors_of(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Return how far the upper bound is from the measured value, in the rows that are checks."""
+    """Return the deviation of the upper bound from the measured value, in the rows that are checks."""
     told = []
     for scaling in ("weak", "strong"):
         found = [
@@ -135,7 +136,7 @@ def errors_of(lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def notes_of(lines: Sequence[Mapping[str, Any]], bandwidth: float | None) -> list[str]:
-    """Return what must be known to read the table."""
+    """Return the notes needed to read the table."""
     source = (
         "Times of messages are those of collectives.md. For more ranks than were measured, the bandwidth of the bus "
         "stays and the fixed cost grows with the logarithm of the ranks: an assumption."

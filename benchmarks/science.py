@@ -1,4 +1,4 @@
-"""What the benchmarks of science share: their options, a folder of runs that the same command resumes, their tables."""
+"""Shared parts of the science benchmarks: options, a resumable folder of runs, tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def options_of(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that all have; ``name`` is that of the benchmark."""
+    """Return a parser with the common options; ``name`` is that of the benchmark."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--device", default="cpu")
@@ -28,7 +28,7 @@ def options_of(name: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Add the options of benchmarks whose training may be captured, or brought from another machine."""
+    """Add the options of benchmarks whose training may be captured, or copied from another machine."""
     parser.add_argument(
         "--capture", action="store_const", const="auto", default=False, help="replay training steps as CUDA graphs"
     )
@@ -46,14 +46,14 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def pool_of(jobs: int) -> ProcessPoolExecutor:
-    """Return a pool of processes in which numpy and torch take one thread each, as many run beside each other."""
+    """Return a pool of processes with one thread each for numpy and torch, since many run in parallel."""
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     return ProcessPoolExecutor(jobs, get_context("spawn"))
 
 
 def kept(file: Path, write: Any) -> Path:
-    """Write a file whole or not at all: ``write`` is given another name, which becomes ``file`` when it is done."""
+    """Write a file atomically: ``write`` gets a temporary name, which is renamed to ``file`` when it is done."""
     other = file.with_suffix(".part")
     write(other)
     other.replace(file)

@@ -1,18 +1,18 @@
-"""Random kills over all faces and both writers: does every rerun resume, and does the end equal the undisturbed run?
+"""Random kills over all faces and both writers: every rerun must resume, and the end equal the undisturbed run.
 
     python benchmarks/soak.py --kills 1000 --jobs 16 --write   # minutes on 16 cores, a night on two
     python benchmarks/soak.py --minutes 3                      # what the slow test runs
 
-Each run is a forked child that trains in its own folder, evaluating in a hook now and then; on ranks it is one
-child a rank. It is killed at a random moment (SIGKILL; SIGTERM, also inside those evaluations; SIGTERM and soon
-afterwards SIGKILL, as batch systems do; of ranks, one or all), or its disk is full from one call on or fails once;
-between two starts the folder may be replaced by a copy without its links, whose write times are reversed. That
-continues until one start reaches the end. The final state is then compared with that of a run that nobody disturbed,
-tensors by torch.equal; no temporary file may be left, and the folder may be no larger than a few checkpoints more than
-the undisturbed one. After every start, the furthest state on disk is no older than the last that was reported as
-saved, and the next start goes on from it.
+Each run is a forked child that trains in its own folder, occasionally evaluating in a hook; with ranks, there is one
+child per rank. It is killed at a random moment (SIGKILL; SIGTERM, also inside those evaluations; SIGTERM soon followed
+by SIGKILL, as batch systems do; of ranks, one or all), or its disk is full from some call on or fails once; between two
+starts the folder may be replaced by a copy without its links and with reversed write times. This continues until one
+start reaches the end. The final state is then compared with that of an undisturbed run, tensors by torch.equal; no
+temporary file may be left, and the folder may exceed the undisturbed one by no more than a few checkpoints. After every
+start, the furthest state on disk must be no older than the last one reported as saved, and the next start must continue
+from it.
 
-A case that fails is printed; `--faces NAME --first NUMBER --kills 1` makes the same choices again.
+A failing case is printed; `--faces NAME --first NUMBER --kills 1` repeats its choices.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from treadle.engine.state import RunState
 
 ENDED, FAILED, FULL = 0, 1, 3
 _LEFT = 128 + signal.SIGTERM
-_GRACE = 15.0  # seconds that the other ranks have once one has ended badly
+_GRACE = 15.0  # seconds for the other ranks once one has failed
 # Times the undisturbed folder. Of two kept states there may be five files: also the one that the run resumed from, one
 # that a kill came to before it was pruned, and one half written.
 _ROOM = 3.5
-_HANGS = 120.0  # seconds after which a start hangs
+_HANGS = 120.0  # seconds after which a start counts as hanging
 _COUNTED = ("kills", "terms", "full", "copies", "runs")
 _BAD = ("different", "unreadable", "older", "litter", "too large", "hung")
-_MARK = ".soak"  # of what the soak itself writes beside a run folder
+_MARK = ".soak"  # suffix of the soak's own files next to a run folder
 
 
 # -- one start of a run -------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ _MARK = ".soak"  # of what the soak itself writes beside a run folder
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the disk in one start: from call number ``at`` on nothing can be written, or that call alone fails."""
+    """Disk fault in one start: from call number ``at`` on nothing can be written, or only that call fails."""
 
     number: int
     at: int
@@ -82,7 +82,7 @@ class Fault:
 
 
 class _FullDisk(Points):
-    """Fails every call that needs room from one on; what is there can be read, synced and removed."""
+    """Disk that fails every call that needs space from some call on; existing files can be read, synced and removed."""
 
     def reach(self, call: str, path: Any) -> None:
         self.seen.append(call)
@@ -91,7 +91,7 @@ class _FullDisk(Points):
 
 
 def note_progress(notes: Path) -> None:
-    """Appends to a file the step from which each run goes on, and each step that is reported as saved."""
+    """Append to a file the step from which each run continues, and each step that is reported as saved."""
     file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     begun: set[int] = set()
     real_attempt, real_saved = treadle.engine.loop.start_attempt, RunState.record_saved
@@ -132,7 +132,7 @@ def child(face: Face, folder: Path, rank: int, fault: Fault | None) -> int:
 
 @dataclass(frozen=True)
 class Hit:
-    """A signal ``after`` so many seconds to some ranks, and SIGKILL ``patience`` seconds later if there is any."""
+    """Signal to some ranks after ``after`` seconds, with SIGKILL ``patience`` seconds later if set."""
 
     after: float
     number: int = signal.SIGKILL
@@ -145,7 +145,7 @@ class Hit:
 
 
 def start(face: Face, folder: Path, *, hit: Hit | None = None, fault: Fault | None = None) -> int | None:
-    """Train in one child a rank.
+    """Train in one child per rank.
 
     Returns:
         The exit status: 0 at the end, -9 or 143 when killed in time, 3 with a full disk; None if it hangs.
@@ -183,13 +183,13 @@ def start(face: Face, folder: Path, *, hit: Hit | None = None, fault: Fault | No
             for pid, _ in running:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
-    # What befell the others follows from what befell one.
+    # The outcomes of the others follow from that of one.
     ranking = [-signal.SIGKILL, -signal.SIGTERM, FULL, FAILED, _LEFT, ENDED]
     return None if hangs else min(ended.values(), key=lambda one: ranking.index(one) if one in ranking else -1)
 
 
 def replace_by_copy(folder: Path) -> None:
-    """Put a copy in the place of a folder: without its links, and with reversed write times."""
+    """Replace a folder by a copy without its links and with reversed write times."""
     copy = folder.with_name(f"{folder.name}.copy")
     shutil.copytree(folder, copy, symlinks=True)
     found = sorted(copy.rglob("*"), key=lambda path: path.lstat().st_mtime_ns, reverse=True)
@@ -207,11 +207,11 @@ def replace_by_copy(folder: Path) -> None:
 
 @dataclass
 class Case:
-    """A run in its own folder that is disturbed until it ends.
+    """Case of a soak: a run in its own folder that is disturbed until it ends.
 
     Attributes:
         counts: kills, terms, full disks, copies, runs.
-        wrong: kind of what went wrong -> how.
+        wrong: kind of failure -> description.
     """
 
     face: Face
@@ -224,7 +224,7 @@ class Case:
     furthest: dict[Path, int] = field(default_factory=dict)
 
     def run(self, expected: list[Any], until: float) -> None:
-        """Start it again and again; the last of the starts, and those after ``until``, are left alone."""
+        """Start the run repeatedly; the last start, and those after ``until``, are not disturbed."""
         self.counts["runs"] += 1
         for attempt in range(12):
             left_alone = attempt == 11 or time.monotonic() > until
@@ -257,7 +257,7 @@ class Case:
         return {"hit": Hit(chance.uniform(0, self.duration / 2), number, patience, ranks), "fault": fault}
 
     def look_at(self, status: int | None) -> None:
-        """Count how a start ended, and compare what is on disk with what it reported."""
+        """Count how a start ended, and compare the files on disk with its reports."""
         self.counts["kills"] += status in (-signal.SIGKILL, -signal.SIGTERM)
         self.counts["terms"] += status == _LEFT
         self.counts["full"] += status == FULL
@@ -292,7 +292,7 @@ class Case:
 
 
 class Soak:
-    """Cases of many faces, in processes side by side that take the face with the fewest kills next."""
+    """Cases of many faces in parallel processes, which pick the face with the fewest kills next."""
 
     def __init__(self, names: list[str], root: Path, *, kills: int, until: float, seed: int, first: int):
         self.names, self.root, self.kills, self.until, self.seed = names, root, kills, until, seed
@@ -357,7 +357,7 @@ class Soak:
 
 
 def side_by_side(jobs: int, work: Callable[[int], None], *, until: float, meanwhile: Callable[[], None]) -> bool:
-    """Run work in forked processes; those that take longer are killed. Returns whether all did it."""
+    """Run work in forked processes, killing those that take longer; return whether all finished."""
     running = set()
     for job in range(jobs):
         pid = os.fork()
@@ -400,7 +400,7 @@ def table(names: list[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def report(rows: list[dict[str, Any]], seed: int) -> None:
-    """Prints each case that failed, once."""
+    """Print each failed case once."""
     for row in rows:
         if row["wrong"]:
             print(f"FAILED: --seed {seed} --faces {row['face']!r} --first {row['number']}", flush=True)
@@ -409,7 +409,7 @@ def report(rows: list[dict[str, Any]], seed: int) -> None:
 
 
 def warm_up(names: list[str], root: Path) -> None:
-    """Train here what needs one process, so that no child has to import anything."""
+    """Train the single-process faces here, so that no child has to import anything."""
     for name in names:
         if FACES[name].ranks == 1:
             FACES[name](root / "warm" / name, 1)

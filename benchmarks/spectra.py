@@ -1,11 +1,11 @@
-"""Masked autoencoders on the SpeX spectra: samples a second of treadle's trainer and of chemomae's, in one run.
+"""Masked autoencoders on the SpeX spectra: samples per second of treadle's and chemomae's trainers, in one run.
 
     python benchmarks/spectra.py               # on a GPU, in bf16; writes results/spectra_gpu.md and .json
-    python benchmarks/spectra.py               # on the CPU, in fp32 and less of it; writes results/spectra.md and .json
+    python benchmarks/spectra.py               # on the CPU, in fp32 and smaller; writes results/spectra.md and .json
     python benchmarks/spectra.py --tiny        # a trial on the CPU, nothing is captured or written
 
 The peer is pure Python and needs no installation: ``pip download --no-deps chemomae==0.2.4``, then
-``PYTHONPATH=chemomae-0.2.4-py3-none-any.whl``. Where it cannot be imported, its rows are left out.
+``PYTHONPATH=chemomae-0.2.4-py3-none-any.whl``. If it cannot be imported, its rows are omitted.
 
 chemomae's model has a token for each of 16 patches, 12 of which it sees, and treadle's own has one for each channel,
 192 of which it sees: about 15 times the work. So three models of width 256 and 4 layers are trained. *chemomae's* is
@@ -13,14 +13,14 @@ the peer's own object, which reads the device in each forward pass and so cannot
 parameters and the same function without these reads. *channels* is treadle's. All have AdamW, clipping and an
 average of the weights; treadle's runs have a fused optimizer, and chemomae's what its ``build_optimizer`` makes.
 
-An epoch has the training spectra several times over, so that its end does not count for much; nothing is evaluated or
-written in it. Every round trains an epoch of every way, in another order each time, after an epoch that does not count.
-The table is written after every epoch, and a way that fails is a row of it. The five rounds should take three minutes
-on an H200, by the peer's rates there; fewer --rounds take less.
+An epoch has the training spectra several times over, so that its end hardly matters; nothing is evaluated or written in
+it. Every round trains an epoch of every way, in a new order each time, after a warm-up epoch. The table is written
+after every epoch, and a way that fails gets a row. The five rounds should take three minutes on an H200, by the peer's
+rates there; fewer --rounds take less.
 
-Eager and captured runs of a model draw the same masks: their validation losses at the end should be the same number,
-and a row says whether they are, and whether another eager run repeats its own: kernels that add in any order do not.
-On the CPU, where nothing is captured, the seconds are those of the processor, since others use it too.
+Eager and captured runs of a model draw the same masks, so their final validation losses should be equal; a row reports
+whether they are, and whether another eager run repeats its own, which kernels with unordered additions do not. On the
+CPU, where nothing is captured, the seconds are processor time, since other programs use it too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What differs between a trial, the CPU and a GPU: the models, and how often an epoch has the spectra."""
+    """Sizes of a trial, on the CPU and on a GPU: the models, and the repetitions of the spectra in an epoch."""
 
     device: torch.device
     width: int = 256
@@ -76,7 +76,7 @@ class Sizes:
 
 
 def spectra() -> tuple[Tensor, Tensor]:
-    """Return SNV-scaled spectra for training and for validation, no object in both."""
+    """Return SNV-scaled spectra for training and validation, split by object."""
     spex = load_spex()
     scaled = np.asarray(SNVScaler().transform(spex.spectra), dtype=np.float32)
     groups = object_groups(spex.name, spex.spectra)
@@ -99,7 +99,7 @@ def build(model: str, sizes: Sizes) -> nn.Module:
 
 
 def ours(model: str, *, batch_size: int, folder: Path, sizes: Sizes, captured: bool) -> SpectraTrainer:
-    """Return treadle's trainer; its learning rate is a tensor, eagerly too, so that both round it alike."""
+    """Return treadle's trainer; its learning rate is a tensor, also eagerly, so that both round it alike."""
     built = build(model, sizes)
     rate = torch.tensor(RATE, device=sizes.device)
     optimizer = torch.optim.AdamW(built.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
@@ -135,7 +135,7 @@ def theirs(loader: str, batch_size: int, folder: Path, sizes: Sizes) -> Any:
 
 
 def builders(batch_size: int, folder: Path, sizes: Sizes) -> dict[Key, Callable[[], Any]]:
-    """Return what makes each trainer, by model and way."""
+    """Return the factory of each trainer, by model and way."""
     found: dict[Key, Callable[[], Any]] = {}
     make = functools.partial(ours, batch_size=batch_size, sizes=sizes)
     if importlib.util.find_spec("chemomae"):
@@ -159,7 +159,7 @@ def peer_version() -> dict[str, str]:
 
 @torch.no_grad()
 def alike(sizes: Sizes) -> bool:
-    """Return whether *patches* computes what chemomae's model does with the same weights and masks, to 1e-3."""
+    """Return whether *patches* equals chemomae's model with the same weights and masks, to 1e-3."""
     one, other = build("chemomae's", sizes), build("patches", sizes)
     other.load_state_dict(one.state_dict())
     x = spectra()[0][:32].to(sizes.device)
@@ -172,7 +172,7 @@ def alike(sizes: Sizes) -> bool:
 
 
 def seconds(train_one_epoch: Callable[[], object], seed: int, device: torch.device) -> float:
-    """Return those of an epoch, whose masks depend on the seed alone: by the clock, or on the CPU of the processor."""
+    """Return the seconds of an epoch, with masks from the seed alone: wall-clock, or processor time on the CPU."""
     torch.manual_seed(seed)
     if device.type == "cpu":
         start = time.process_time()
@@ -186,11 +186,11 @@ def seconds(train_one_epoch: Callable[[], object], seed: int, device: torch.devi
 
 
 def table(batch_size: int, rates: Rounds[Key, float], losses: dict[Key, float]) -> list[Row]:
-    """Return a row for each way, of the rounds that it has had."""
+    """Return a row for each way, from its rounds so far."""
     base = rates.figures.get(("chemomae's", f"{PEER}, DataLoader"), [])
     rows = []
     for (model, way), each in rates.figures.items():
-        pairs = list(zip(each, base, strict=False))  # a round may be on its way
+        pairs = list(zip(each, base, strict=False))  # a round may be in progress
         ratio = f"{median(a / b for a, b in pairs):.2f}" if pairs else ""
         loss = f"{losses[model, way]:.9g}" if (model, way) in losses else ""
         rate = f"{median(each):,.0f} ({min(each):,.0f} – {max(each):,.0f})"
@@ -201,7 +201,7 @@ def table(batch_size: int, rates: Rounds[Key, float], losses: dict[Key, float]) 
 
 
 def rows_of(batch_size: int, sizes: Sizes, *, rounds: int, report: Callable[[list[Row]], None]) -> list[Row]:
-    """Train all ways with batches of one size and return a row for each; report those so far after each epoch."""
+    """Train all ways with one batch size and return a row for each; report partial rows after each epoch."""
     count = len(spectra()[0]) * sizes.repeats // batch_size * batch_size
 
     def rate(trainer: Any, number: int) -> float:

@@ -1,10 +1,10 @@
-"""Do the models of spectra beat simpler methods: filling in, few labels, uncertainty, anomalies, and meat?
+"""Spectra models against simpler methods: reconstruction, few labels, uncertainty, anomalies, and meat.
 
     python benchmarks/spectra_science.py --device cuda --jobs 18 --capture    # two minutes of an H200 and 16 cores
     python benchmarks/spectra_science.py --budget-minutes 20       # in pieces: the same command resumes
     python benchmarks/spectra_science.py --tiny                    # a trial, writes nothing
 
-SpeX dwarfs, split by object; everything is chosen on validation objects and reported of test objects.
+SpeX dwarfs, split by object; everything is chosen on validation objects and reported on test objects.
 
     ResidualMAE    the linear conditional mean, and a network that predicts its residual and its uncertainty
     Gaussian       conditional mean and variance, covariance of the training spectra; shrinkage chosen
@@ -13,9 +13,9 @@ SpeX dwarfs, split by object; everything is chosen on validation objects and rep
     ... + nearest  a weighted mean of the Gaussian's answer and the nearest, shares chosen
     ... + kernels  the Gaussian's answer and a kernel regression of its residual; kernel, width and noise chosen
     mixture        a weighted mean of the model's answer and all of these, shares chosen
-    ChemoMAE       `treadle train spectra` as it is, for the question of few labels
+    ChemoMAE       `treadle train spectra` unchanged, for few labels
 
-Each model is trained with each seed; the peers have none. Every run has a folder below --runs and resumes there.
+Each model is trained with each seed; the baselines have none. Every run has a folder below --runs and resumes there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ Array = np.ndarray[Any, Any]
 
 
 def masks(data: SpectraData, rows: Array) -> dict[str, Array]:
-    """Return the visible channels of each row, by the name of the hidden ones; the same in every run."""
+    """Return the visible channels of each row by mask name; the same in every run."""
     generator = torch.Generator().manual_seed(0)
     length = data.x.shape[1]
     found = {
@@ -93,7 +93,7 @@ def masks(data: SpectraData, rows: Array) -> dict[str, Array]:
 
 
 def train_residual(seed: int, options: argparse.Namespace) -> Path | None:
-    """Train a ResidualMAE as far as the time allows; return its weights, None if it is not finished."""
+    """Train a ResidualMAE as far as the time allows; return its weights, or None if it is not finished."""
     torch.set_num_threads(1)
     data = prepare_data(DataConfig(max_rows=options.max_rows))
     folder = options.runs / f"residual-{seed}-{options.epochs}"
@@ -133,7 +133,7 @@ def train_residual(seed: int, options: argparse.Namespace) -> Path | None:
 
 
 def train_chemomae(seed: int, options: argparse.Namespace) -> Path | None:
-    """Run ``treadle train spectra``; return its metrics, None if there is no time left."""
+    """Run ``treadle train spectra``; return its metrics, or None if there is no time left."""
     folder = options.runs / f"chemomae-{seed}"
     if not (folder / "metrics.json").exists():
         if time.time() > options.deadline:
@@ -160,20 +160,20 @@ def answers(model: ResidualMAE, x: Array, visible: Array) -> tuple[Array, Array]
 
 
 def linear(model: ResidualMAE, x: Array, visible: Array) -> tuple[Array, Array]:
-    """Return the same of its linear part."""
+    """Return the same for its linear part."""
     device = next(model.parameters()).device
     mean, variance = model.encoder.gaussian(torch.from_numpy(x).to(device), torch.from_numpy(visible).to(device))
     return mean.cpu().double().numpy(), variance.cpu().double().numpy()
 
 
 def median_error(filled: Array, x: Array, visible: Array) -> float:
-    """Return the median over the objects of their mean squared error, which a few noisy objects do not decide."""
+    """Return the median over objects of their mean squared error, which is robust to a few noisy objects."""
     error = np.where(visible, 0.0, (filled - x) ** 2).sum(axis=1) / (~visible).sum(axis=1)
     return float(np.median(error))
 
 
 def fill_in(name: str, options: argparse.Namespace) -> Path | None:
-    """Fills validation and test spectra by the peers, their settings chosen on the former; returns the answers."""
+    """Fill in validation and test spectra by the baselines, tuned on the former; return the answers."""
     file: Path = options.runs / f"fills-{name.replace(' ', '-')}.npz"
     if file.exists():
         return file
@@ -185,7 +185,7 @@ def fill_in(name: str, options: argparse.Namespace) -> Path | None:
     ways = {key: each.fill for key, each in choose_fills(train, val, visible["val"]).items()}
     gaussian = ways["gaussian"]
     assert isinstance(gaussian, GaussianFill)
-    same = (visible["val"] == visible["val"][0]).all()  # else each row needs a regression of its own
+    same = (visible["val"] == visible["val"][0]).all()  # else each row needs its own regression
     tried = slice(None if same else options.rows_tried)
     errors = {}
     for setting in options.settings:
@@ -249,9 +249,9 @@ def filling(data: SpectraData, models: Mapping[int, ResidualMAE], filled: Mappin
 
 
 def coverage(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
-    """Return for each mask which share of the hidden test channels is inside intervals, and the log likelihood.
+    """Return, for each mask, the share of hidden test channels inside intervals, and the log likelihood.
 
-    The variances of a method are multiplied by one factor, by which 90 % of the validation channels are covered.
+    The variances of a method are multiplied by one factor, chosen so that 90 % of the validation channels are covered.
     """
     val, test = data.x[data.val], data.x[data.test]
     seen_val, seen_test = masks(data, data.val), masks(data, data.test)
@@ -278,7 +278,7 @@ def coverage(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[
 
 
 def altered(data: SpectraData, kind: str) -> Array:
-    """Return the test spectra with an anomaly each, scaled by SNV again."""
+    """Return the test spectra with an anomaly each, rescaled by SNV."""
     rng = np.random.default_rng(0)
     x, wave = data.x[data.test].astype(np.float64), data.wavelengths
     if kind == "three channels absorbed":
@@ -302,7 +302,7 @@ KINDS = ("three channels absorbed", "K band of another type", "shifted by two ch
 
 
 def surprise(ask: Callable[[Array, Array], tuple[Array, Array]], x: Array) -> Array:
-    """Return (N,) minus the log likelihood of each eighth of a spectrum given the rest, added up."""
+    """Return (N,) the summed negative log likelihood of each eighth of a spectrum given the rest."""
     total = np.zeros(len(x))
     width = x.shape[1] // 8
     for start in range(0, x.shape[1], width):
@@ -314,7 +314,7 @@ def surprise(ask: Callable[[Array, Array], tuple[Array, Array]], x: Array) -> Ar
 
 
 def anomalies(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict[str, Any]]:
-    """Return for each kind the area under the ROC curve of every score, altered against unaltered test spectra."""
+    """Return, for each kind, the area under the ROC curve of every score, altered against unaltered test spectra."""
     from sklearn.decomposition import PCA
     from sklearn.ensemble import IsolationForest
     from sklearn.metrics import roc_auc_score
@@ -351,7 +351,7 @@ def anomalies(data: SpectraData, models: Mapping[int, ResidualMAE]) -> list[dict
 
 
 def gaussian_process(options: argparse.Namespace) -> dict[str, list[float]] | None:
-    """Return the errors of a Gaussian process on the spectra, by the number of labels; 20 draws."""
+    """Return the errors of a Gaussian process on the spectra by number of labels, over 20 draws."""
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 
@@ -380,7 +380,7 @@ def gaussian_process(options: argparse.Namespace) -> dict[str, list[float]] | No
 def labelled(
     data: SpectraData, models: Mapping[int, ResidualMAE], stored: Sequence[Path], process: Mapping[str, list[float]]
 ) -> list[dict[str, Any]]:
-    """Return a row for each representation: its error by the number of labels, mean over seeds and draws."""
+    """Return a row for each representation: its error by number of labels, averaged over seeds and draws."""
     curves = [json.loads(path.read_text(encoding="utf-8"))["few_labels"] for path in stored]
     with torch.no_grad():
         device = next(next(iter(models.values())).parameters()).device
@@ -412,7 +412,7 @@ def labelled(
 
 
 class WithComposition(ResidualMAE):
-    """Model of spectra with their composition behind them, which is hidden; half of the rows lose channels too."""
+    """Model of spectra with their composition appended and hidden; in half of the rows, channels are hidden too."""
 
     def make_visible(self, batch_size: int, **options: Any) -> torch.Tensor:
         visible = super().make_visible(batch_size, **{**options, "device": "cpu"})
@@ -423,7 +423,7 @@ class WithComposition(ResidualMAE):
 
 
 def meat(split: int, options: argparse.Namespace) -> dict[str, Any] | None:
-    """Return errors of water, fat and protein in Tecator by each method, of a fifth of the samples."""
+    """Return errors of water, fat and protein in Tecator for each method, on a fifth of the samples."""
     file = options.runs / f"meat-{split}.json"
     result = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
     if all(name in result for name in CHEMISTS):
@@ -458,7 +458,7 @@ def meat(split: int, options: argparse.Namespace) -> dict[str, Any] | None:
 def least_squares(
     views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
 ) -> tuple[Array, None]:
-    """Answer by PLS on the pretreatment and with the number of components that are best in five folds."""
+    """Predict by PLS with the pretreatment and number of components that are best in five folds."""
     from sklearn.cross_decomposition import PLSRegression
     from sklearn.model_selection import GridSearchCV
 
@@ -479,7 +479,7 @@ def least_squares(
 def kernels(
     views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
 ) -> tuple[Array, Array]:
-    """Answer by kernel regressions on all pretreatments, settings and shares chosen on training samples left out."""
+    """Predict by kernel regressions on all pretreatments, tuned and mixed on held-out training samples."""
     given, asked = ({name: x[rows] for name, x in views.items()} for rows in (train, test))
     found = [KernelStack(given, y[train, column], **options.kernels)(asked) for column in range(y.shape[1])]
     return np.stack([each.mean for each in found], axis=1), np.stack([each.deviation for each in found], axis=1)
@@ -502,7 +502,7 @@ def process(views: Mapping[str, Array], y: Array, train: Array, test: Array, *_:
 def residual(
     views: Mapping[str, Array], y: Array, train: Array, test: Array, seed: int, options: argparse.Namespace
 ) -> tuple[Array, Array]:
-    """Answer by the conditional mean of the composition, the linear one corrected by the network."""
+    """Predict by the conditional mean of the composition: the linear one, corrected by the network."""
     rows = torch.from_numpy(np.concatenate([views["snv"], y, np.zeros((len(y), 7))], axis=1))
     means, variances = [], []
     for member in range(3):
@@ -653,7 +653,7 @@ def main() -> None:
     notes += [f"Trained on {options.trained_on}."] if options.trained_on else []
     title, first = next(tables)
     for following, rows in tables:
-        if not options.tiny:  # the next table may take long, and this one is worth keeping
+        if not options.tiny:  # the next table may take long, so this one is saved first
             write_result("spectra_science", title, list(first[0]), first, describe(), notes=notes, partial=True)
         notes.append(as_markdown(following, rows))
     if options.tiny:
@@ -684,7 +684,7 @@ def tables_of(
 
 
 def _epochs(options: argparse.Namespace) -> str:
-    """Return how far the trainings came."""
+    """Return the number of epochs that the trainings completed."""
     found = []
     for seed in options.seeds:
         file = options.runs / f"residual-{seed}-{options.epochs}" / "training_history.json"

@@ -1,4 +1,4 @@
-"""Prints how many files and functions one plain step of each face enters, as a Markdown table.
+"""Files and functions that one plain step of each face enters, as a Markdown table.
 
     python benchmarks/step_profile.py
     python benchmarks/step_profile.py --face BaseTrainer --calls    # also every call, in order

@@ -1,7 +1,7 @@
-"""The combined token loss from hidden states beside the formula on full logits: time, memory, values, gradients.
+"""The combined token loss from hidden states against the formula on full logits: time, memory, values, gradients.
 
     PYTHONPATH=src python benchmarks/token_losses.py            # on a GPU; writes results/token_losses.md and .json
-    PYTHONPATH=src python benchmarks/token_losses.py --sweep    # also tries sizes of the pieces
+    PYTHONPATH=src python benchmarks/token_losses.py --sweep    # also tries chunk sizes
     python benchmarks/token_losses.py --tiny --dry              # on the CPU, in seconds; nothing is written
 
 N = 16,384 positions of width 768 in bfloat16 and vocabularies of 13,317 and 68,613 ids (1 and 55 scalar columns). Each
@@ -44,7 +44,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Case:
-    """One vocabulary with its states, head, targets and codebooks on the device."""
+    """Vocabulary with its states, head, targets and codebooks on the device."""
 
     vocab: VocabSpec
     hidden: Tensor
@@ -77,7 +77,7 @@ def make_case(vocab: VocabSpec, rows: int, width: int, k: int, device: torch.dev
 
 
 def plain_terms(logits: Tensor, case: Case) -> Tensor:
-    """The reconstruction terms left to autograd; a modality's ids are gathered and multiplied all at once here too."""
+    """Compute the reconstruction terms with autograd; a modality's ids are gathered and multiplied at once here too."""
     total = logits.new_zeros((), dtype=torch.float32)
     books = {"img": case.codebooks.image, "sca": case.codebooks.scalar, "spec": case.codebooks.spectrum}
     occurring = sum(count > 0 for term, count in case.positions.counts.items() if term.startswith("spec/"))
@@ -99,7 +99,7 @@ def plain_terms(logits: Tensor, case: Case) -> Tensor:
 
 
 def rivals(case: Case) -> dict[str, Loss]:
-    """Return the compared losses by name, each a function of hidden states and head."""
+    """Return the compared losses by name, each as a function of hidden states and head."""
     no_ce = choose_positions(case.targets, case.vocab, {"enabled": False}).to(case.hidden.device)
 
     def ours(positions: LossPositions) -> Loss:
@@ -141,7 +141,7 @@ def rivals(case: Case) -> dict[str, Loss]:
 
 
 def reference(case: Case, *, combined: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients of full logits in float32."""
+    """Return loss and gradients of full logits in float32."""
     hidden, head = (tensor.detach().float().requires_grad_() for tensor in (case.hidden, case.head))
     logits = hidden @ head.T
     loss = F.cross_entropy(logits, case.targets)
@@ -192,7 +192,7 @@ def compare(case: Case, repeats: int) -> list[dict[str, Any]]:
     for name, loss_fn in rivals(case).items():
         combined = name.startswith("combined")
         if combined not in exact:
-            exact = {combined: reference(case, combined=combined)}  # only one at a time: they are large
+            exact = {combined: reference(case, combined=combined)}  # one at a time, since they are large
             rows.append({"V": case.vocab.vocab_size, "what": "float32 reference", "loss": f"{exact[combined][0]:.5f}"})
         milliseconds, memory = measure(loss_fn, case, repeats)
         case.hidden.grad = case.head.grad = None
@@ -210,7 +210,7 @@ def compare(case: Case, repeats: int) -> list[dict[str, Any]]:
 
 
 def host_waits(case: Case) -> str:
-    """Return whether a step from hidden states, sending new positions included, ever waits for the device."""
+    """Return whether a step from hidden states, including sending new positions, ever waits for the device."""
     positions = choose_positions(case.targets.cpu(), case.vocab, {"sample_k": 512})
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -250,7 +250,7 @@ def sampling(case: Case, ks: list[int], repeats: int) -> list[dict[str, Any]]:
 
 
 def sweep(case: Case, repeats: int) -> list[dict[str, Any]]:
-    """Time the combined loss from hidden states for several sizes of its pieces."""
+    """Time the combined loss from hidden states for several chunk sizes."""
     rows = []
     loss_fn = rivals(case)["combined, treadle from hidden states"]
     usual = hidden_losses._PIECE_LOGITS, loss_terms.FLOAT_LOGITS

@@ -1,21 +1,21 @@
-"""Tokens a second of a training step of token models: a hand-written loop, treadle eager, captured and compiled.
+"""Tokens per second in training token models: a hand-written loop, treadle eager, captured and compiled.
 
     python benchmarks/tokens.py                    # on a GPU, in bf16; writes results/tokens_gpu.md and .json
     python benchmarks/tokens.py --models small     # on the CPU, in fp32; writes results/tokens.md and .json
     python benchmarks/tokens.py --tiny             # a trial on the CPU, nothing is captured, compiled or written
 
 *small* and *gpt2* are decoders with a next-token loss, on random tokens that are on the device; their loss is torch's
-linear cross-entropy from hidden states where torch has it, and ``full logits`` is the loop without it. *astro* is the
-model of the astronomy pack with its combined loss from hidden states, on batches in host memory, as its trainer has
-them; the terms of this loss are counted on the host, so its step cannot be captured. ``token_losses.py`` has the losses
-alone. Compiled means each layer by itself.
+linear cross-entropy from hidden states if torch has it, and ``full logits`` is the loop without it. *astro* is the
+model of the astronomy pack with its combined loss from hidden states, on batches in host memory, as in its trainer; the
+terms of this loss are counted on the host, so its step cannot be captured. ``token_losses.py`` measures the losses
+alone. Compiled means compiled layer by layer.
 
-All have a fused AdamW and clipping, and nothing is logged or written. Every way is built once and warmed up, in which
-time it is compiled or captured; every round runs every way, in another order each time, the GPU's work included. On the
-CPU, where nothing is compiled or captured, the seconds are those of the processor, since others use it too.
+All have a fused AdamW and clipping, and nothing is logged or written. Every way is built once and warmed up, which
+includes compiling or capturing; every round runs every way, in a new order each time, including the GPU's work. On the
+CPU, where nothing is compiled or captured, the seconds are processor time, since other programs use it too.
 
-The table is written after every turn of a way, and a way that fails is a row of it. How long all of this takes on a GPU
-is not known; the steps themselves should take two minutes on an H200, and compiling comes on top of them.
+The table is written after every turn of a way, and a way that fails gets a row. The total time on a GPU is not known;
+the steps alone should take two minutes on an H200, plus the compiling.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from treadle.capture.compile import compile_model
 CLIP, RATE = 1.0, 3e-4
 LOOP = "hand loop"
 COLUMNS = ("model", "way", "tokens/s", "ms a step", f"times the {LOOP}")
-Run = Callable[[int], object]  # trains so many steps
+Run = Callable[[int], object]  # trains a number of steps
 Row = dict[str, str]
 FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its batches.
+    """Size of a model and its batches.
 
     Attributes:
-        title: as in the table.
+        title: the title in the table.
         vocab_size: tokens; 0: those of the astronomy pack.
-        length: tokens that are predicted in a sequence; of *astro* a bit fewer or more.
-        steps: of each way in each round.
+        length: predicted tokens per sequence; approximate for *astro*.
+        steps: the steps of each way in each round.
     """
 
     title: str
@@ -131,7 +131,7 @@ def next_token_loss(model: CausalTransformerLM, tokens: Tensor, *, fused: bool) 
 
 
 class NextToken:
-    """The task of the engine."""
+    """Next-token task for the engine."""
 
     def __init__(self, *, fused: bool) -> None:
         self.fused = fused
@@ -168,7 +168,7 @@ def decoder_engine(size: Size, device: torch.device, *, fused: bool, compiled: b
 
 
 def decoder_ways(size: Size, device: torch.device, *, captured: bool) -> dict[str, Callable[[], Run]]:
-    """Return what builds each way, by name."""
+    """Return the builder of each way, by name."""
     fused = hasattr(F, "linear_cross_entropy")
     make_loop = functools.partial(decoder_loop, size, device)
     make_engine = functools.partial(decoder_engine, size, device, fused=fused)
@@ -256,7 +256,7 @@ def astro_trainer(size: Size, survey: Survey, device: torch.device, *, compiled:
 
 
 def astro_ways(size: Size, survey: Survey, device: torch.device) -> dict[str, Callable[[], Run]]:
-    """Return what builds each way, by name."""
+    """Return the builder of each way, by name."""
     ways: dict[str, Callable[[], Run]] = {}
     for compiled in (False, True) if device.type == "cuda" else (False,):
         end = ", compiled" if compiled else ""
@@ -269,7 +269,7 @@ def astro_ways(size: Size, survey: Survey, device: torch.device) -> dict[str, Ca
 
 
 def seconds(run: Run, steps: int, device: torch.device) -> float:
-    """Return those of so many steps: by the clock, with the GPU's work, or of the processor where there is no GPU."""
+    """Return the seconds of a number of steps: wall-clock with the GPU's work, or processor time without a GPU."""
     if device.type == "cpu":
         start = time.process_time()
         run(steps)
@@ -282,12 +282,12 @@ def seconds(run: Run, steps: int, device: torch.device) -> float:
 
 
 def table(size: Size, taken: Rounds[str, float], tokens: int) -> list[Row]:
-    """Return a row for each way, of the rounds that it has had."""
+    """Return a row for each way, from its rounds so far."""
     base = taken.figures.get(LOOP, [])
     rows = []
     for way, each in taken.figures.items():
         slow, middle, fast = (f"{tokens / value:,.0f}" for value in (max(each), median(each), min(each)))
-        pairs = list(zip(base, each, strict=False))  # a round may be on its way
+        pairs = list(zip(base, each, strict=False))  # a round may be in progress
         ratio = f"{median(a / b for a, b in pairs):.2f}" if pairs else ""
         cells = (size.title, way, f"{middle} ({slow} – {fast})", f"{1e3 * median(each):.3f}", ratio)
         rows.append(dict(zip(COLUMNS, cells, strict=True)))
@@ -297,8 +297,8 @@ def table(size: Size, taken: Rounds[str, float], tokens: int) -> list[Row]:
 def rows_of(
     size: Size, device: torch.device, *, rounds: int, report: Callable[[list[Row]], None], captured: bool = True
 ) -> list[Row]:
-    """Measure all ways of a model and return a row for each; report those so far after each turn."""
-    torch.compiler.reset()  # what was compiled for another model counts towards torch's limit, and makes sizes dynamic
+    """Measure all ways of a model and return a row for each; report partial rows after each turn."""
+    torch.compiler.reset()  # graphs compiled for another model count towards torch's limit and make sizes dynamic
     if size.vocab_size:
         ways, tokens = decoder_ways(size, device, captured=captured), size.batch_size * size.length
     else:

@@ -270,7 +270,7 @@ class CutoutTokenizer(BaseTokenizer):
         """
         payload = load_checkpoint(path)
         if payload.get("kind") != _KIND:
-            raise CheckpointError(f"{os.fspath(path)!r} is no file of a CutoutTokenizer")
+            raise CheckpointError(f"{os.fspath(path)!r} is not a CutoutTokenizer file")
         sizes = dict(payload["sizes"])
         model = AutoEncoder(sizes.pop("in_channels"), **sizes)
         load_model_state(model, payload["weights"])

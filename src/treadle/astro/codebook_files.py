@@ -168,7 +168,7 @@ def _read(file: Path) -> Any:
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except ValueError as error:  # a damaged header, or objects that only unpickling could create
-        raise ConfigError(f"{file} holds no plain numbers ({error}); save it with save_codebook") from error
+        raise ConfigError(f"{file} does not hold plain numbers ({error}); save it with save_codebook") from error
 
 
 def _unpickled(file: Path, allow_pickle: bool) -> Any:

@@ -155,7 +155,7 @@ class TrainingConfig:
     parallel: str | None = None
     """``ddp`` or ``fsdp`` distributes the model over the ranks started by torchrun; null does not distribute it."""
     compile: bool | str = False
-    """True compiles the model with its loss, ``blocks`` each layer separately."""
+    """True compiles the forward pass of the model, ``blocks`` each of its layers."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "grad_accum_steps", "prefetch_factor", "total_steps"):

@@ -37,7 +37,7 @@ def to_image_torch(flat: Any) -> Tensor:
         return pixels
     side = math.isqrt(pixels.numel())
     if pixels.dim() != 1 or side * side != pixels.numel():
-        raise ValueError(f"a picture of shape {tuple(pixels.shape)}: must be (H, W), or a square number of pixels")
+        raise ValueError(f"an image of shape {tuple(pixels.shape)}: must be (H, W), or a square number of pixels")
     return pixels.view(side, side)
 
 

@@ -83,8 +83,8 @@ class AstroFolder(CheckpointFolder):
         """
         if is_original(tree):
             self.engine.logger.warning(
-                "%s is a checkpoint of astromodal: weights, optimizer and counters are taken over; it holds no random "
-                "state, so the order of the data starts afresh", source,
+                "%s is a checkpoint of astromodal: weights, optimizer and counters are restored; it has no random "
+                "state, so the data order starts over", source,
             )  # fmt: skip
             tree = own_tree(tree, self.engine)
         saved = tree.get("config") or {}
@@ -95,7 +95,7 @@ class AstroFolder(CheckpointFolder):
         ]
         if wrong:
             raise CheckpointError(
-                f"{source} is of another vocabulary: {'; '.join(wrong)}. Build the vocabulary that it was trained "
+                f"{source} has a different vocabulary: {'; '.join(wrong)}. Build the vocabulary that it was trained "
                 "with, or start a new run in another output_dir"
             )
         super().restore(tree, source)

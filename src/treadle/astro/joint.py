@@ -24,6 +24,7 @@ from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 
 _PATCH, _SEGMENT, _QUANTILES = 8, 16, 129
+_SPREAD = 0.03  # standard deviation of the first frequencies
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,23 @@ class Answer:
     spectrum: Tensor | None = None
 
 
+class _Waves(nn.Module):
+    """Periodic embeddings of scalars (Gorishniy et al. 2022), with weights per column."""
+
+    def __init__(self, columns: int, waves: int, d_model: int) -> None:
+        super().__init__()
+        bound = (4 * waves) ** -0.5
+        self.frequencies = nn.Parameter(_SPREAD * torch.randn(columns, 2, waves))
+        self.weight = nn.Parameter(torch.empty(columns, 4 * waves, d_model).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(columns, d_model).uniform_(-bound, bound))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Return the embeddings (B, C, D) of the value and the rank of each number (B, C, 2)."""
+        angles = 2 * math.pi * numbers[..., None] * self.frequencies
+        found = torch.cat([angles.sin(), angles.cos()], dim=-1).flatten(2)
+        return torch.relu(torch.einsum("bcf,cfd->bcd", found, self.weight) + self.bias)
+
+
 class SurveyInputs(nn.Module):
     """Input embedding of one survey: a token per column, image patch or spectrum segment."""
 
@@ -89,7 +107,7 @@ class SurveyInputs(nn.Module):
     flux_deviation: Tensor
     usual: Tensor
 
-    def __init__(self, survey: Survey, d_model: int) -> None:
+    def __init__(self, survey: Survey, d_model: int, waves: int) -> None:
         super().__init__()
         columns = len(survey.columns)
         self.columns = survey.columns
@@ -97,6 +115,7 @@ class SurveyInputs(nn.Module):
         self.register_buffer("deviation", torch.ones(columns))
         self.register_buffer("quantiles", torch.zeros(columns, _QUANTILES))
         self.values = nn.Parameter(0.3 * torch.randn(columns, 2, d_model))
+        self.waves: _Waves | None = _Waves(columns, waves, d_model) if waves else None
         self.names = nn.Parameter(0.02 * torch.randn(columns, d_model))
         self.missing = nn.Parameter(0.02 * torch.randn(columns, d_model))
         self.hidden = nn.Parameter(0.02 * torch.randn(d_model))
@@ -108,7 +127,7 @@ class SurveyInputs(nn.Module):
         elif survey.spectra is not None:
             self.kind, self.shape = "spectrum", survey.spectra.shape[1:]
             if self.shape[0] % _SEGMENT:
-                raise ConfigError(f"survey {survey.name!r}: {self.shape[0]} points are no multiple of {_SEGMENT}")
+                raise ConfigError(f"survey {survey.name!r}: {self.shape[0]} points are not a multiple of {_SEGMENT}")
             self.register_buffer("flux_mean", torch.zeros(self.shape))
             self.register_buffer("flux_deviation", torch.ones(self.shape))
             self.places = nn.Parameter(0.02 * torch.randn(self.shape[0] // _SEGMENT, d_model))
@@ -121,7 +140,7 @@ class SurveyInputs(nn.Module):
     def _build_pictures(self, d_model: int) -> None:
         channels, height, width = self.shape
         if height % _PATCH or width % _PATCH:
-            raise ConfigError(f"pictures of {height} x {width} pixels cannot be cut into patches of {_PATCH}")
+            raise ConfigError(f"images of {height} x {width} pixels cannot be cut into patches of {_PATCH}")
         patches = height * width // _PATCH**2
         self.places = nn.Parameter(0.02 * torch.randn(patches + 1, d_model))
         self.stem = nn.Sequential(
@@ -164,6 +183,8 @@ class SurveyInputs(nn.Module):
         both = torch.stack([plain, torch.special.ndtri(rank.clamp(0.004, 0.996))], dim=-1)
         both = torch.where(seen[..., None], both, 0.0)
         numbers = torch.einsum("bci,cid->bcd", both, self.values)
+        if self.waves is not None:
+            numbers = numbers + self.waves(both)
         numbers = torch.where(seen[..., None], numbers, self.missing) + self.names
         if self.kind == "none":
             return numbers
@@ -220,6 +241,7 @@ class JointRegressor(nn.Module):
         d_ff: width of the feed-forward layers.
         dropout: in [0, 1).
         parts: Gaussians per mixture.
+        waves: learned frequencies per column of the periodic embedding of value and rank; 0 = no such embedding.
 
     Example:
         >>> table = Survey("a", ("a.x", "a.y"), np.random.default_rng(0).normal(size=(30, 2)), np.arange(30))
@@ -241,11 +263,14 @@ class JointRegressor(nn.Module):
         d_ff: int = 256,
         dropout: float = 0.1,
         parts: int = 5,
+        waves: int = 16,
     ) -> None:
         super().__init__()
         if d_model % n_heads:
             raise ConfigError(f"={d_model} must be a multiple of n_heads={n_heads}", argument="d_model")
-        self.inputs = nn.ModuleDict({name: SurveyInputs(survey, d_model) for name, survey in surveys.items()})
+        if waves < 0:
+            raise ConfigError(f"={waves} must be 0 or more; 0 reads numbers without waves", argument="waves")
+        self.inputs = nn.ModuleDict({name: SurveyInputs(survey, d_model, waves) for name, survey in surveys.items()})
         self.layers = nn.ModuleList(
             CausalLayer(d_model, n_heads=n_heads, d_ff=d_ff, dropout=dropout, causal=False) for _ in range(n_layers)
         )

@@ -76,7 +76,7 @@ class LossConfig:
             config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         if not isinstance(config, Mapping):
             raise ConfigError(
-                f"a {type(config).__name__} is no mapping; give a dict of loss settings or None", argument="config"
+                f"a {type(config).__name__} is not a mapping; give a dict of loss settings or None", argument="config"
             )
         fields = [field.name for field in dataclasses.fields(cls)]
         refuse_unknown("loss config", config, [*fields, "sample_k_per_modality"])

@@ -71,7 +71,7 @@ def _own_weights(model: CausalTransformerLM, weights: Mapping[str, Tensor]) -> d
     if model.norm_first:
         raise CheckpointError(
             "these are weights of astromodal, whose layers normalise their sums: build the model with "
-            "norm_first=False; with norm_first=True they would be another function"
+            "norm_first=False; with norm_first=True they would compute a different function"
         )
     return {own_name(name): value for name, value in weights.items()}
 

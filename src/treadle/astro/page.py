@@ -46,25 +46,25 @@ def draw(data: AstroData, trainer: AstroTrainer, results: Sequence[CrossResult],
     return [
         Picture(
             scalars, "Scalars from another modality",
-            "Each dot is a test object. The lines join the medians of groups of as many objects each, in the order of "
-            "the true value: a flat line carries no information. The bars are the table above.",
+            "Each dot is a test object. The lines join the medians of equally sized groups of objects, in the order of "
+            "the true value: a flat line carries no information. The bars show the table above.",
         ),
         Picture(
             spectra, "Spectra from scalars",
-            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: the part of a spectrum left after it "
-            "was replaced by its tokens. Orange: spectra that the model drew from the type and the colours alone.",
+            "Spectra of test dwarfs, evenly spaced in the order of types. Blue: reconstruction of a spectrum from its "
+            "tokens. Orange: spectra that the model sampled given only the type and the colours.",
         ),
         Picture(
             images, "Galaxies patch by patch",
-            "Test galaxies, evenly spaced in the order of magnitudes. The middle row is what the tokens keep; in the "
-            "last one each patch is what the model expects after the true patches before it, row by row from the top. "
-            "Off by: root mean squared error in steps of 255.",
+            "Test galaxies, evenly spaced in the order of magnitudes. Middle row: reconstructions from tokens. Last "
+            "row: each patch is the model's expectation given the true patches before it, row by row from the top. "
+            "Off by: root mean squared error on the scale from 0 to 255.",
         ),
         Picture(
-            terms, "The terms of the loss",
-            "In training some scalars are hidden, other ones each time, and dropout is on; in validation neither.",
+            terms, "Loss terms",
+            "In training, randomly chosen scalars are hidden and dropout is active; in validation neither.",
         ),
-        Picture(curves, "Training", "The whole loss by epoch; the best epoch is marked. Below, the learning rate."),
+        Picture(curves, "Training", "Total loss by epoch, with the best epoch marked; below, the learning rate."),
     ]  # fmt: skip
 
 

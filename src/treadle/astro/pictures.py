@@ -167,7 +167,7 @@ def _scalar_panel(axes: Axes, result: CrossResult) -> None:
     limits = (float(low) - margin, float(high) + margin)
     axes.plot(limits, limits, color=MUTED, linewidth=1, linestyle="--", label="predicted = true", zorder=1)
     size, alpha = (4, 0.3) if len(true) > _MANY else (10, 0.6)
-    axes.scatter(true, model, s=size, color=BLUE, alpha=alpha, linewidth=0, zorder=2, label="model, an object each")
+    axes.scatter(true, model, s=size, color=BLUE, alpha=alpha, linewidth=0, zorder=2, label="model, one dot per object")
     for values, color, name in ((ridge, ORANGE, "ridge, median"), (model, BLUE, "model, median")):
         axes.plot(*_medians(true, values), color=color, marker="o", markersize=4, linewidth=1.6, label=name, zorder=3)
     axes.set(xlim=limits, ylim=limits)
@@ -208,7 +208,7 @@ def _score_panel(axes: Axes, results: Sequence[CrossResult]) -> None:
 
 _TERMS = {
     "ce": ("cross-entropy", "nats per token"),
-    "img": ("pictures", "squared error, scaled pixels"),
+    "img": ("images", "squared error, scaled pixels"),
     "sca": ("scalars", "squared error, standard deviations²"),
     "spec": ("spectra", "squared error, scaled arcsinh flux"),
 }

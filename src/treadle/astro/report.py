@@ -29,7 +29,7 @@ def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) ->
     sizes = {name: [len(part[name]) for part in data.parts.values()] for name in data.train}
     return {
         "precision": precision_line(config.mixed_precision, trainer.device, setting="mixed_precision"),
-        "data": "XDF pictures of galaxies, SpeX spectra of cool dwarfs, an SDSS catalogue of galaxies",
+        "data": "XDF images of galaxies, SpeX spectra of cool dwarfs, an SDSS catalogue of galaxies",
         "split": "by tile, dwarf and galaxy; train, validate, test: "
         + "; ".join(f"{name} {', '.join(f'{size:,}' for size in counts)}" for name, counts in sizes.items()),
         "tokens": f"{vocab.v_image} patches, {vocab.n_columns} columns of {vocab.scalar_bins} bins, "
@@ -88,10 +88,10 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     return Report(
         title="One modality from another",
-        lead="A causal transformer on tokens of galaxy pictures (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
-        "catalogue (SDSS), asked about objects kept out of its training. Variance explained: 0 is the mean of the "
-        "training objects, 1 is exact. Ridge regression and trees see the values of the same tokens; the "
-        "true bin is the best that an answer in bins can reach.",
+        lead="A causal transformer on tokens of galaxy images (XDF), spectra of cool dwarfs (SpeX) and a galaxy "
+        "catalogue (SDSS), tested on held-out objects. Variance explained: 0 is the mean of the training objects, 1 is "
+        "exact. Ridge regression and trees see the values of the same tokens; the true bin is the best that a "
+        "prediction in bins can reach.",
         tables=[_tokens_table(metrics["tokenizers"]), predictions_table(metrics["predictions"])],
         note=f"cross-entropy of the test sequences {test['loss_ce']:.3f} nats per token, epoch "
         f"{metrics['best_epoch']}.",
@@ -144,7 +144,7 @@ def _tokens_table(quality: Mapping[str, Mapping[str, Any]]) -> Table:
         for key in ("codes", "dead_codes", "perplexity", "explained_variance")
     )  # fmt: skip
     rows.append([
-        f"{len(columns)} columns, the least of each", str(min(bins)), str(min(bins) - max(used)), f"{min(even):.1f}",
+        f"{len(columns)} columns, the minimum of each", str(min(bins)), str(min(bins) - max(used)), f"{min(even):.1f}",
         f"{_number(min(v for v in kept if v is not None))} ({worst})",
     ])  # fmt: skip
     names = ["", "codes", "used", "perplexity", "variance explained"]

@@ -38,10 +38,10 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     name = "astro"
     summary = SUMMARIES["astro"]
     help = """
-    Train a transformer on tokens of galaxy pictures, spectra and catalogues, and ask it for one from the others.
+    Train a transformer on tokens of galaxy images, spectra and catalogues, and predict each from the others.
 
-    The data come with the package. A run that was stopped, at any moment and by anything, resumes when the same
-    command is run again; one that is finished shows its results. Ctrl-C saves before it leaves.
+    The data comes with the package. A run that was stopped at any moment, by any cause, resumes when the same command
+    is run again; a finished one shows its results. Ctrl-C saves before exiting.
 
     The run folder holds config.json, tokenizers.safetensors, steps.jsonl, checkpoints/ with best.pt, ckpt_epoch_….pt
     and training_history.json, metrics.json, page.html and pictures/.
@@ -60,7 +60,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     free = FREE
     needed = ("checkpoints/best.pt",)
     loads_in_processes = True
-    afterwards = "the test and the pictures"
+    afterwards = "the test and the plots"
 
     def defaults(self, device: torch.device) -> AstroRunConfig:
         """Return the default settings for a device."""

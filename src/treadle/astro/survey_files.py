@@ -184,7 +184,7 @@ def _objects(column: str, ids: NDArray[Any]) -> NDArray[np.intp]:
     if ids.dtype.kind not in "iuU" or ids.ndim != 1 or missing:
         found = "rows without one" if missing else f"the dtype {ids.dtype} and the shape {ids.shape}"
         raise ConfigError(
-            f"must be one text or whole number for each row, but has {found}; leave out or name "
+            f"must be one string or integer for each row, but has {found}; leave out or name "
             "the rows without an id in the file",
             argument="object_id",
             value=column,
@@ -196,14 +196,14 @@ def _pictures(column: str, values: NDArray[Any], shape: tuple[int, int, int] | N
     if shape is not None:
         size = values[0].size
         if size != np.prod(shape):
-            raise ConfigError(f"={shape}: the pictures in {column!r} have {size} numbers each", argument="image_shape")
+            raise ConfigError(f"={shape}: the images in {column!r} have {size} numbers each", argument="image_shape")
         values = values.reshape(-1, *shape)
     return _numbers(column, values, 4)
 
 
 def _numbers(column: str, values: NDArray[Any], dimensions: int) -> NDArray[Any]:
     if values.dtype.kind not in "fiub" or values.ndim != dimensions:
-        kind = {1: "one number", 2: "one vector of numbers", 4: "a picture (channels, height, width)"}[dimensions]
+        kind = {1: "one number", 2: "one vector of numbers", 4: "an image (channels, height, width)"}[dimensions]
         raise ConfigError(
             f"column {column!r} has dtype {values.dtype} and shape {values.shape}: must be {kind} for each row"
         )

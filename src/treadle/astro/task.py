@@ -40,7 +40,7 @@ class AstroTask:
         use_ce: whether to include the cross-entropy.
         draw_seed: returns the seed for sampling positions of the current micro-batch.
         own_loss: a user-supplied loss on logits and targets; None uses the terms.
-        compiled: whether to compile the model call.
+        compiled: whether to compile the forward pass.
     """
 
     def __init__(

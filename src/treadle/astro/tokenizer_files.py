@@ -84,7 +84,8 @@ def load_tokenizers(path: str | os.PathLike[str]) -> SurveyTokenizers:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{os.fspath(path)!r} holds no tokenizers ({type(error).__name__}: {error}); write it with save_tokenizers"
+            f"{os.fspath(path)!r} does not hold tokenizers ({type(error).__name__}: {error}); write it with "
+            "save_tokenizers"
         ) from error
 
 

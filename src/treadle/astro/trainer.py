@@ -75,7 +75,7 @@ class AstroTrainer(EpochFace):
         output_dir: folder for checkpoints and history; None writes nothing.
         use_amp: whether to use autocast; None enables it on CUDA.
         use_ce: whether the loss includes the cross-entropy.
-        compile_model: True compiles the model with its loss, ``"blocks"`` each of its layers in place; overrides
+        compile_model: True compiles the forward pass of the model, ``"blocks"`` each of its layers in place; overrides
             ``config.compile``.
         amp_dtype: ``"fp16"`` (with a gradient scaler) or ``"bf16"``.
         optimizer: None builds AdamW with betas (0.9, 0.95) and weight decay on matrices, not on embeddings, norms and
@@ -156,7 +156,7 @@ class AstroTrainer(EpochFace):
         check_model(model, vocab)
         precision = precision_of(use_amp, amp_dtype, self.device)
         compiled = check_compile(compile_model or self.config.compile)
-        # With full compilation, the task compiles the model together with its loss.
+        # With True, the task compiles the forward pass that the loss needs.
         self.model, self.optimizer, _ = place(
             model, partial(default_optimizer, settings=self.config) if optimizer is None else optimizer,
             device=self.device, scheduler=scheduler, compile="blocks" if compiled == "blocks" else False,

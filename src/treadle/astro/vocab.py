@@ -67,7 +67,7 @@ class VocabSpec:
             )
         if isinstance(self.spectrum_groups, str):
             raise ConfigError(
-                "must be a list of names, not one text", argument="spectrum_groups", value=self.spectrum_groups
+                "must be a list of names, not one string", argument="spectrum_groups", value=self.spectrum_groups
             )
         object.__setattr__(self, "spectrum_groups", tuple(self.spectrum_groups))  # a list would be mutable
         groups = self.spectrum_groups
@@ -151,7 +151,7 @@ class VocabSpec:
         """
         if group not in self.spectrum_groups:
             raise ConfigError(
-                f" is no spectrum group; {nearest(group, self.spectrum_groups)}", argument="group", value=group
+                f" is not a spectrum group; {nearest(group, self.spectrum_groups)}", argument="group", value=group
             )
         return self.base_spectrum[group] + _inside(f"token of {group}", token, self.v_spectra)
 
@@ -221,5 +221,5 @@ def _inside(what: str, value: int, size: int) -> int:
     if isinstance(value, bool) or not 0 <= value < size:
         raise ConfigError(f"{what} {value!r} is out of range: it must lie in [0, {size})")
     if value != int(value):
-        raise ConfigError(f"{what} {value!r} is no whole number; give the index of a codebook's entry")
+        raise ConfigError(f"{what} {value!r} is not an integer; give the index of a codebook entry")
     return int(value)

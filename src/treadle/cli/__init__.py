@@ -1,3 +1,3 @@
-"""The command line: ``treadle train spectra`` and what it is made of. It imports everything; nothing imports it."""
+"""The command line, such as ``treadle train spectra``. It may import every other package; nothing imports it."""
 
 from __future__ import annotations

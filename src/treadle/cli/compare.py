@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The folder of runs with several seeds.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="A folder of runs with several seeds.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another such folder.")],
     metric: Annotated[
         Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Option(
-            show_default=False, help="A number that the runs ended with; by default every one that both have."
+            show_default=False, help="A final metric of the runs; by default every one that both groups have."
         ),
     ] = None,
-    level: Annotated[float, typer.Option(help="Of the interval.")] = 0.95,
+    level: Annotated[float, typer.Option(help="Confidence level of the interval.")] = 0.95,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether two groups of runs differ by more than the noise of their seeds.
+    """Compare two groups of runs and test whether they differ by more than the noise of their seeds.
 
-    Runs of the same settings are pairs, as far as settings differ within a group, or else runs of the same seed: what
-    both share, such as their split, is then no noise. The interval of the mean difference B - A is a bootstrap over
-    pairs, or over the runs of either group, widened for few of them. A folder is one that `treadle train ... --seeds
-    0..7` or a Population wrote, or any other that holds runs.
+    Runs with the same settings are paired if settings differ within a group, otherwise runs with the same seed: what
+    both share, such as their split, then does not count as noise. The interval of the mean difference B - A is a
+    bootstrap over pairs, or over the runs of each group, widened for small groups. A folder is one that `treadle train
+    ... --seeds 0..7` or a Population wrote, or any other that holds runs.
 
     \b
     Examples:
@@ -63,7 +63,7 @@ def compare(
 
 
 def read_group(folder: Path) -> Results:
-    """Return the numbers of the runs of a folder: of its ``population.json``, or of each run below it.
+    """Return the final metrics of the runs in a folder, from its ``population.json`` or from each run below it.
 
     Raises:
         ConfigError: there are no runs.
@@ -85,7 +85,7 @@ def _runs_below(folder: Path) -> list[Path]:
 
 
 def _row_of(folder: Path) -> Any:
-    """Return a run as a row: its best value, and the loss of its last step; the seed of its record or its name."""
+    """Return a run as a row: its best value, the loss of its last step, and the seed from its record or its name."""
     from treadle.cli.runpage.records import read_run
     from treadle.cli.runpage.summary import summarize
     from treadle.population.results import Row

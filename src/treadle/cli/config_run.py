@@ -1,4 +1,4 @@
-"""The steps of ``treadle train FILE``: the configuration, the record of the run, training."""
+"""Execution of ``treadle train FILE``: load the configuration, record the run, train."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class FileMember:
 
     Attributes:
         file: the configuration.
-        settings: that all have.
-        trackers: what follows the runs.
+        settings: the settings shared by all runs.
+        trackers: the trackers of the runs.
     """
 
     file: Path
@@ -49,7 +49,7 @@ class FileMember:
     trackers: str | None = None
 
     def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
-        """Return what trains the run."""
+        """Return the function that trains a run."""
         given = [*self.settings, *as_texts(settings), f"+trainer.workspace={str(workspace)!r}"]
         return partial(self.train, given)
 
@@ -65,11 +65,11 @@ def run_config(file: Path, settings: Sequence[str], *, messages: Console, tracke
     Args:
         file: the configuration.
         settings: overrides such as ``model.width=64``.
-        messages: where progress goes.
-        trackers: what follows the run, beside the trackers that a trainer's own section names.
+        messages: console for progress.
+        trackers: trackers of the run, in addition to those of the trainer's own section.
 
     Raises:
-        ConfigError: the file or a setting is wrong.
+        ConfigError: the file or a setting is invalid.
         TreadleError: the run failed.
     """
     with settings_placed(file, settings):
@@ -108,20 +108,20 @@ def run_several(
     halving: str | None,
     trackers: str | None,
 ) -> bool:
-    """Train several runs of a configuration file, if that is what the command line asks for; return whether it is.
+    """Train several runs of a configuration file if the command line asks for them; return whether it does.
 
     Args:
         file: the configuration.
-        settings: overrides, of which some may have several values.
+        settings: overrides, some of which may have several values.
         seeds: the option ``--seeds``.
-        workers: processes, or None.
+        workers: number of processes, or None.
         halving: the option ``--halving``.
-        trackers: what follows the runs.
+        trackers: the trackers of the runs.
 
     Raises:
-        ConfigError: the file, a setting or a seed is wrong.
+        ConfigError: the file, a setting or a seed is invalid.
     """
-    read_halving(halving)  # a wrong one is refused before anything is read
+    read_halving(halving)  # an invalid one is rejected before anything is read
     found = _several(file, settings, seeds)
     if found is None:
         return False
@@ -142,7 +142,7 @@ def run_several(
 
 
 def _several(file: Path, settings: Sequence[str], seeds: str | None) -> Several | None:
-    """Return the runs that a command line asks for, or None where it asks for one."""
+    """Return the runs that the command line asks for, or None if it asks for a single one."""
     if seeds is None and not any("," in text for text in settings):
         return None
     base = read_target(file, [])
@@ -151,13 +151,13 @@ def _several(file: Path, settings: Sequence[str], seeds: str | None) -> Several 
 
 
 def flat_of_pack(run: PackRun) -> dict[str, Any]:
-    """Return every setting of a run of a pack with its value."""
+    """Return every setting of a pack's run with its value."""
     pack = find_pack(run.face)
     return dict(pack.shown(pack.read_settings(run.settings, run.device)))
 
 
 def _end_block(trainer: Any, *, seconds: float) -> str:
-    """Return the progress of a run and the places of its files, a line each."""
+    """Return the progress of a run and the paths of its files, one per line."""
     if not isinstance(trainer, Engine):
         return "trained"
     took = timedelta(seconds=round(seconds))
@@ -171,7 +171,7 @@ def _end_block(trainer: Any, *, seconds: float) -> str:
 
 
 def show_config(file: Path, settings: Sequence[str], seeds: str | None, console: Console) -> None:
-    """Print the configuration as it would be used, of several runs that of the first."""
+    """Print the configuration that would be used; for several runs, that of the first."""
     found = _several(file, settings, seeds)
     if found is not None:
         settings = [*found.fixed, *as_texts(found.members[0])]
@@ -184,18 +184,18 @@ def show_config(file: Path, settings: Sequence[str], seeds: str | None, console:
 
 
 class _Keeper:
-    """Observer of the trainer: refuses an unwritable folder, adds the record, warns of what cannot resume."""
+    """Observer of the trainer: rejects an unwritable folder, adds the record, warns if the run cannot resume."""
 
     def __init__(self, record: RunRecordHook):
         self.record = record
 
     def before_building(self, engine: Engine) -> None:
-        """Raise ConfigError for a workspace that cannot be written, before data are read and a model is built."""
+        """Raise ConfigError for an unwritable workspace, before data is read and a model is built."""
         if engine.workspace is not None and distributed.rank() == 0:
             _refuse_unwritable(engine.workspace)
 
     def before_running(self, engine: Engine) -> None:
-        """Add the record behind the other hooks."""
+        """Append the hook that writes the record."""
         if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
             _log.warning("no hook saves and resumes: once stopped, this run starts afresh; add a CheckpointingHook")
         engine.hooks = [*engine.hooks, self.record]
@@ -203,6 +203,6 @@ class _Keeper:
 
 def _refuse_unwritable(folder: Path) -> None:
     nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    reason = "is no folder" if not nearest.is_dir() else "cannot be written"
+    reason = "is not a folder" if not nearest.is_dir() else "cannot be written"
     if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
         raise ConfigError(f"{nearest} {reason}; choose another folder", argument="workspace", value=str(folder))

@@ -1,4 +1,4 @@
-"""Where the commands write: results on stdout, what happens meanwhile on stderr, errors as one line."""
+"""Console output of the commands: results on stdout, progress on stderr, errors as one line."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _WIDEST = 10_000
 
 
 def result_console() -> Console:
-    """Return the console of results: stdout. Of several ranks, only the first has one that prints."""
+    """Return the console for results, stdout; on ranks other than the first it prints nothing."""
     return _console(stderr=False)
 
 
 def message_console() -> Console:
-    """Return the console of progress, log lines and errors: stderr. Other ranks than the first print errors only."""
+    """Return the console for progress, log lines and errors, stderr; ranks other than the first print errors only."""
     return _console(stderr=True)
 
 
 def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    # Never control characters in a file or a pipe, not even when FORCE_COLOR is set for other programs.
+    # No control characters in a file or a pipe, even if FORCE_COLOR is set for other programs.
     terminal = None if getattr(stream, "isatty", bool)() else False
     return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
 
@@ -44,11 +44,11 @@ def _audible(console: Console) -> Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Handler that writes log records above the bar drawn on the same console, and never wraps them.
+    """Handler that writes log records, unwrapped, above the progress bar of the same console.
 
     Args:
-        console: where they go.
-        start_block: also show the engine's block of decisions; a command of a pack prints another.
+        console: the target console.
+        start_block: also show the engine's start block; the command of a pack prints its own.
     """
 
     def __init__(self, console: Console, *, start_block: bool = False):
@@ -58,7 +58,7 @@ class ConsoleHandler(logging.Handler):
             self.addFilter(lambda record: getattr(record, "topic", None) != "start block")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record; warnings and errors say so."""
+        """Write one record, prefixed by its level for warnings and errors."""
         try:
             line = Text(record.getMessage())
             if record.levelno >= logging.WARNING:
@@ -86,12 +86,12 @@ def log_to(console: Console, *, start_block: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_as_one_line(console: Console) -> Iterator[None]:
-    """Turn errors into a message and an exit code: one line for those that treadle raises on purpose.
+    """Turn errors into a message and an exit code: a single line for treadle's own errors.
 
-    An error of the user's code is followed by the places in their files; any other keeps its traceback.
+    An error in user code is followed by its locations in the user's files; any other keeps its traceback.
 
     Raises:
-        SystemExit: 2 for a wrong setting, 1 for a run that failed or a package that is to be installed.
+        SystemExit: 2 for an invalid setting, 1 for a failed run or a missing package.
     """
     try:
         yield
@@ -114,11 +114,11 @@ def _message(error: Exception) -> str | None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table as wide as it is: a terminal that is narrower breaks its lines, and no cell loses its end.
+    """Print a table at its full width: a narrower terminal wraps the lines, and no cell is truncated.
 
     Args:
         table: the table.
-        console: where it goes.
+        console: the target console.
     """
     console.print(_Whole(table), crop=False)
 
@@ -152,7 +152,7 @@ def show_report(found: report.Report, out: Path, console: Console | None = None)
     Args:
         found: the results.
         out: the run folder.
-        console: None takes that of results.
+        console: None takes the console for results.
     """
     console = result_console() if console is None else console
     for table in found.tables:

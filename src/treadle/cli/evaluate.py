@@ -33,7 +33,7 @@ Split = Annotated[
     Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
     typer.Option(
         show_default=False,
-        help="train, val or test; of text train, val, lora_train or lora_val.  [default: test; of text val, or "
+        help="train, val or test; for text train, val, lora_train or lora_val.  [default: test; of text val, or "
         "lora_val in the folder lora]",
     ),
 ]  # fmt: skip
@@ -43,19 +43,19 @@ def evaluate(
     run: Run,
     split: Split = None,
     batch_size: BatchSize = None,
-    num_workers: Annotated[int, typer.Option(help="Processes that load batches; of graphs and astro.")] = 0,
+    num_workers: Annotated[int, typer.Option(help="Worker processes for loading; only for graphs and astro.")] = 0,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate the best weights of a run; model and data are those of its folder.
+    """Evaluate the best weights of a run, with the model and data of its folder.
 
-    Of treadle train graphs, spectra, astro and text, and of a configuration file whose trainer has
-    build_eval_data_loader(), for which --split has no meaning. Writes eval_results_SPLIT.json into the run folder. On
-    the device and with the versions of the run, the metrics equal those of its test_results.json or metrics.json to
-    the bit, where it has them.
+    Works for runs of treadle train graphs, spectra, astro and text, and of a configuration file whose trainer has
+    build_eval_data_loader(), to which --split does not apply. Writes eval_results_SPLIT.json into the run folder. On
+    the device and with the versions of the run, the metrics equal those in its test_results.json or metrics.json, if
+    any, to the bit.
 
     Astro: the losses, and the report's questions about the objects. Text: nats per token (loss), perplexity and bits
-    per byte, of the first training, or of the fine-tuning where RUN is the folder lora of the run.
+    per byte, of the first training, or of the fine-tuning if RUN is the run's folder lora.
 
     \b
     Examples:
@@ -89,18 +89,18 @@ def evaluate_checkpoint(
 
     Args:
         run: its folder, or a checkpoint.
-        split: None takes the one that the run's own report is about.
-        batch_size: None takes that of the training.
+        split: None takes the split of the run's own report.
+        batch_size: None takes the one used in training.
         num_workers: processes that load batches.
         device: None takes CUDA, then MPS, then the CPU.
-        results: where the metrics go; None shows none.
-        messages: where progress goes.
+        results: console for the metrics; None prints none.
+        messages: console for progress.
 
     Returns:
-        What was written to ``eval_results_<split>.json``.
+        The content of ``eval_results_<split>.json``.
 
     Raises:
-        ConfigError: there is no such run, its face has no evaluation, or an option is wrong.
+        ConfigError: there is no such run, its face has no evaluation, or an option is invalid.
         CheckpointError: the checkpoint is damaged.
     """
     from treadle.checkpoint.store import write_text
@@ -124,7 +124,7 @@ def evaluate_checkpoint(
 
 
 def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
-    """Raise ConfigError for a size that is too small; None passes."""
+    """Raise ConfigError for a size that is too small; accept None."""
     if batch_size is not None:
         check_whole(1, batch_size=batch_size)
     check_whole(0, num_workers=num_workers)
@@ -132,12 +132,12 @@ def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run that is used by one of its checkpoints.
+    """Run together with one of its checkpoints.
 
     Attributes:
-        pack: evaluates it.
+        pack: the pack of the run.
         path: the checkpoint.
-        tree: what it holds.
+        tree: the content of the checkpoint.
     """
 
     pack: Pack[Any, Any, Any]
@@ -145,10 +145,10 @@ class StoredRun:
     tree: Mapping[str, Any]
 
     def split(self, asked: str | None) -> str:
-        """Return the part of the data that is meant; None asks for the one that the run's own report is about.
+        """Return the name of a split; None means the split of the run's own report.
 
         Raises:
-            ConfigError: the runs of this pack have no such split.
+            ConfigError: runs of this pack have no such split.
         """
         part = self.pack.home_of(run_folder_of(self.path))[1]
         return known_split(self.pack.default_split(part) if asked is None else asked, self.pack.splits)
@@ -173,10 +173,10 @@ def stored_runs(run: Path) -> list[StoredRun]:
 
 
 def stored_run(run: Path) -> StoredRun:
-    """Return a run with the checkpoint that it is used by.
+    """Return a run with the checkpoint to use.
 
     Args:
-        run: a run folder, of which the best weights count, or a checkpoint.
+        run: a run folder, whose best weights are taken, or a checkpoint.
 
     Raises:
         ConfigError: there is none, or its face cannot be evaluated.
@@ -192,7 +192,7 @@ def stored_run(run: Path) -> StoredRun:
         found = [run / name for name in _BEST if (run / name).exists()]
         if not found:
             raise ConfigError(
-                f"is no checkpoint, and no folder with one of {', '.join(_BEST)}", argument="RUN", value=str(run)
+                f"is neither a checkpoint nor a folder with one of {', '.join(_BEST)}", argument="RUN", value=str(run)
             )
         path = found[0]
     tree = load_checkpoint(path)
@@ -200,7 +200,7 @@ def stored_run(run: Path) -> StoredRun:
         return StoredRun(pack, path, tree)
     described = tree.get("format", {})
     face = str(described.get("face") if isinstance(described, Mapping) else None)
-    if face in pack_names():  # a checkpoint outside of its run folder
+    if face in pack_names():  # a checkpoint outside its run folder
         return StoredRun(find_pack(face), path, tree)
     if face != ConfiguredRuns.name:
         instead = (

@@ -24,7 +24,7 @@ _WHICH = {
 
 
 class Form(str, Enum):
-    """What ``--to`` takes."""
+    """Values of ``--to``."""
 
     safetensors = "safetensors"
     torch = "torch"
@@ -37,12 +37,12 @@ def export(
     source: Annotated[
         Path, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or another framework's checkpoint.")
     ],
-    to: Annotated[Form, typer.Option(help="The form of the weights, or of the whole state: a checkpoint or shards.")],
+    to: Annotated[Form, typer.Option(help="Format of the weights; or checkpoint or shards, for the whole state.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Option(help="The file, or the folder of hf.  [default: in a folder 'export' there]", show_default=False),
+        typer.Option(help="Output file, or folder for hf.  [default: in a folder 'export' there]", show_default=False),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The raw weights, though averaged ones were validated.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take the raw weights even if averages were validated.")] = False,
     config: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(help="For hf: a folder with config.json.  [default: the run's 'pretrained']", show_default=False),
@@ -50,14 +50,14 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the weights of a run or of any checkpoint for other programs.
+    """Export the weights of a run or of any checkpoint for other programs.
 
-    Of a run the best checkpoint counts, or the newest where none is the best; of a checkpoint the weights that were
-    validated. Also reads files of plain PyTorch, safetensors and Lightning, and folders of Accelerate and of the
+    From a run, takes the best checkpoint, or the newest if none is marked best; from a checkpoint, the weights that
+    were validated. Also reads files of plain PyTorch, safetensors and Lightning, and folders of Accelerate and of the
     Hugging Face Trainer, without executing anything in them.
 
-    With --to checkpoint or shards, the whole training state is written, as one file or as a folder of shards, from
-    either; a run resumes from both.
+    With --to checkpoint or shards, writes the whole training state, as one file or as a folder of shards, from either
+    form; a run resumes from both.
 
     \b
     Examples:

@@ -19,15 +19,16 @@ _MOST_ROWS = 40
 
 def inspect(
     target: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A checkpoint, file or folder of shards, or a folder of checkpoints.")
+        Path,
+        typer.Argument(metavar="FILE", help="A checkpoint (file or folder of shards), or a folder of checkpoints."),
     ],
     as_json: AsJson = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every tensor and value, not the first ones only.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every tensor and value, not only the first.")] = False,
 ) -> None:
     """Show the contents of a checkpoint without executing anything in it.
 
-    Reads checkpoints of treadle and Lightning, plain torch files, safetensors and, by the names they would import,
-    pickles. The exit code is 1 if the file is damaged or must not be loaded.
+    Reads checkpoints of treadle and Lightning, plain torch files and safetensors; of a pickle it lists the names that
+    it would import. The exit code is 1 if the file is damaged or must not be loaded.
 
     \b
     Examples:
@@ -62,7 +63,7 @@ def _state(problems: list[str]) -> str:
 
 def _show_folder(report: Mapping[str, Any], console: Console) -> None:
     if not report["checkpoints"]:
-        _line(console, f"{report['path']}: no checkpoints; give a run's folder, or one that checkpoints lie in")
+        _line(console, f"{report['path']}: no checkpoints; give a run's folder, or one with checkpoints")
     names = [
         entry["name"] if entry["link"] is None else f"{entry['name']} -> {entry['link']}"
         for entry in report["checkpoints"]

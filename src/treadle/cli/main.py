@@ -16,9 +16,10 @@ _SAMPLE = "±²µ…"
 
 
 def write_in_any_locale() -> None:
-    """Have the standard streams write other words for the characters that their encoding lacks.
+    """Make the standard streams replace characters that their encoding lacks.
 
-    An encoding that has them, as UTF-8 does, is left as it is; so is a stream that is no file, as in a notebook.
+    An encoding that has them all, such as UTF-8, is left unchanged, and so is a stream that is not a file, as in a
+    notebook.
     """
     codecs.register_error(_NAME, _in_other_words)
     for stream in (sys.stdout, sys.stderr):
@@ -42,13 +43,13 @@ def _in_other_words(error: UnicodeError) -> tuple[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and leave with its exit code.
+    """Run the command line and exit with its exit code.
 
     Args:
-        argv: the arguments after the program's name; None takes those of the process.
+        argv: the arguments after the program name; None takes those of the process.
 
     Raises:
-        SystemExit: always; 0 for success, 2 for a wrong setting, 1 for a run that failed, 128 + n for signal n.
+        SystemExit: always; 0 for success, 2 for an invalid setting, 1 for a run that failed, 128 + n for signal n.
 
     Example:
         >>> # main(["train", "spectra", "epochs=20", "--out", "runs/short"])

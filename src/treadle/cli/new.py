@@ -27,13 +27,13 @@ def new(
     face: Annotated[str, typer.Argument(metavar="FACE", help=f"{', '.join(FACES)}.")],
     folder: Annotated[
         Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
-        typer.Argument(metavar="FOLDER", help="Where to write.  [default: a folder named like the face]"),
+        typer.Argument(metavar="FOLDER", help="Where to write.  [default: a folder named after the face]"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
-    """Write a small commented script to start from, train.py, and where the face has one its configuration, run.yaml.
+    """Write a small commented script to start from, train.py, and its configuration, run.yaml, if the face has one.
 
-    The script runs as it is, on data that come with treadle or its extras; replace them by yours.
+    The script runs as it is, on data that comes with treadle or its extras; replace it with your own.
 
     \b
     Examples:
@@ -56,14 +56,14 @@ def write_start(face: str, folder: Path, *, force: bool = False) -> list[Path]:
 
     Args:
         face: one of :data:`FACES`.
-        folder: made if it is not there.
-        force: replaces files that are there.
+        folder: created if missing.
+        force: replace existing files.
 
     Returns:
-        What was written.
+        The files that were written.
 
     Raises:
-        ConfigError: there is no such face, a file is there already, or the folder cannot be written.
+        ConfigError: there is no such face, a file exists already, or the folder cannot be written.
 
     Example:
         >>> import tempfile

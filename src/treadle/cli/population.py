@@ -29,11 +29,11 @@ _HALVING = re.compile(r"((?P<mode>min|max):)?(?P<metric>[^:]+):(?P<rungs>\d+(,\d
 
 
 class Several(NamedTuple):
-    """What a command line asks for where it asks for several runs.
+    """Runs requested by a command line that asks for several.
 
     Attributes:
-        fixed: the settings that all have.
-        members: of each run the others, as texts.
+        fixed: the settings shared by all runs.
+        members: the other settings of each run, as strings.
     """
 
     fixed: list[str]
@@ -41,10 +41,10 @@ class Several(NamedTuple):
 
 
 def read_seeds(text: str | None) -> list[int] | None:
-    """Return the seeds that ``--seeds`` names: ``0..7``, ``0,3,5``, or both.
+    """Parse ``--seeds``: ``0..7``, ``0,3,5``, or both.
 
     Raises:
-        ConfigError: it names none, or one twice.
+        ConfigError: there is no seed, or a duplicate.
 
     Example:
         >>> read_seeds("0..2,7")
@@ -60,17 +60,17 @@ def read_seeds(text: str | None) -> list[int] | None:
         elif part.strip().isdigit():
             seeds.append(int(part))
         else:
-            raise ConfigError(f"--seeds {text}: {part!r} is no seed; write 0..7 or 0,3,5")
+            raise ConfigError(f"--seeds {text}: {part!r} is not a seed; write 0..7 or 0,3,5")
     if not seeds or len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds {text}: {'one is named twice' if seeds else 'names none'}; write 0..7 or 0,3,5")
     return seeds
 
 
 def read_halving(text: str | None) -> SuccessiveHalving | None:
-    """Return the rule that ``--halving`` names: ``val_loss:1,3,9``, with ``max:`` before and ``:2`` behind if wanted.
+    """Parse ``--halving``: ``val_loss:1,3,9``, optionally with a prefix ``max:`` and a suffix ``:2``.
 
     Raises:
-        ConfigError: it names none.
+        ConfigError: it is not such a rule.
 
     Example:
         >>> read_halving("max:accuracy:1,3:2")
@@ -83,8 +83,8 @@ def read_halving(text: str | None) -> SuccessiveHalving | None:
     found = _HALVING.fullmatch(text)
     if found is None:
         raise ConfigError(
-            f"--halving {text}: is no metric with epochs; write val_loss:1,3,9, with max: before it where more is "
-            "better, and :2 behind it to keep a half and not a third"
+            f"--halving {text}: is not a metric with epochs; write val_loss:1,3,9, with max: before it if more is "
+            "better, and :2 after it to keep a half instead of a third"
         )
     rungs = [int(rung) for rung in found["rungs"].split(",")]
     mode: Literal["min", "max"] = "max" if found["mode"] == "max" else "min"
@@ -92,15 +92,15 @@ def read_halving(text: str | None) -> SuccessiveHalving | None:
 
 
 def several(settings: Sequence[str], seeds: str | None, current: Callable[[str], Any]) -> Several | None:
-    """Return the runs that a command line asks for, every combination of them; None where it asks for one.
+    """Return the runs that a command line asks for, in every combination; None if it asks for a single one.
 
     Args:
-        settings: texts ``key=value``.
+        settings: strings ``key=value``.
         seeds: the option ``--seeds``.
-        current: returns the value of a key before, None if there is none; where a list is, commas are of the list.
+        current: returns the current value of a key, or None; commas in a value for a list belong to the list.
 
     Raises:
-        ConfigError: the seeds are wrong, or given twice.
+        ConfigError: the seeds are invalid, or given twice.
     """
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
@@ -116,7 +116,7 @@ def several(settings: Sequence[str], seeds: str | None, current: Callable[[str],
     numbers = read_seeds(seeds)
     if numbers is not None:
         if "seed" in swept or any(text.lstrip("+").startswith("seed=") for text in fixed):
-            raise ConfigError(f"--seeds {seeds}: the settings have a seed, too; give one of them")
+            raise ConfigError(f"--seeds {seeds}: the settings have a seed, too; give only one")
         swept["seed"] = [str(seed) for seed in numbers]
     if not swept:
         return None
@@ -131,10 +131,10 @@ class PackMember:
 
     Attributes:
         face: the pack.
-        settings: that all have.
+        settings: the settings shared by all runs.
         device: None takes CUDA, then MPS, then the CPU.
         resume: load the folder's checkpoint and continue.
-        trackers: what follows the runs.
+        trackers: the trackers of the runs.
     """
 
     face: str
@@ -144,7 +144,7 @@ class PackMember:
     trackers: str | None = None
 
     def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
-        """Return what trains the run."""
+        """Return the function that trains a run."""
         return partial(self.train, workspace, [*self.settings, *as_texts(settings)])
 
     def train(self, out: Path, settings: Sequence[str]) -> Mapping[str, Any]:
@@ -171,7 +171,7 @@ def _values(pack: Any, settings: Sequence[str], device: str | None) -> Any:
 
 
 def as_texts(settings: Mapping[str, str]) -> list[str]:
-    """Return settings as a command line has them.
+    """Format settings as on the command line.
 
     Example:
         >>> as_texts({"optimizer.lr": "1e-3"})
@@ -197,23 +197,23 @@ def train_several(
     halving: str | None,
     console: Console,
 ) -> None:
-    """Train the runs of a command line, and print their means and deviations.
+    """Train the runs of a command line and print means and deviations.
 
     Args:
-        make: the factory.
+        make: the factory of runs.
         found: the runs.
-        out: folder of the population.
-        device: where they compute; None takes CUDA, then MPS, then the CPU.
-        workers: processes; None takes a core each on the CPU, and on a GPU this process alone.
+        out: the folder of the population.
+        device: None takes CUDA, then MPS, then the CPU.
+        workers: number of processes; None takes one per core on the CPU, and only this process on a GPU.
         halving: the option ``--halving``.
-        console: of results.
+        console: the console for results.
 
     Raises:
-        ConfigError: torchrun launched this process, or a value is wrong.
+        ConfigError: torchrun launched this process, or a value is invalid.
         SystemExit: 1 if a run failed.
     """
     if launched():
-        raise ConfigError("several runs are dealt over processes without torchrun; use --workers, or one run on ranks")
+        raise ConfigError("several runs are spread over processes without torchrun; use --workers, or one run on ranks")
     from treadle.device import get_device
     from treadle.population import Population
 
@@ -236,7 +236,7 @@ def train_several(
 
 @dataclass(frozen=True)
 class _Renamed:
-    """Factory that is called without the ``+`` of new keys, which is no part of a name, and puts it back."""
+    """Factory called with setting names without the ``+`` of new keys, which it adds again."""
 
     make: Callable[..., Callable[[], Any]]
     found: Several
@@ -248,7 +248,7 @@ class _Renamed:
 
 @contextlib.contextmanager
 def members_named() -> Iterator[None]:
-    """Show warnings of runs that take turns with the run's name, and nothing else of them."""
+    """Show only the warnings of interleaved runs, each with the name of its run."""
     from treadle.engine.voice import VOICE
 
     def name(record: logging.LogRecord) -> bool:

@@ -37,48 +37,48 @@ SmilesColumn = Annotated[
 ]
 Split = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="train, val or test; not of text.  [default: test]", show_default=False),
+    typer.Option(help="train, val or test; not for text.  [default: test]", show_default=False),
 ]
 Out = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
-        help="A file .npz or .csv.  [default: predictions_SPLIT.npz in the run folder; of text continuations.csv, "
+        help="A .npz or .csv file.  [default: predictions_SPLIT.npz in the run folder; for text continuations.csv, "
         "with --smiles predictions_smiles.csv]",
         show_default=False,
     ),
 ]
 Prompt = Annotated[
     Optional[list[str]],  # noqa: UP045
-    typer.Option(help="Of text: what a text begins with; may be given several times.", show_default=False),
+    typer.Option(help="Text: a prompt to continue; may be given several times.", show_default=False),
 ]
 Count = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(help="Of text: texts for each prompt.", min=1, show_default=False),
+    typer.Option(help="Text: continuations per prompt.", min=1, show_default=False),
 ]
 NumTokens = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(help="Of text: at most so many tokens are added.", min=1, show_default=False),
+    typer.Option(help="Text: maximum number of tokens to add.", min=1, show_default=False),
 ]
 Seed = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(help="Of text: seeds the draws.", show_default=False),
+    typer.Option(help="Text: seed of the sampling.", show_default=False),
 ]
 Smiles = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(
         metavar="FILE",
-        help="Of graphs: molecules to predict, a .csv with a column of SMILES or a file with one SMILES a line.",
+        help="Graphs: molecules to predict, as a .csv with a column of SMILES or a file with one SMILES per line.",
         show_default=False,
     ),
 ]
 Member = Annotated[
     Optional[list[Path]],  # noqa: UP045
     typer.Option(
-        help="Of graphs, with --smiles: a further RUN; may be given several times.",
+        help="Graphs, with --smiles: another RUN; may be given several times.",
         show_default=False,
     ),
 ]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Of text: take the likeliest token each time.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Text: always take the most likely token.")]
 
 
 def predict(
@@ -97,19 +97,19 @@ def predict(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write the predictions of a run's best weights on a split, beside the true values where they are known.
+    """Predict a split with the best weights of a run, and write the predictions with the true values if known.
 
-    Graphs: predictions and targets. Spectra: the latent of each spectrum and the row of the data set. Astro: each
-    question of one modality from others. A run of a configuration file: what the trainer's predict_step(input) returns
-    for the batches of its build_predict_data_loader(); --split has no meaning there.
+    Graphs: predictions and targets. Spectra: the latent of each spectrum and its row in the data set. Astro: each
+    prediction of one modality from others. A run of a configuration file: what the trainer's predict_step(input)
+    returns for the batches of its build_predict_data_loader(); --split does not apply there.
 
-    Text: continuations of prompts, drawn as the run drew its samples but for the options given, by the model before its
-    fine-tuning, or after it where RUN is the folder lora of the run.
+    Text: continuations of prompts, sampled with the settings of the run unless an option says otherwise, by the model
+    before its fine-tuning, or after it if RUN is the run's folder lora.
 
-    With --smiles, a run on molecules predicts those of a file: its columns, and the prediction of each target; the
-    probability, where the targets are labels. Of several runs that differ by the seed, this is their mean, with the
-    standard deviation beside it. A SMILES that cannot be read keeps its row, without prediction. The data that the run
-    was trained on are not needed.
+    With --smiles, a run on molecules predicts those of a file. The output has the columns of the file and the
+    prediction of each target, or its probability if the targets are labels. For several runs that differ by seed, this
+    is their mean, followed by the standard deviation. A SMILES that cannot be read keeps its row, without prediction.
+    The training data is not needed.
 
     \b
     Examples:
@@ -146,7 +146,7 @@ def _predict_split(
     messages: Console,
     results: Console,
 ) -> None:
-    """Write what a run predicts for the samples of a split, or for prompts."""
+    """Write the predictions of a run for a split or for prompts."""
     _refuse_idle(given, stored)
     chosen = stored.split(given["split"])
     options = {name: value for name, value in given.items() if name in stored.pack.takes and name != "split"}
@@ -172,17 +172,17 @@ def _refuse_idle(given: Mapping[str, Any], stored: StoredRun) -> None:
 
 
 def _the_only(runs: Sequence[Path], smiles_column: str | None) -> Path:
-    """Return the run of a command without ``--smiles``, or raise ConfigError for what only that takes."""
+    """Return the run of a command without ``--smiles``, or raise ConfigError for what only ``--smiles`` allows."""
     if len(runs) > 1 or smiles_column is not None:
         idle = f"{len(runs)} runs" if len(runs) > 1 else f"--smiles-column {smiles_column}"
-        raise ConfigError(f"{idle}: has a meaning only with --smiles FILE")
+        raise ConfigError(f"{idle}: only allowed with --smiles FILE")
     return runs[0]
 
 
 def _refuse_beside_smiles(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None and value is not False and value != []:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: has no meaning with --smiles")
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: does not apply with --smiles")
 
 
 def _predict_smiles(
@@ -235,15 +235,15 @@ def _check_suffix(out: Path | None) -> None:
 
 
 def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> Path:
-    """Write named arrays as .npz, or as the columns of a .csv, the whole old file or the whole new one.
+    """Write named arrays atomically, as .npz or as the columns of a .csv.
 
     Args:
-        arrays: for a .csv equally long; what has several columns becomes ``name_0``, ``name_1``, ...
+        arrays: of equal length for a .csv; an array with several columns becomes ``name_0``, ``name_1``, ...
         path: its suffix selects the format.
-        nan: text of NaN in a .csv.
+        nan: how NaN is written in a .csv.
 
     Raises:
-        ConfigError: the arrays are of several lengths and the file is a .csv.
+        ConfigError: the arrays differ in length and the file is a .csv.
         CheckpointError: the file cannot be written.
 
     Example:

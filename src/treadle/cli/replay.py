@@ -12,8 +12,8 @@ from treadle.cli.pack_options import AsJson
 
 
 def replay(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder; it is only read.")],
-    step: Annotated[int, typer.Option(min=1, help="The step to run again, counted from 1.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, which is only read.")],
+    step: Annotated[int, typer.Option(min=1, help="The step to rerun, counted from 1.")],
     arguments: Annotated[
         Optional[list[str]],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Argument(
@@ -24,7 +24,7 @@ def replay(
     ] = None,
     script: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="Your own script or configuration, whose workspace or save_dir RUN is.", show_default=False),
+        typer.Option(help="Your script or configuration, whose workspace or save_dir is RUN.", show_default=False),
     ] = None,
     save: Annotated[
         Optional[Path],  # noqa: UP045
@@ -32,21 +32,21 @@ def replay(
     ] = None,
     device: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="cpu, cuda, cuda:1, mps; of the run of a pack only.", show_default=False),
+        typer.Option(help="cpu, cuda, cuda:1, mps; only for a run of a pack.", show_default=False),
     ] = None,
     pdb: Annotated[
-        bool, typer.Option("--pdb", help="Stop in the debugger inside the step, before the optimizer's.")
+        bool, typer.Option("--pdb", help="Stop in the debugger inside the step, before the optimizer step.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run one step of a finished or broken run again and compare it with the run's record, to the bit.
+    """Rerun one step of a finished or broken run and compare it with the run's record, to the bit.
 
-    It starts from the nearest checkpoint before the step, or from the run's beginning, and runs every step up to the
-    one asked for. A run of `treadle train` is built again from what its folder holds; for a run of your own script, or
-    of a configuration that has moved, give --script. A replay runs the code of the run: give only runs that you trust.
-    With --pdb, model, batch and grads are at hand inside the step.
+    The replay starts from the nearest checkpoint before the step, or from the beginning of the run, and runs every step
+    up to the requested one. A run of `treadle train` is rebuilt from its folder; for a run of your own script, or of a
+    configuration that has moved, give --script. A replay executes the code of the run: only replay runs that you trust.
+    With --pdb, model, batch and grads are available inside the step.
 
-    Leaves with 0 if the step is equal or the run kept no record, 3 if it differs, 2 for a wrong setting.
+    Exit code: 0 if the step is equal or the run kept no record, 3 if it differs, 2 for an invalid setting.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""A replayed step on a terminal, beside the record of its run."""
+"""Terminal output of a replay: the step compared with the record of its run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def replay_and_report(
     results: Console,
     messages: Console,
 ) -> bool | None:
-    """Run a step again, save its batch if asked to, and show it beside its record.
+    """Rerun a step, save its batch if requested, and print it with its record.
 
     Returns:
-        Whether the step equals its record; None without a record.
+        Whether the step equals its record; None if there is no record.
 
     Raises:
-        ConfigError: an argument does not fit the others, or the run has no such step.
+        ConfigError: the arguments contradict each other, or the run has no such step.
     """
     replay = replay_and_compare(
         run, step, script=script, arguments=arguments, device=device, debug=debug, messages=messages
@@ -52,7 +52,7 @@ def replay_and_report(
 
 
 def print_step(values: Mapping[str, Any], console: Console) -> None:
-    """Print a result for people to read."""
+    """Print a result in readable form."""
     first, last = values["position"] - max(len(values["sample_ids"]), 1) + 1, values["position"]
     where = f"batch {last}" if first >= last else f"batches {first} to {last}"
     what = "applied" if values["applied"] else f"not applied: {values['reason']}"
@@ -61,7 +61,7 @@ def print_step(values: Mapping[str, Any], console: Console) -> None:
     _line(console, "start", f"{values['start']} (step {values['start_step']}), on {values['device']}")
     for number, ids in enumerate(values["sample_ids"]):
         name = "samples" if len(values["sample_ids"]) == 1 else f"samples {number}"
-        _line(console, name, "the loader does not say" if ids is None else ", ".join(map(str, _flat(ids))))
+        _line(console, name, "not reported by the loader" if ids is None else ", ".join(map(str, _flat(ids))))
     _line(console, "loss", repr(values["loss"]))
     if "losses" in values:
         _line(console, "losses", ", ".join(map(repr, values["losses"])))

@@ -16,11 +16,11 @@ from treadle.cli.console import errors_as_one_line, message_console, result_cons
 if TYPE_CHECKING:
     from treadle.cli.runpage.records import RunRecords
 
-_AFTERWARDS = 180.0  # seconds from the end of a training to that of its process, in which results are written
+_AFTERWARDS = 180.0  # seconds from the end of training to the end of its process, in which results are written
 
 
 def report(
-    targets: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; also a folder of runs.")],
+    targets: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders, or a folder of runs.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer on Python 3.10 reads this form)
         typer.Option(
@@ -29,16 +29,16 @@ def report(
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Rewrite it while a run trains; an open page reloads.")
+        bool, typer.Option("--watch", help="Rewrite the page while a run trains; an open page reloads.")
     ] = False,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", help="With --watch: time between two writings.")] = 10.0,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="With --watch: time between updates.")] = 10.0,
 ) -> None:
-    """Write a page about a run, or about several beside each other, into one HTML file that loads nothing.
+    """Write a page about one run, or several side by side, as one HTML file that loads nothing else.
 
-    Curves with zoom and smoothing over steps, epochs and time, skipped and retried steps, the best epoch, checkpoints
-    with sizes, settings and their differences, environment, sessions, results, pictures and samples. Runs of any face,
-    finished, stopped or running; a run shows what it has recorded. With --watch it ends when no run trains any more
-    and what a pack draws after the training is there.
+    Shows curves with zoom and smoothing over steps, epochs and time, skipped and retried steps, the best epoch,
+    checkpoints with sizes, settings and their differences, environment, sessions, results, pictures and samples. Works
+    for runs of any face, finished, stopped or running, and shows whatever they recorded. With --watch it ends once no
+    run is training and the plots that a pack draws after training are written.
 
     \b
     Examples:
@@ -66,10 +66,10 @@ def report(
 
 
 def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interval: float) -> list[RunRecords]:
-    """Write the page again and again until no run trains any more or Ctrl-C; return what was read last.
+    """Rewrite the page until no run is training or until Ctrl-C; return the records read last.
 
-    A process whose training is finished may write results and draw pictures; it is followed until it ends, or for a
-    while where it turns to something else.
+    A process whose training is finished may still write results and plots; it is followed until it ends, or for a
+    limited time if it moves on to something else.
     """
     processes: set[int] = set()
     ended = time.monotonic()
@@ -86,13 +86,13 @@ def _follow(targets: Sequence[Path], runs: list[RunRecords], path: Path, interva
 
 
 def _processes(runs: Sequence[RunRecords]) -> set[int]:
-    """Return the processes of this machine that train in the folders of the runs."""
+    """Return the processes on this machine that train in the run folders."""
     holders = [run.holder or {} for run in runs]
     return {int(one["pid"]) for one in holders if "pid" in one and one.get("host") == socket.gethostname()}
 
 
 def _goes_on(runs: Sequence[RunRecords], processes: set[int]) -> bool:
-    """Whether one of the processes still lives after a training that was finished."""
+    """Return whether one of the processes is still alive after its training finished."""
     from treadle.checkpoint.files import process_lives
     from treadle.cli.runpage.summary import FINISHED
 
@@ -133,7 +133,7 @@ def _status(run: RunRecords) -> str:
 
 
 def _read(targets: Sequence[Path]) -> list[RunRecords]:
-    """Read the runs of the folders, also those inside of a run, such as its fine-tuning, each once."""
+    """Read the runs in the folders, including those inside another run, such as its fine-tuning, each once."""
     from treadle.cli.runpage.files import runs_below
     from treadle.cli.runpage.records import read_run
     from treadle.cli.runpage.sweep import natural
@@ -145,7 +145,7 @@ def _read(targets: Sequence[Path]) -> list[RunRecords]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the ends of the paths, as short as they can be and still differ; a run inside of another one has both."""
+    """Return the shortest unique endings of the paths; a run inside another one shows both."""
     parts = [folder.resolve().parts for folder in folders]
     depths = [len(one) - min(len(other) for other in parts if one[: len(other)] == other) for one in parts]
     length = 1

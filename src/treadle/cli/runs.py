@@ -26,17 +26,17 @@ _STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow", "failed"
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look, with all folders below.")] = Path(
-        "runs"
-    ),
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where to look, including all folders below.")
+    ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """Show the runs below a folder: status, step, best metric, time and device, the last one written to first.
+    """List the runs below a folder with status, step, best metric, time and device, most recently written first.
 
-    Status: running (a process holds the folder), finished, stopped (by a signal, or killed), failed, and ended where
-    no record tells how. A run without a best metric shows the loss of its last step in brackets. What a run has not
-    recorded is a dash. The time is that of training, without pauses. Of several seeds there are means with their
-    deviations below.
+    Status: running (a process holds the folder), finished, stopped (by a signal, or killed), failed, or ended if no
+    record tells how. A run without a best metric shows the loss of its last step in brackets. A value that was not
+    recorded is a dash. The time is training time, without pauses. For runs with several seeds, means and deviations
+    follow below.
 
     \b
     Examples:
@@ -65,7 +65,7 @@ def runs(
 
 
 def _show(found: Sequence[RunSummary], folder: Path, console: Console) -> None:
-    if not console.is_terminal:  # in a file or a pipe, as wide as it needs to be
+    if not console.is_terminal:  # in a file or a pipe, as wide as needed
         console.width = 1000
     rows = [_cells(run, folder, now=time.time()) for run in found]
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
@@ -110,7 +110,7 @@ def _cells(run: RunSummary, folder: Path, *, now: float) -> list[Text]:
 
 
 def _fitting(rows: Sequence[Sequence[Text]], width: int) -> list[int]:
-    """Return the columns that a terminal has room for, whole, without the least important ones where it is narrow."""
+    """Return the columns that fit the terminal, dropping the least important ones if it is narrow."""
     wide = [max(len(name), *(row[number].cell_len for row in rows)) for number, name in enumerate(_COLUMNS)]
     shown = list(range(len(_COLUMNS)))
     for name in _DROPPED:

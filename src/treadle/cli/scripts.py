@@ -1,4 +1,4 @@
-"""What ``scripts/train.py`` and ``scripts/evaluate.py`` do with the configuration that Hydra composed."""
+"""Implementation of ``scripts/train.py`` and ``scripts/evaluate.py``, given the configuration composed by Hydra."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_EVALUATE = ("checkpoint", "split", "batch_size", "num_workers", "device")
 
 
 def for_hydra(texts: Sequence[str]) -> list[str]:
-    """Return arguments of the script as Hydra takes them: ``+key=value`` may be there, which it writes ``++key``.
+    """Convert arguments of the script for Hydra, which writes ``+key=value`` as ``++key`` if the key may exist already.
 
     Example:
         >>> for_hydra(["+training.epochs=3", "+dataset=mine", "-m"])
@@ -34,10 +34,10 @@ def _added(text: str, known: Sequence[str]) -> bool:
 
 
 def train(cfg: Any) -> float | None:
-    """Train by a configuration, in the folder that Hydra gives the run.
+    """Train a configuration in the folder that Hydra assigns to the run.
 
     Returns:
-        The best validation metric, which a sweeper of Hydra may look for.
+        The best validation metric, which a Hydra sweeper may optimize.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
@@ -67,7 +67,7 @@ def train(cfg: Any) -> float | None:
             given=list(hydra.overrides.task),
         )
         if run.resume and hydra.mode is RunMode.MULTIRUN and PACK.holds_another(run):
-            messages.print(f"{run.out}: holds a run of another sweep, which is set aside", style="yellow", markup=False)
+            messages.print(f"{run.out}: holds a run of another sweep, now moved aside", style="yellow", markup=False)
             run = dataclasses.replace(run, resume=False)
         metrics = PACK.run(run, show_report)
     best: float | None = None if metrics is None else metrics["best_val_metric"]
@@ -77,7 +77,7 @@ def train(cfg: Any) -> float | None:
 def _settings(hydra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a run and the options of the script.
 
-    Hydra composes the groups; the texts ``key=value`` are read as by every command, where ``off`` is no text.
+    Hydra composes the groups; strings ``key=value`` are parsed as by every command, where ``off`` is not a string.
     """
     from hydra import compose
     from omegaconf import OmegaConf
@@ -86,7 +86,7 @@ def _settings(hydra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
     texts = list(hydra.overrides.task)
     of_hydra = [text for text in texts if _is_of_hydra(text, hydra.runtime.choices)]
-    # Interpolations are resolved last: they may refer to what the command line sets.
+    # Interpolations are resolved last, since they may refer to values set on the command line.
     values = _plain(compose(hydra.job.config_name, overrides=of_hydra), resolve=False)
     options = {key: values.pop(key, None) for key in _OF_TRAIN}
     settings = []
@@ -102,7 +102,7 @@ def _settings(hydra: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_of_hydra(text: str, groups: Mapping[str, Any]) -> bool:
-    """Return whether a text chooses from a group or deletes a key."""
+    """Return whether an argument selects from a group or deletes a key."""
     key = text.lstrip("+").partition("=")[0]
     return text.startswith("~") or "@" in key or key in groups
 
@@ -142,5 +142,5 @@ def _text(value: Any) -> str | None:
 
 
 def _short(path: Path) -> Path:
-    """Return a path below the working folder as a relative one, as the user thinks of it."""
+    """Return a path below the working directory as a relative path."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

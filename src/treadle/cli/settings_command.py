@@ -1,4 +1,4 @@
-"""A command whose settings are ``KEY=VALUE``."""
+"""Base of commands whose settings are ``KEY=VALUE``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of the copy of it that typer brings
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of typer's bundled copy
 
 
 class SettingsCommand(TyperCommand):
-    """Command with settings as ``KEY=VALUE``; a setting written as an option is refused with the right form."""
+    """Command with ``KEY=VALUE`` settings; a setting written as an option is rejected with the correct form."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments."""
+        """Parse the arguments."""
         words = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -26,7 +26,7 @@ class SettingsCommand(TyperCommand):
 
 
 def _as_setting(option: str, words: list[str]) -> str:
-    """Return an option in the form of a setting.
+    """Rewrite an option as a setting.
 
     Example:
         >>> _as_setting("--batch-size", ["--batch-size", "8"]), _as_setting("--lr", ["--lr=0.1"])

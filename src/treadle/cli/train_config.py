@@ -17,16 +17,16 @@ NAME = "FILE"
 
 
 class TrainGroup(TyperGroup):
-    """The commands of ``treadle train``: one for each pack, and one for the name of a file."""
+    """Command group ``treadle train``: one command for each pack, and one for a file."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the packs, and that of the command that takes files."""
+        """Return the names of the packs and of the command for files."""
         from treadle.runs.packs import pack_names
 
         return [*pack_names(), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        """Return a command; that of a pack imports the pack."""
+        """Return a command; for that of a pack, import the pack."""
         from treadle.runs.packs import pack_names
 
         if name not in pack_names():
@@ -36,7 +36,7 @@ class TrainGroup(TyperGroup):
         return pack_command(name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands; no pack of treadle is imported for its line, one of another package is."""
+        """Write the list of commands without importing treadle's own packs; packs of other packages are imported."""
         from treadle.runs.packs import SUMMARIES
 
         listed = {
@@ -46,17 +46,17 @@ class TrainGroup(TyperGroup):
         TyperGroup(commands=listed).format_commands(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that the first argument means."""
+        """Resolve the command from the first argument."""
         from treadle.runs.target import is_named_like_config
 
         file = bool(args) and is_named_like_config(args[0])
         if args and not file and args[0] not in self.list_commands(ctx):
-            # The nearest name is looked for among these.
+            # Candidates for the nearest name.
             self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command, on a rank of torchrun's with its process group around it; the run keeps its sessions."""
+        """Run the command, under torchrun inside its process group, and record the run's sessions."""
         with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
             from treadle.engine.observers import observing
             from treadle.runs.record_hooks import SessionKeeper
@@ -71,14 +71,14 @@ def on_ranks(
         typer.Option(metavar="SECONDS", help="Under torchrun: how long a rank waits for another before it fails."),
     ] = TIMEOUT,
 ) -> None:
-    """Have the options of all commands below ``treadle train``; the group itself acts on them."""
+    """Declare the options shared by all commands below ``treadle train``; the group itself handles them."""
 
 
 class FileCommand(SettingsCommand):
-    """The command that takes a file; its name in a usage line is the place of the file already."""
+    """Command that takes a file, which its name in a usage line already stands for."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the parts of the usage line behind the name of the command."""
+        """Return the parts of the usage line after the command name."""
         return [piece for piece in super().collect_usage_pieces(ctx) if NAME not in piece]
 
 
@@ -96,16 +96,16 @@ def config(
     seeds: Seeds = None,
     workers: Workers = None,
     halving: Halving = None,
-    show: Annotated[bool, typer.Option("--show-settings", help="Show every setting and its value, and leave.")] = False,
+    show: Annotated[bool, typer.Option("--show-settings", help="Show every setting with its value, and exit.")] = False,
 ) -> None:
-    """Train what a configuration file describes: your own trainer, or a run of a pack.
+    """Train from a configuration file: your own trainer, or a run of a pack.
 
-    The file has a section `trainer` with its `type` and arguments, one section for each part that the trainer takes,
-    and `imports`, your own files or modules; or `face: spectra` (any pack) and settings of that command. A file can run
-    code: give only those that you trust.
+    The file has a section `trainer` with its `type` and arguments, a section for each part that the trainer takes, and
+    `imports` for your own files or modules; or `face: spectra` (any pack) and settings of that command. A file can run
+    code: only use files that you trust.
 
     A run that was stopped resumes when the same command is run again, if its trainer has a CheckpointingHook. Its
-    workspace gets a run.json, from which `treadle replay` builds it again.
+    workspace gets a run.json, from which `treadle replay` rebuilds it.
 
     \b
     Examples:

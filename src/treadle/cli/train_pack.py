@@ -1,4 +1,4 @@
-"""The commands ``treadle train PACK``, each made from its pack."""
+"""The commands ``treadle train PACK``, each built from its pack."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from treadle.runs.tracking import tracked
 
 
 def pack_command(name: str) -> Any:
-    """Return the command that trains a pack; of one that cannot be imported, a command that prints the reason.
+    """Return the command that trains a pack; for a pack that fails to import, a command that prints the reason.
 
     Example:
         >>> pack_command("spectra").name
@@ -53,7 +53,7 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
     ) -> None:
         messages, given = message_console(), settings or []
         with errors_as_one_line(messages), log_to(messages):
-            read_halving(halving)  # a wrong one is refused before anything is read
+            read_halving(halving)  # an invalid one is rejected before anything is read
             found = several(given, seeds, lambda key: dict(pack.shown(pack.read_settings([], device))).get(key))
             if found is not None and not show:
                 make = PackMember(pack.name, tuple(found.fixed), device, resume, trackers)
@@ -71,16 +71,16 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
                     pack.train(given, out=out, device=device, resume=resume, messages=messages, show=show_report)
                 )
 
-    # The help of the argument names settings of this pack.
+    # The help of the argument shows settings of this pack.
     train.__annotations__["settings"] = Annotated[Optional[list[str]], settings_argument(pack.example)]  # noqa: UP045
     return train
 
 
 def check_each(pack: Pack[Any, Any, Any], found: Several, device: str | None) -> None:
-    """Read the settings of every run, so that a wrong one is refused before any starts.
+    """Parse the settings of every run, so that an invalid one is rejected before any starts.
 
     Raises:
-        ConfigError: a setting of a run is wrong.
+        ConfigError: a setting of a run is invalid.
     """
     for member in found.members:
         pack.read_settings([*found.fixed, *as_texts(member)], device)
@@ -95,6 +95,6 @@ def _refusing(error: ConfigError) -> Any:
 
 
 def show_settings(pack: Pack[Any, Any, Any], settings: Sequence[str], device: str | None, console: Console) -> None:
-    """Print every setting of a pack with its value, one ``key=value`` a line."""
+    """Print every setting of a pack with its value, one ``key=value`` per line."""
     for key, value in pack.shown(pack.read_settings(settings, device)):
         console.print(f"{key}={value}", markup=False, soft_wrap=True)

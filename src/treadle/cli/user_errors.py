@@ -1,4 +1,4 @@
-"""An error of the user's own code in a few lines: what it was, and where in their files."""
+"""Short descriptions of errors in user code: the error and its locations in the user's files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _OWN = (
     Path(__file__).parents[1], _TORCH, Path(typer.__file__).parent, Path(_COMMAND_LINE).parent,
     Path(sysconfig.get_paths()["stdlib"]),
 )  # fmt: skip
-_PACKAGES = ("site-packages", "dist-packages")  # a folder of packages may lie inside that of the standard library
+_PACKAGES = ("site-packages", "dist-packages")  # site-packages can be inside the standard library's folder
 
 
 def described(error: BaseException) -> str | None:
-    """Return the lines of an error that was raised in or below code of the user's.
+    """Return the lines that describe an error raised in or below user code.
 
     Args:
         error: with its traceback.
 
     Returns:
-        The error, what treadle added to it, and the places in the user's code, outermost first; None if it passed no
-        such code or the whole traceback is asked for.
+        The error, treadle's notes on it, and its locations in user code, outermost first; None if there is no user code
+        in the traceback or the whole traceback is requested.
 
     Example:
         >>> described(ValueError("not raised")) is None

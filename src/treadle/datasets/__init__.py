@@ -1,4 +1,4 @@
-"""Small real data sets that are part of the package, each with its citation and licence."""
+"""Small real data sets bundled with the package, each with its citation and licence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the array files that are part of the package."""
+"""Reader of the array files bundled with the package."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, OSError, KeyEr
 
 
 def read_arrays(file_name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, npt.NDArray[Any]]:
-    """Read the named arrays of an `.npz` file inside the package.
+    """Load the named arrays of an `.npz` file in the package.
 
     Args:
         file_name: name of the file, such as `"tecator.npz"`.
-        shapes: array name -> the shape it must have.
+        shapes: array name -> required shape.
 
     Returns:
-        Fresh, writable arrays; float16 becomes float32, everything else keeps its dtype.
+        New, writable arrays; float16 becomes float32, other dtypes are kept.
 
     Raises:
         FileNotFoundError: the file is not in the package.
-        ValueError: the file is damaged, an array is missing or has another shape.
+        ValueError: the file is damaged, or an array is missing or has the wrong shape.
 
     Example:
         >>> read_arrays("tecator.npz", {"wl": (100,)})["wl"].shape
@@ -40,7 +40,7 @@ def read_arrays(file_name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
             f"data file {file_name!r} is not in the package {_PACKAGE!r}, which should contain it: "
             "the installation is incomplete, reinstall treadle"
         )
-    # A whole read: the package may be in a zip archive, and the files are below 3 MB.
+    # Read at once: the package may be in a zip archive, and the files are below 3 MB.
     content = resource.read_bytes()
     arrays: dict[str, npt.NDArray[Any]] = {}
     try:
@@ -48,7 +48,7 @@ def read_arrays(file_name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
             for name in shapes:
                 arrays[name] = archive[name]
     except _DAMAGED as error:
-        # numpy's own words for a torn file speak of pickles, so the cause is stated here.
+        # NumPy's message for a truncated file mentions pickles, so the cause is stated here.
         raise ValueError(
             f"data file {file_name!r} of the package {_PACKAGE!r} is damaged "
             f"({type(error).__name__}: {error}): it must be an .npz archive with the arrays "

@@ -1,4 +1,4 @@
-"""Two small sets of real galaxies: a catalogue of magnitudes, and cut-outs of a deep picture."""
+"""Two small data sets of real galaxies: a catalogue of magnitudes, and cut-outs of a deep-field image."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SdssCatalog:
 class XdfCutouts:
     """Colour cut-outs of 986 galaxies of the Hubble eXtreme Deep Field, with scalars measured on them.
 
-    The picture was made for display: its pixel values, and so mag and blue-red, are not calibrated.
+    The image was made for display: its pixel values, and hence mag and blue-red, are not calibrated.
 
     Example:
         >>> load_xdf().images.shape
@@ -54,8 +54,8 @@ def load_sdss() -> SdssCatalog:
     """Load the catalogue of SDSS galaxies.
 
     Returns:
-        9,988 rows and 10 columns, float32, fresh at every call. The file writes 0 for a J or K that was not
-        measured; here these are NaN, since 0 is a legal magnitude.
+        9,988 rows and 10 columns, float32, newly created by every call. In the file an unmeasured J or K is 0; here it
+        is NaN, since 0 is a valid magnitude.
 
     Raises:
         FileNotFoundError: the data file is not in the package.
@@ -77,7 +77,7 @@ def load_xdf() -> XdfCutouts:
     """Load the cut-outs of the Hubble eXtreme Deep Field.
 
     Returns:
-        986 pictures (uint8) and 7 scalars (float32) of each, fresh at every call.
+        986 images (uint8) with 7 scalars (float32) each, newly created by every call.
 
     Raises:
         FileNotFoundError: the data file is not in the package.

@@ -1,4 +1,4 @@
-"""Two small sets of real near-infrared spectra."""
+"""Two small data sets of real near-infrared spectra."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CLASSES = ("M", "L", "T")
 class SpexSpectra:
     """Near-infrared spectra of 1,939 observations of M, L and T dwarfs, with their labels.
 
-    One object may have several rows: 332 rows belong to 148 objects that were observed more than once, and 15
-    rows repeat another row exactly. A split that must not leak keeps the rows of one `name` together.
+    One object may have several rows: 332 rows belong to 148 objects that were observed more than once, and 15 rows are
+    exact duplicates. To avoid leakage, a split must keep the rows of one `name` together.
 
     Example:
         >>> spex = load_spex()
@@ -34,7 +34,7 @@ class SpexSpectra:
     jhk: npt.NDArray[np.float32]
     """(1939, 3) magnitudes in the order of `jhk_columns`; NaN where unknown."""
     name: npt.NDArray[np.str_]
-    """(1939,) designation of the object; 1,755 different ones."""
+    """(1939,) designation of the object; 1,755 distinct ones."""
     bibcode: npt.NDArray[np.str_]
     """(1939,) the paper to cite for the spectrum."""
     wavelength_unit: str = "µm"
@@ -49,20 +49,20 @@ class SpexSpectra:
 
     @property
     def spectral_class(self) -> npt.NDArray[np.str_]:
-        """The first letter of the spectral type: (1939,) of "M", "L", "T", or "" where it is unknown."""
+        """First letter of the spectral type: (1939,) of "M", "L", "T", or "" if unknown."""
         letters = self.spt.astype("U1")
         return np.where(np.isin(letters, _CLASSES), letters, np.str_(""))
 
     @property
     def j_minus_k(self) -> npt.NDArray[np.float32]:
-        """The colour J - Ks in magnitudes: (1939,) float32, NaN where either is unknown (29 rows)."""
+        """J - Ks colour in magnitudes: (1939,) float32, NaN where either is unknown (29 rows)."""
         return self.jhk[:, 0] - self.jhk[:, 2]
 
     @property
     def synthetic_j_minus_k(self) -> npt.NDArray[np.float32]:
-        """The colour J - K in magnitudes as the spectrum has it: (1939,) float32.
+        """J - K colour in magnitudes, computed from the spectrum: (1939,) float32.
 
-        Of the mean fluxes from 1.17 to 1.33 and from 2.03 to 2.35 µm, shifted by one constant to the median of
+        Computed from the mean fluxes from 1.17 to 1.33 and from 2.03 to 2.35 µm, shifted by a constant to the median of
         `j_minus_k`. 85 colours of the catalogue differ by 0.5 to 2 mag. NaN where a mean flux is not positive.
         """
         j, k = (self._mean_flux(low, high) for low, high in ((1.17, 1.33), (2.03, 2.35)))
@@ -114,8 +114,8 @@ def load_spex() -> SpexSpectra:
     """Load the SpeX near-infrared spectra of M, L and T dwarfs.
 
     Returns:
-        1,939 spectra of 256 channels (float32, 0.9-2.4 µm) with spectral type, J, H, Ks, name and paper. The
-        arrays are fresh at every call and may be changed. Spectra were stored with 11 significant bits.
+        1,939 spectra of 256 channels (float32, 0.9-2.4 µm) with spectral type, J, H, Ks, name and paper. The arrays are
+        newly created by every call and may be modified. Spectra were stored with 11 significant bits.
 
     Raises:
         FileNotFoundError: the data file is not in the package.
@@ -148,8 +148,8 @@ def load_tecator() -> Tecator:
     """Load the Tecator near-infrared spectra of meat.
 
     Returns:
-        215 absorbance spectra of 100 channels (float32, 850-1050 nm) with water, fat and protein in per cent.
-        The arrays are fresh at every call and may be changed.
+        215 absorbance spectra of 100 channels (float32, 850-1050 nm) with water, fat and protein in per cent. The
+        arrays are newly created by every call and may be modified.
 
     Raises:
         FileNotFoundError: the data file is not in the package.

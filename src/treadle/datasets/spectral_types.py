@@ -1,4 +1,4 @@
-"""Spectral types of cool dwarfs as numbers, so that they can be plotted on one scale."""
+"""Spectral types of cool dwarfs on a numeric scale."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import numpy as np
 import numpy.typing as npt
 
 CLASS_START = {"M": 0.0, "L": 10.0, "T": 20.0}
-"""Where each class begins on the numeric scale."""
+"""Start of each class on the numeric scale."""
 
 _TYPE = re.compile(r"([MLT])\s*(\d(?:\.\d+)?)(?!\d)")
 
 
 def spectral_type_number(spt: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """Turn spectral types into numbers: M0 is 0, L0 is 10, T0 is 20, and T8.5 is 28.5.
+    """Convert spectral types to numbers: M0 is 0, L0 is 10, T0 is 20, and T8.5 is 28.5.
 
     Args:
-        spt: (N,) strings such as `"L5.0"`, `"T2"` or `"M7.0:"` (whatever follows the number is ignored).
+        spt: (N,) strings such as `"L5.0"`, `"T2"` or `"M7.0:"` (anything after the number is ignored).
 
     Returns:
-        (N,) float32; NaN where there is no class M, L or T with a subtype of 0 to 9.9.
+        (N,) float32; NaN unless it is a class M, L or T with a subtype of 0 to 9.9.
 
     Raises:
-        Nothing; a text that is no spectral type is NaN.
+        Nothing; a string that is not a spectral type gives NaN.
 
     Example:
         >>> spectral_type_number(["M8.0", "L5", ""]).tolist()
@@ -37,7 +37,7 @@ def spectral_type_number(spt: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
 
 def spectral_class_letter(spt: npt.ArrayLike) -> npt.NDArray[np.str_]:
-    """Take the class of each spectral type.
+    """Return the class of each spectral type.
 
     Args:
         spt: (N,) strings such as `"L5.0"` or `"M"`.
@@ -46,7 +46,7 @@ def spectral_class_letter(spt: npt.ArrayLike) -> npt.NDArray[np.str_]:
         (N,) "M", "L" or "T"; "" for anything else.
 
     Raises:
-        Nothing; a text that is no spectral type gives "".
+        Nothing; a string that is not a spectral type gives "".
 
     Example:
         >>> spectral_class_letter(["M8.0", "", "T2"]).tolist()

@@ -1,4 +1,4 @@
-"""Splits that keep the rows of one object together."""
+"""Splits that keep the rows of an object together."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Rows = npt.NDArray[np.intp]
 
 
 def object_groups(names: npt.NDArray[np.str_], spectra: npt.NDArray[np.float32]) -> Rows:
-    """Numbers the objects: rows of one name are one object, and so are rows whose spectra are the same to the bit.
+    """Number the objects: rows with the same name, or with bit-identical spectra, are one object.
 
-    A dozen SpeX spectra appear under two names, and a copy in another part would leak.
+    A dozen SpeX spectra appear under two names, and a duplicate in another split would leak.
 
     Args:
         names: (N,) designations.
         spectra: (N, L) values.
 
     Returns:
-        (N,) numbers from 0.
+        (N,) object numbers from 0.
 
     Example:
         >>> object_groups(np.array(["a", "b", "a", "c"]), np.array([[1.0], [2.0], [3.0], [2.0]])).tolist()
@@ -45,16 +45,16 @@ def object_groups(names: npt.NDArray[np.str_], spectra: npt.NDArray[np.float32])
 def split_by_group(
     groups: Rows, *, val_fraction: float = 0.1, test_fraction: float = 0.1, seed: int = 0
 ) -> tuple[Rows, Rows, Rows]:
-    """Deal whole groups out to training, validation and test.
+    """Split whole groups into training, validation and test.
 
     Args:
-        groups: (N,) rows of one number stay together.
-        val_fraction: share of the groups for validation; at least one group.
-        test_fraction: share of the groups for the test; at least one group.
-        seed: decides which groups go where.
+        groups: (N,) group numbers; rows of one group stay together.
+        val_fraction: fraction of the groups for validation; at least one group.
+        test_fraction: fraction of the groups for the test; at least one group.
+        seed: seed of the split.
 
     Returns:
-        The row numbers of the three parts, ascending.
+        The row indices of the three splits, ascending.
 
     Raises:
         ConfigError: there are too few groups for these fractions.

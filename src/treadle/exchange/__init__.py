@@ -1,4 +1,4 @@
-"""Weights from and for other programs: read another framework's checkpoint, write a treadle checkpoint for one."""
+"""Exchange of weights with other programs: import another framework's checkpoints, export treadle's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of models that other packages have under other names: a registry that packs write and loading reads."""
+"""Registry of adapters for models that other packages implement under different names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ADAPTERS: dict[type[nn.Module], Adapter] = {}
 
 
 def register_adapter(kind: type[nn.Module], adapt: Adapter) -> None:
-    """Register the function that renames the weights of other packages for a class of models.
+    """Register a function that renames weights of other packages for a class of models.
 
     Args:
-        kind: the class; its subclasses are adapted too.
-        adapt: takes the model, what was read and the live optimizer or None; returns the weights, and the state where
-            an optimizer is given, by the names of the model. What it does not know it returns unchanged.
+        kind: the class; subclasses are adapted too.
+        adapt: takes the model, the foreign checkpoint and the live optimizer or None; returns the weights, and the
+            optimizer state if an optimizer is given, under the model's names. It returns unknown checkpoints unchanged.
 
     Example:
         >>> class Renamed(nn.Linear): pass
@@ -34,7 +34,7 @@ def register_adapter(kind: type[nn.Module], adapt: Adapter) -> None:
 
 
 def adapted(model: nn.Module, found: ForeignCheckpoint, optimizer: Optimizer | None = None) -> ForeignCheckpoint:
-    """Return a checkpoint with the names of the model, where an adapter of its class knows those of the file."""
+    """Return a checkpoint under the model's names, if an adapter of its class knows those of the file."""
     target = unwrap(model)
     for kind in type(target).__mro__:
         if kind in _ADAPTERS:
@@ -43,7 +43,7 @@ def adapted(model: nn.Module, found: ForeignCheckpoint, optimizer: Optimizer | N
 
 
 def shaped_like(value: Tensor, live: Any) -> Tensor:
-    """Return a tensor in the shape of another where dimensions of size 1 are all that differs, else as it is.
+    """Return a tensor reshaped like another if they differ only in dimensions of size 1, else unchanged.
 
     Example:
         >>> import torch
@@ -59,15 +59,16 @@ def shaped_like(value: Tensor, live: Any) -> Tensor:
 def state_in_groups(
     state: Mapping[str, Any], names: Sequence[Sequence[str]], optimizer: Optimizer, model: nn.Module
 ) -> dict[str, Any]:
-    """Return the state of an optimizer, stored by position, in the parameter groups of a live one, by name.
+    """Return an optimizer state stored by position as the state of a live optimizer's groups, by name.
 
-    Settings of a group, such as its learning rate, are those of the group with its number in the file, or of the last.
+    Settings of a group, such as its learning rate, come from the group with the same number in the file, or from the
+    last.
 
     Args:
-        state: with as many groups as ``names``, of as many parameters.
-        names: of the parameters of each group, as the model has them.
+        state: with as many groups as ``names``, of as many parameters each.
+        names: the model's names of the parameters in each group.
         optimizer: the live one.
-        model: whose parameters it has.
+        model: the model whose parameters it holds.
     """
     live = dict(model.named_parameters())
     entries: dict[str, Any] = {}
@@ -83,7 +84,7 @@ def state_in_groups(
         first = len(numbered)
         numbered.update({first + offset: entries.get(name, {}) for offset, name in enumerate(of_group)})
         settings = dict(state["param_groups"][min(number, len(state["param_groups"]) - 1)])
-        for kernel in ("fused", "foreach"):  # how a step is computed, not what
+        for kernel in ("fused", "foreach"):  # how a step is computed, not its result
             if kernel in settings:
                 settings[kernel] = kept.get(kernel)
         groups.append({**settings, "params": list(range(first, len(numbered))), "param_names": of_group})

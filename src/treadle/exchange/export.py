@@ -1,4 +1,4 @@
-"""The weights of any checkpoint as a file that other programs read."""
+"""Export of the weights of any checkpoint as a file for other programs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _log = logging.getLogger("treadle.exchange")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
         path: the file or folder.
-        source: the weights and where they come from.
-        tensors: how many there are, tied ones once.
+        source: the weights and their origin.
+        tensors: the number of tensors, tied ones counted once.
         nbytes: their size in memory.
-        tied: the other names of weights, each with the first one.
+        tied: further names of tied weights, each with the first name.
     """
 
     path: Path
@@ -53,22 +53,22 @@ def export_weights(
     config: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Exported:
-    """Write the weights of a checkpoint for other programs, whole or not at all.
+    """Export the weights of a checkpoint for other programs, atomically.
 
     Args:
-        source: a run folder, of which the best intact checkpoint counts, or the newest where none is the best; a
-            checkpoint file; or a checkpoint of another framework, as :func:`read_foreign` reads it.
+        source: a run folder, whose best intact checkpoint is taken, or the newest if none is marked best; a checkpoint
+            file; or a checkpoint of another framework, see :func:`read_foreign`.
         to: ``"torch"``, a plain state dict; ``"safetensors"``, with step, epoch, face and versions in the header and
             tied weights stored once; ``"hf"``, a folder that ``from_pretrained`` loads.
-        out: the file, or the folder of ``"hf"``; None: in a folder ``export`` beside the checkpoint or in the run.
-        raw: take the raw weights though averaged ones were validated.
+        out: the file, or the folder for ``"hf"``; None: in a folder ``export`` next to the checkpoint or in the run.
+        raw: take the raw weights even if averaged ones were validated.
         config: for ``"hf"``: a folder with the model's ``config.json``, whose tokenizer is copied too; None: the run's
             ``pretrained`` folder, or the checkpoint's own.
         force: replace an existing file.
 
     Raises:
-        ConfigError: there is no such source, ``out`` is there already, or there is no ``config.json``.
-        CheckpointError: the source cannot be used, or the file not be written.
+        ConfigError: there is no such source, ``out`` exists already, or there is no ``config.json``.
+        CheckpointError: the source cannot be used, or the file cannot be written.
         ImportError: safetensors is needed and not installed.
 
     Example:
@@ -88,7 +88,7 @@ def export_weights(
     weights = with_memory_of_their_own(found.weights)
     odd = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if odd:
-        raise CheckpointError(f"{str(found.path)!r}: {odd[0]} is no tensor, and an export holds tensors only")
+        raise CheckpointError(f"{str(found.path)!r}: {odd[0]} is not a tensor, and an export holds only tensors")
     bad = non_finite_names({"model": weights})
     if bad:
         _log.warning("%s: %d tensors are not finite (first: %s)", found.path, len(bad), bad[0].removeprefix("model."))
@@ -149,7 +149,7 @@ def _write_pretrained(
 
 
 def _config_places(asked: Path, found: Source) -> list[Path]:
-    """Return the possible places of the model's configuration; a run's ``config.json`` holds its settings."""
+    """Return the possible folders of the model's configuration; a run's own ``config.json`` holds its settings."""
     if found.kind == "transformers":
         return [found.path]
     if asked.is_dir():

@@ -1,4 +1,4 @@
-"""Folders that Accelerate, the Hugging Face Trainer and ``save_pretrained`` write."""
+"""Reading of checkpoint folders of Accelerate, the Hugging Face Trainer and ``save_pretrained``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REASONS = (
     (r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth", f"a pickle, which is not opened, of {RANDOM}"),
     (r"scheduler(_\d+)?\.(bin|pt)", SCHEDULE),
     (r"scaler(_\d+)?\.pt", SCALER),
-    (r"training_args\.bin", "a pickled object, which is not opened: the settings are yours to give"),
+    (r"training_args\.bin", "a pickled object, which is not opened: give the settings yourself"),
     (r"sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin", "the position in the data: training starts a new epoch"),
     (r"(model|pytorch_model)_\d+\.(safetensors|bin)", "a second model; the first one is read"),
     (r"optimizer_\d+\.bin", "a second optimizer; the first one is read"),
@@ -46,10 +46,10 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
 
     Args:
         folder: the checkpoint.
-        optimizer: read its optimizer's file, which is the larger one.
+        optimizer: also read the optimizer's file, which is the larger one.
 
     Raises:
-        CheckpointError: it is none, or a file in it is damaged or holds pickled code.
+        CheckpointError: it is not such a folder, or a file in it is damaged or holds pickled code.
     """
     names = sorted(os.listdir(folder))
     weights = weights_file(folder)

@@ -1,6 +1,6 @@
-"""The parts of other frameworks' checkpoints, sorted by what means the same everywhere.
+"""The parts of other frameworks' checkpoints, sorted into what can and cannot be imported.
 
-Taken over are weights, the optimizer's state, and the numbers of step and epoch. Everything else is named in
+Weights, the optimizer's state and the counts of steps and epochs are imported. Everything else is listed in
 ``not_taken``, with the reason.
 """
 
@@ -31,26 +31,26 @@ _LIGHTNING = {
     "loops": "the position inside the epoch: training continues at the beginning of one",
     "callbacks": "the state of callbacks, which are Lightning's own",
     "lr_schedulers": SCHEDULE,
-    "hyper_parameters": "the model is yours to build with them",
-    "datamodule_hyper_parameters": "the data is yours to build with them",
+    "hyper_parameters": "build the model with them yourself",
+    "datamodule_hyper_parameters": "build the data with them yourself",
     "MixedPrecision": SCALER,
 }
 
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """What a checkpoint of another framework holds.
+    """Content of another framework's checkpoint.
 
     Attributes:
         path: the file or folder.
-        kind: what wrote it; ``"torch"`` for ``torch.save`` by hand, ``"transformers"`` for the Hugging Face Trainer and
+        kind: what wrote it; ``"torch"`` for a plain ``torch.save``, ``"transformers"`` for the Hugging Face Trainer and
             for ``save_pretrained``.
         model: the weights by name, on the CPU, without ``_orig_mod.`` and without ``prefix``.
         optimizer: the state dict of the only optimizer, or None.
-        epoch: epochs trained as the file counts them (Hugging Face counts parts of one), or None if it has no count.
+        epoch: epochs trained as the file counts them (Hugging Face counts fractions), or None if it has no count.
         step: optimizer steps, or None if it has no count.
-        not_taken: what could not be taken over, each as ``"name: why"``.
-        prefix: what was taken off the beginning of every weight's name.
+        not_taken: what could not be imported, each as ``"name: why"``.
+        prefix: the prefix removed from every weight's name.
     """
 
     path: Path
@@ -75,12 +75,12 @@ def is_own(tree: Mapping[str, Any]) -> bool:
 
 
 def from_tree(path: Path, tree: Mapping[str, Any], metadata: Mapping[str, str] | None) -> ForeignCheckpoint:
-    """Return the parts of what a file holds.
+    """Return the parts of a loaded file.
 
     Args:
         path: names it in messages.
-        tree: what the file holds.
-        metadata: of a safetensors file; None for a torch file.
+        tree: the content of the file.
+        metadata: the metadata of a safetensors file; None for a torch file.
 
     Raises:
         CheckpointError: there are no weights in it, or it is treadle's own.
@@ -100,12 +100,12 @@ def from_tree(path: Path, tree: Mapping[str, Any], metadata: Mapping[str, str] |
 
 
 def cleaned(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights without the prefixes of compiled parts in their names."""
+    """Return weights with the prefixes of compiled parts removed from their names."""
     return {clean_name(name): value for name, value in weights.items()}
 
 
 def number(value: Any, kind: type[int] | type[float]) -> Any:
-    """Return a number that a file states, or None for anything else.
+    """Return a value if it is a number, else None.
 
     Example:
         >>> number("12", int), number(None, int), number("a lot", int), number(0.75, float)
@@ -163,9 +163,9 @@ def _from_torch(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
 
 def _why(key: str, value: Any) -> str:
     if _is_state_dict(value):
-        return "weights beside those that were taken"
+        return "weights besides those that were taken"
     if is_optimizer_state(value):
-        return "the state of an optimizer beside the one that was taken"
+        return "the state of an optimizer besides the one that was taken"
     for word, reason in (("sched", SCHEDULE), ("scaler", SCALER), ("rng", RANDOM), ("random", RANDOM)):
         if word in key.lower():
             return reason
@@ -174,13 +174,15 @@ def _why(key: str, value: Any) -> str:
 
 def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
     if not _is_state_dict(tree.get("state_dict")):
-        raise CheckpointError(f"{str(path)!r} holds no weights: its state_dict is none of tensors alone")
+        raise CheckpointError(f"{str(path)!r} holds no weights: its state_dict does not hold tensors alone")
     optimizers = tree.get("optimizer_states") or []
     only = optimizers[0] if len(optimizers) == 1 and is_optimizer_state(optimizers[0]) else None
     known = {"pytorch-lightning_version", "state_dict", "optimizer_states", "epoch", "global_step", "hparams_name"}
     left_out = []
     if optimizers and only is None:
-        left_out.append(f"optimizer_states: of {len(optimizers)} optimizers; only that of a single one fits a run here")
+        left_out.append(
+            f"optimizer_states: of {len(optimizers)} optimizers; a run here takes the state of a single one"
+        )
     for key, value in tree.items():
         if key not in known and value:
             why = _LIGHTNING.get(key, "what the module or a plug-in added")
@@ -194,7 +196,7 @@ def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
 
 
 def _lightning_epochs(tree: Mapping[str, Any]) -> int | None:
-    """Return the epochs trained; ``epoch`` alone is one less in a file written at an epoch's end than after it."""
+    """Return the epochs trained; ``epoch`` is one less in a file written at an epoch's end than after it."""
     progress: Any = tree
     for key in ("loops", "fit_loop", "epoch_progress", "total", "processed"):
         progress = progress.get(key) if isinstance(progress, Mapping) else None

@@ -1,4 +1,4 @@
-"""Another framework's weights and optimizer state into a model and an optimizer of one's own, checked first."""
+"""Loading of another framework's weights and optimizer state, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from treadle.exchange.reading import read_as_named, without_prefix
 from treadle.optim.optimizer import live_order, load_optimizer_state, parameter_names
 
 _log = logging.getLogger("treadle.exchange")
-# Keys of a parameter group that any optimizer's may have: torch and schedules add them.
+# Keys that the parameter groups of any optimizer may have, added by torch and schedules.
 _ANY = {"params", "param_names", "initial_lr", "max_lr", "min_lr"}
 
 
@@ -36,22 +36,22 @@ def load_foreign(
 ) -> ForeignCheckpoint:
     """Copy the weights of another framework's checkpoint into a model, in place and strictly.
 
-    Everything is checked before anything is changed. What could not be taken over is logged as one warning.
+    Everything is checked before anything is changed. Whatever cannot be imported is logged as one warning.
 
     Args:
-        model: built as it was, on any device, wrapped or not.
-        path: what :func:`read_foreign` reads.
-        optimizer: takes the optimizer's state too, its learning rate included. torch stores that by position, so it is
-            taken only if groups, counts and shapes match, or by name where the file has names.
-        prefix: takes only the weights whose names begin with it, and takes it off: ``"model."`` for the ``self.model``
-            of a LightningModule. None takes off what every weight has before the model's own names, if anything.
+        model: built as in the original run, on any device, wrapped or not.
+        path: a file or folder, see :func:`read_foreign`.
+        optimizer: also loads the optimizer's state, including its learning rate. torch stores this by position, so it
+            is loaded only if groups, counts and shapes match, or by name if the file has names.
+        prefix: loads only the weights whose names begin with it, and removes it: ``"model."`` for the ``self.model`` of
+            a LightningModule. None removes the common prefix before the model's own names, if any.
 
     Returns:
-        What was read, named as in the model.
+        The checkpoint, under the model's names.
 
     Raises:
-        CheckpointError: names are missing, unexpected or of another shape; the optimizer's state is missing or does not
-            fit; or the checkpoint cannot be read.
+        CheckpointError: weights are missing, unexpected or of the wrong shape; the optimizer's state is missing or does
+            not fit; or the checkpoint cannot be read.
         ConfigError: no weight has the prefix.
 
     Example:
@@ -96,7 +96,7 @@ def _named_as_in(model: nn.Module, found: ForeignCheckpoint, prefix: str | None)
 
 
 def _prefix_before(live: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """Return what every saved name has before a name of the model; None if some names are the model's own anyway."""
+    """Return the prefix of every saved name before a name of the model; None if some names match without one."""
     if set(live) & set(saved):
         return None
     prefix = _likely_prefix(live, saved)
@@ -122,10 +122,10 @@ def _advice(model: nn.Module, found: ForeignCheckpoint) -> str:
 
 
 def _with_tied(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Add the names under which the model holds a weight once more and the file does not.
+    """Add the further names of the model's tied weights that the file lacks.
 
     Raises:
-        CheckpointError: the file holds two different weights where the model has one.
+        CheckpointError: the file holds two different weights for one tied weight of the model.
     """
     completed = dict(weights)
     first: dict[tuple[Any, ...], str] = {}
@@ -147,7 +147,7 @@ def _with_tied(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> d
 
 
 def _fitting_state(found: ForeignCheckpoint, optimizer: Optimizer, model: nn.Module, where: str) -> dict[str, Any]:
-    """Return the file's optimizer state with the model's names, if it fits an optimizer.
+    """Return the file's optimizer state under the model's names, if it fits an optimizer.
 
     Raises:
         CheckpointError: there is none, or groups, counts, settings or shapes differ.
@@ -163,7 +163,7 @@ def _fitting_state(found: ForeignCheckpoint, optimizer: Optimizer, model: nn.Mod
         )
     for number, (group, live) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         strange, lacking = sorted(set(group) - set(live) - _ANY), sorted(set(optimizer.defaults) - set(group))
-        if strange and lacking:  # one of the two alone: a key of the user's own, or another version of torch
+        if strange and lacking:  # only one of the two: a custom key, or another version of torch
             raise CheckpointError(
                 f"{where}: its optimizer has the settings {', '.join(strange)}, where {type(optimizer).__name__} has "
                 f"{', '.join(lacking)}; build the optimizer that was used, or load without optimizer="
@@ -177,7 +177,7 @@ def _fitting_state(found: ForeignCheckpoint, optimizer: Optimizer, model: nn.Mod
 
 
 def _check_shapes(entries: Mapping[str, Any], parameter: Tensor, name: str, where: str) -> None:
-    """Refuse state that cannot belong to a parameter; single numbers, such as step counts, fit any."""
+    """Raise for state that cannot belong to a parameter; scalars, such as step counts, fit any."""
     for key, value in entries.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
             raise CheckpointError(

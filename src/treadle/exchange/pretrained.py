@@ -1,7 +1,7 @@
-"""Models with ``save_pretrained``: the folder that ``from_pretrained`` loads, whole or not at all.
+"""Models with ``save_pretrained``: atomic writes of the folder that ``from_pretrained`` loads.
 
-The library knows such models by their methods alone and imports neither transformers nor peft. Their checkpoints are
-files like any other; the folder is a copy of the weights for other programs and is never read again.
+Such models are recognised by their methods alone; neither transformers nor peft is imported. Their checkpoints are
+ordinary files; the folder is a copy of the weights for other programs and is never read back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("treadle.checkpoint")
 
 
 def has_save_pretrained(model: nn.Module) -> bool:
-    """Return whether a model, wrapped or compiled or not, knows how to write itself into a folder.
+    """Return whether a model, wrapped, compiled or plain, has a ``save_pretrained``.
 
     Example:
         >>> has_save_pretrained(nn.Linear(1, 1))
@@ -34,17 +34,17 @@ def has_save_pretrained(model: nn.Module) -> bool:
 
 
 def write_pretrained(model: nn.Module, folder: str | Path) -> None:
-    """Let a model write its present weights and its configuration, and then puts them in the place of ``folder``.
+    """Have a model write its current weights and configuration, and replace ``folder`` by them.
 
-    Of a model with adapters that is what its own ``save_pretrained`` writes: the adapters. Weights that are not finite
-    are not written, with a warning. On several ranks the first one writes; of a sharded model all must call this.
+    For a model with adapters, its own ``save_pretrained`` writes the adapters. Non-finite weights are not written, with
+    a warning. On several ranks the first one writes; for a sharded model, all must call this.
 
     Args:
-        model: has a ``save_pretrained``; without its wrappers it is what writes, so that no name has their prefixes.
+        model: has a ``save_pretrained``; wrappers are removed before writing, so that no name has their prefixes.
         folder: replaced as a whole.
 
     Raises:
-        CheckpointError: it could not be written; the old folder is intact then.
+        CheckpointError: it could not be written; the old folder is then intact.
     """
     inner, target = unwrap(model), Path(folder)
     sharded = is_sharded(inner)
@@ -55,8 +55,8 @@ def write_pretrained(model: nn.Module, folder: str | Path) -> None:
     if bad:
         _log.warning("not writing %s: %d tensors are not finite (first: %s)", target, len(bad), bad[0])
         return
-    # Parts that were compiled one by one keep their prefix in the model's own state dict; a sharded one has no weights
-    # that another library could write.
+    # Individually compiled parts keep their prefix in the model's own state dict; a sharded model has no weights that
+    # another library could write.
     renamed = sharded or any(name != clean_name(name) for name in inner.state_dict())
     cleaned = {"state_dict": weights} if renamed else {}
     with reported(target), replacing_folder(target) as staged:
@@ -64,7 +64,7 @@ def write_pretrained(model: nn.Module, folder: str | Path) -> None:
 
 
 CONFIG = "config.json"
-_COPIED = (".json", ".txt", ".model", ".jinja")  # the configuration, and what tokenizers consist of
+_COPIED = (".json", ".txt", ".model", ".jinja")  # the configuration and the files of tokenizers
 _NOT_COPIED = ("trainer_state.json", ".index.json")
 
 
@@ -72,7 +72,7 @@ def find_config(places: Iterable[Path]) -> Path:
     """Return the first folder with a model's ``config.json``.
 
     Raises:
-        ConfigError: there is none; names where it was looked for.
+        ConfigError: there is none; the message lists the folders that were searched.
     """
     looked_in = list(places)
     for folder in looked_in:
@@ -86,7 +86,7 @@ def find_config(places: Iterable[Path]) -> Path:
 
 
 def ties_embeddings(folder: Path) -> bool:
-    """Return whether the model ties its embeddings itself when it is loaded, so that they are stored once.
+    """Return whether the model ties its embeddings on loading, so that they are stored once.
 
     Raises:
         ConfigError: the configuration cannot be read.
@@ -98,15 +98,15 @@ def ties_embeddings(folder: Path) -> bool:
 
 
 def write_folder(target: Path, config: Path, write_weights: Callable[[Path], None]) -> None:
-    """Write a folder of weights and copies of the configuration and the tokenizer; whole or not at all.
+    """Atomically write a folder of weights with copies of the configuration and the tokenizer.
 
     Args:
-        target: replaced if it is there.
+        target: replaced if it exists.
         config: the folder with the model's ``config.json``.
-        write_weights: writes ``model.safetensors`` under the path that it is given.
+        write_weights: writes ``model.safetensors`` to the given path.
 
     Raises:
-        CheckpointError: something cannot be written; what was there before is intact.
+        CheckpointError: something cannot be written; the existing folder is left intact.
     """
     with reported(target), replacing_folder(target) as staged:
         for file in sorted(config.iterdir()):

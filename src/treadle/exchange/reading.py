@@ -1,4 +1,4 @@
-"""Checkpoints of plain PyTorch, Lightning, Accelerate and the Hugging Face Trainer, read without executing them."""
+"""Safe reading of checkpoints of plain PyTorch, Lightning, Accelerate and the Hugging Face Trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.exchange.tensor_files import read_tree
 
 @checked
 def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
-    """Read a checkpoint of another framework; nothing in it is executed, and no pickled object is loaded.
+    """Read another framework's checkpoint without executing anything in it or loading pickled objects.
 
     Args:
         path: a ``.pt``, ``.pth`` or ``.bin`` file of ``torch.save`` (a state dict, or a dict with one under ``model``,
@@ -23,7 +23,7 @@ def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
             of ``save_pretrained``.
 
     Returns:
-        Its parts. If the name of every weight begins with ``module.``, as DataParallel writes it, that is taken off.
+        Its parts. If every weight's name begins with ``module.``, as DataParallel writes it, that prefix is removed.
 
     Raises:
         CheckpointError: it is missing, damaged, holds pickled objects, holds no weights, or is treadle's own.
@@ -41,11 +41,11 @@ def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
 
 
 def read_as_named(path: str | os.PathLike[str], *, optimizer: bool = True) -> ForeignCheckpoint:
-    """Read like :func:`read_foreign` but leaves ``module.`` where it is.
+    """Read like :func:`read_foreign`, but keep ``module.`` in the names.
 
     Args:
         path: a file or a folder.
-        optimizer: read the optimizer's own file of a folder too.
+        optimizer: also read a folder's optimizer file.
     """
     if os.path.isdir(path):
         return read_folder(Path(path), optimizer=optimizer)
@@ -54,12 +54,12 @@ def read_as_named(path: str | os.PathLike[str], *, optimizer: bool = True) -> Fo
 
 
 def without_prefix(found: ForeignCheckpoint, prefix: str) -> ForeignCheckpoint:
-    """Return a checkpoint whose weights are named without a prefix that they all have."""
+    """Return a checkpoint with a common prefix removed from its weights' names."""
     return replace(found, model={name.removeprefix(prefix): w for name, w in found.model.items()}, prefix=prefix)
 
 
 def without_wrapper(found: ForeignCheckpoint) -> ForeignCheckpoint:
-    """Return a checkpoint without the ``module.`` that DataParallel puts before every name."""
+    """Return a checkpoint without DataParallel's ``module.`` before every name."""
     if all(name.startswith("module.") for name in found.model):
         return without_prefix(found, "module.")
     return found

@@ -1,4 +1,4 @@
-"""Which weights an export takes: of a run the best intact checkpoint, of a file what was validated."""
+"""Sources of an export: a run's best intact checkpoint, or the validated weights of a file."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _OF_OTHERS = ("optimizer.pt", "scheduler.pt", "scaler.pt")  # in folders of the 
 
 @dataclass(frozen=True)
 class Source:
-    """Weights and where they come from.
+    """Weights and their origin.
 
     Attributes:
         path: the file or folder that was read.
         kind: what wrote it.
         weights: by name, on the CPU.
-        which: ``"ema"``, the averages that were validated; ``"model"``, the raw weights; ``"stored"``, the only ones
-            in a file that does not say.
-        face: the front end that trained them, or None.
+        which: ``"ema"``, the averages that were validated; ``"model"``, the raw weights; ``"stored"``, the only ones in
+            a file that does not distinguish them.
+        face: the face that trained them, or None.
         step: optimizer steps, or None.
         epoch: epochs, or None.
-        adapters_only: the frozen base is not in the file.
-        not_validated: names of averages that are in the file and were not validated.
-        left_out: what the checkpoint of another framework holds beside weights.
+        adapters_only: whether the file lacks the frozen base.
+        not_validated: names of averages in the file that were not validated.
+        left_out: content of another framework's checkpoint other than weights.
     """
 
     path: Path
@@ -56,13 +56,13 @@ def find_source(path: Path, *, raw: bool = False) -> Source:
     """Read the weights of a run folder, a checkpoint, or a checkpoint of another framework.
 
     Args:
-        path: of a run folder the best checkpoint counts, or the newest where none is the best; damaged ones are named
-            and passed over.
-        raw: take the raw weights though averaged ones were validated.
+        path: for a run folder, the best checkpoint is taken, or the newest if none is marked best; damaged ones are
+            reported and skipped.
+        raw: take the raw weights even if averaged ones were validated.
 
     Raises:
         ConfigError: there is no such file or folder.
-        CheckpointError: it holds no checkpoint that can be used.
+        CheckpointError: it holds no usable checkpoint.
     """
     if not os.path.lexists(path):
         raise ConfigError(f"{str(path)!r}: no such file or folder; give a run folder or a checkpoint")

@@ -1,4 +1,4 @@
-"""Files of tensors, of torch and of safetensors: read after every byte was checked, written whole or not at all."""
+"""Torch and safetensors files: verified before reading, written atomically."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, write_bytes
 from treadle.errors import CheckpointError, MissingExtraError, PickledCodeError
 
-# Metadata of an export in the header of a safetensors file, beside the names of tied weights.
+# Metadata of an export in the header of a safetensors file, in addition to the names of tied weights.
 HEADER = ("format", "treadle", "face", "step", "epoch", "weights")
 _ADVICE = "where the file was made, save the weights alone: torch.save(model.state_dict(), 'weights.pt')"
 
 
 def read_tree(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Read a torch or a safetensors file to the CPU; nothing in it is executed.
+    """Read a torch or safetensors file to the CPU without executing anything in it.
 
-    Tied weights that a safetensors file holds once, by the rule of ``safetensors.torch.save_model``, come back under
-    each of their names.
+    Tied weights stored once in a safetensors file, as ``safetensors.torch.save_model`` does, are returned under each of
+    their names.
 
     Returns:
-        (what the file holds, the metadata of a safetensors file or None for a torch file).
+        (the content, the metadata of a safetensors file or None for a torch file).
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds pickled code.
@@ -70,7 +70,7 @@ def _safetensors(part: str) -> Any:
 
 
 def with_memory_of_their_own(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies that drag no larger storage along; tied weights are one object under several names."""
+    """Return copies without larger underlying storages; tied weights become one object under several names."""
     copies: dict[str, Tensor] = to_plain(weights)
     return copies
 
@@ -109,15 +109,15 @@ def write_safetensors(
     Args:
         weights: what :func:`with_memory_of_their_own` returned.
         path: the target.
-        metadata: goes into the header.
-        drop: names that are left out, each with the name under which the same weight is kept; recorded in the header.
+        metadata: written into the header.
+        drop: names to omit, each with the name under which the same weight is kept; recorded in the header.
 
     Raises:
-        CheckpointError: the file cannot be written, or a tensor is of a kind that safetensors does not know.
+        CheckpointError: the file cannot be written, or safetensors does not support a tensor's type.
         ImportError: safetensors is not installed.
     """
     save = _safetensors(".torch").save
-    # A weight that is not dropped may still share memory with another, which safetensors refuses.
+    # A weight that is kept may still share memory with another, which safetensors refuses.
     tensors, seen = {}, set()
     for name, value in weights.items():
         if name not in drop:

@@ -1,4 +1,4 @@
-"""Graph transformers with positional encodings of nodes and pairs, on molecules and synthetic graphs.
+"""Graph transformers with node and pair positional encodings, on molecules and synthetic graphs.
 
 Importing this needs torch and numpy only; torch_geometric, rdkit and Hydra are imported where they are used.
 """

@@ -1,10 +1,10 @@
-"""Attention between the nodes of each graph, never between graphs.
+"""Attention within each graph of a batch.
 
-Shapes: N = nodes of the batch, G = graphs, S = node slots of a graph, P = listed pairs, D = width, H = heads,
-C = D / H, R = width of a pair encoding.
+Shapes: N = nodes of the batch, G = graphs, S = node slots of a graph, P = listed pairs, D = width, H = heads, C = D /
+H, R = width of a pair encoding.
 
-Nodes are laid out densely as (G, S). One graph of 200 nodes among 100 graphs of 20 would make S 200 for all of them, so
-graphs of unlike size are attended to apart: there are never more than 2·Σ nᵢ² dense pairs, whatever the sizes are.
+Nodes are laid out densely as (G, S). One graph of 200 nodes among 100 graphs of 20 would make S = 200 for all of them,
+so graphs of different sizes are processed separately: there are never more than 2·Σ nᵢ² dense pairs, for any sizes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.nn.attention import SDPBackend
 
 from treadle.errors import ConfigError
 
-_BLOCK = 64  # keys of the smallest block of torch's memory-efficient kernel
+_BLOCK = 64  # keys in the smallest block of torch's memory-efficient kernel
 
 
 class AttentionLayout(NamedTuple):
-    """Places of the nodes in the dense tensors of the attention.
+    """Positions of the nodes in the dense attention tensors.
 
-    Nodes lie in rows, and attend to nodes of the same row. Groups of rows lie one after another: group k has G_k rows
-    of S_k slots each, and with them G_k·S_k² pairs.
+    Nodes are arranged in rows and attend to nodes of the same row. Groups of rows are concatenated: group k has G_k
+    rows of S_k slots each, hence G_k·S_k² pairs.
 
     Attributes:
         groups: (G_k, S_k) of each group.
-        slot_N: (N,) slot of each node; None when the nodes already lie in their slots.
+        slot_N: (N,) slot of each node; None if the nodes are already in their slots.
         row_start_N: (N,) index of the pair (node, first slot of its row) among all pairs of the layout.
         position_N: (N,) 0-based position of the node in its row.
         masks: for each group None (attend everywhere), a bool (G_k, 1, 1 or S_k, S_k), True = may be attended to, or a
@@ -46,15 +46,15 @@ class AttentionLayout(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """Elements of the attention matrices of one head: Σ G_k·S_k²."""
+        """Number of elements of the attention matrices of one head: Σ G_k·S_k²."""
         return sum(graphs * size * size for graphs, size in self.groups)
 
 
 def group_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the slots that each graph is given: the nodes of the largest graph of its group.
+    """Return the number of slots for each graph: the nodes of the largest graph in its group.
 
     Padding at most doubles the pairs, Σ slots² ≤ 2·Σ sizes². Within this bound there are few groups, since each costs
-    separate launches; graphs of about the same size form one.
+    separate kernel launches; graphs of similar size share a group.
 
     Example:
         >>> group_sizes([3, 4, 4]), group_sizes([3, 4, 90, 80])
@@ -62,7 +62,7 @@ def group_sizes(sizes: Sequence[int]) -> list[int]:
     """
     nodes = [max(1, size) for size in sizes]
     largest = max(nodes, default=1)
-    # Graphs whose pairs differ by less than a factor of two.
+    # Graphs whose pair counts differ by less than a factor of two.
     bands = [(largest**2 // size**2).bit_length() for size in nodes]
     slots = {band: max(size for size, other in zip(nodes, bands, strict=True) if other == band) for band in set(bands)}
     spare = 2 * sum(size**2 for size in nodes) - sum(slots[band] ** 2 for band in bands)
@@ -80,15 +80,15 @@ def group_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def batch_layout(graph_N: Tensor, num_graphs: int, sizes: Sequence[int] | None = None) -> AttentionLayout:
-    """Lay out a batch of graphs of any sizes; read their sizes on the host, once, unless they are given.
+    """Lay out a batch of graphs of any sizes; reads the sizes on the host once, unless given.
 
     Args:
         graph_N: (N,) integer, the graph of each node, in any order.
-        num_graphs: G; graphs without nodes are legal.
-        sizes: nodes of each graph; with them, or where there is one graph, nothing is read.
+        num_graphs: G; graphs without nodes are allowed.
+        sizes: nodes of each graph; if given, or if there is one graph, nothing is read on the host.
 
     Raises:
-        ValueError: the sizes are not of so many graphs and nodes.
+        ValueError: the sizes do not match the numbers of graphs and nodes.
 
     Example:
         >>> layout = batch_layout(torch.tensor([0, 0, 0, 1, 1]), 2)
@@ -121,8 +121,8 @@ def batch_layout(graph_N: Tensor, num_graphs: int, sizes: Sequence[int] | None =
 
 
 def _starts(slots: Sequence[int], device: torch.device) -> tuple[tuple[tuple[int, int], ...], Tensor]:
-    """Return (G_k, S_k) of each group, and for each graph its first slot, its first pair and its slots, (3, G)."""
-    if len(slots) == 1:  # in a captured step, a copy from the host would read memory that is gone by then
+    """Return (G_k, S_k) of each group, and the first slot, first pair and number of slots of each graph, (3, G)."""
+    if len(slots) == 1:  # in a captured step, a copy from the host would read memory that has been freed
         start = torch.zeros(3, 1, dtype=torch.long, device=device)
         start[2].fill_(slots[0])
         return ((1, slots[0]),), start
@@ -141,11 +141,11 @@ def _starts(slots: Sequence[int], device: torch.device) -> tuple[tuple[tuple[int
 
 
 def padded_layout(graph_RS: Tensor) -> AttentionLayout:
-    """Lay out nodes that already lie in rows; no value is read on the host, and every shape is known.
+    """Lay out nodes that are already in rows; reads nothing on the host, and all shapes are static.
 
     Args:
         graph_RS: (R, S) integer, the graph of the node in each slot. The nodes of a graph are in one row; the padding
-            of all rows is one more graph, and attends to itself.
+            of all rows forms one more graph, and attends to itself.
 
     Example:
         >>> padded_layout(torch.tensor([[0, 0, 1]])).masks[0].int().tolist()
@@ -158,18 +158,18 @@ def padded_layout(graph_RS: Tensor) -> AttentionLayout:
 
 
 def key_mask(real_GS: Tensor) -> Tensor:
-    """Return the slots (G, 1, 1, S) that may be attended to, True = yes: the real ones, and always the first.
+    """Return the mask (G, 1, 1, S) of slots that may be attended to: the real ones, and always the first.
 
-    The first slot of a graph is real unless the graph is empty. Attending to nothing would give 0/0 = NaN.
+    The first slot of a graph is real unless the graph is empty; attending to nothing would give 0/0 = NaN.
     """
     first_S = torch.arange(real_GS.shape[1], device=real_GS.device) == 0
     return (real_GS | first_S)[:, None, None, :]
 
 
 class PairBias(nn.Module):
-    """Terms of the attention logits from encodings of listed pairs, shared by all layers.
+    """Additive attention bias from encodings of listed pairs, shared by all layers.
 
-    Pairs that are not listed, and pairs whose encoding is zero, add 0; a pair listed twice adds twice.
+    Unlisted pairs and pairs with zero encoding add 0; a pair listed twice is added twice.
 
     Example:
         >>> layout = batch_layout(torch.tensor([0, 0, 0]), 1)
@@ -183,10 +183,10 @@ class PairBias(nn.Module):
         self.proj = nn.Linear(relative_pe_dim, num_heads, bias=False)
 
     def forward(self, layout: AttentionLayout, pair_index_2P: Tensor, pair_pe_PR: Tensor) -> AttentionLayout:
-        """Return the layout with a float mask: −∞ at padding, else what the pairs add.
+        """Return the layout with a float mask: −∞ at padding, else the bias of the pairs.
 
         Args:
-            layout: of the batch, with bool masks.
+            layout: layout of the batch, with bool masks.
             pair_index_2P: (2, P) nodes of the batch; row 0 attends to row 1.
             pair_pe_PR: (P, R) encodings.
         """
@@ -197,19 +197,19 @@ class PairBias(nn.Module):
         parts = torch.split(dense, [graphs * size * size for graphs, size in layout.groups])
         biases: list[Tensor] = []
         for (graphs, size), part, mask in zip(layout.groups, parts, layout.masks, strict=True):
-            # The attention kernels want the last dimension to be contiguous.
+            # The attention kernels require a contiguous last dimension.
             bias_GHSS = part.view(graphs, size, size, -1).permute(0, 3, 1, 2).contiguous()
             biases.append(bias_GHSS if mask is None else bias_GHSS.masked_fill(~mask, -torch.inf))
         return layout._replace(masks=tuple(biases))
 
 
 class GraphAttention(nn.Module):
-    """Multi-head attention between the nodes of each graph, through ``scaled_dot_product_attention``.
+    """Multi-head attention within each graph, using ``scaled_dot_product_attention``.
 
     Args:
         hidden_dim: D, a multiple of ``num_heads``.
         num_heads: H.
-        dropout: of the attention probabilities while training.
+        dropout: dropout of the attention probabilities in training.
 
     Example:
         >>> attention = GraphAttention(8, num_heads=2)
@@ -249,10 +249,10 @@ class GraphAttention(nn.Module):
 
 
 def attend(query_GHSC: Tensor, key_GHSC: Tensor, value_GHSC: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Return ``scaled_dot_product_attention``, whose gradient has the same bits each time on a GPU.
+    """Compute ``scaled_dot_product_attention`` with a deterministic gradient on a GPU.
 
-    Where torch takes its memory-efficient kernel, several blocks add to the gradient of one query, in any order, unless
-    each has all the keys.
+    In torch's memory-efficient kernel, several blocks add to the gradient of one query in any order, unless each has
+    all the keys.
     """
     args = query_GHSC, key_GHSC, value_GHSC
     trains = query_GHSC.is_cuda and torch.is_grad_enabled() and query_GHSC.requires_grad
@@ -264,7 +264,7 @@ def attend(query_GHSC: Tensor, key_GHSC: Tensor, value_GHSC: Tensor, mask: Tenso
 
 
 def _is_split(query_GHSC: Tensor, key_GHSC: Tensor, value_GHSC: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return whether torch's kernel is the memory-efficient one, and the keys are more than those of one block."""
+    """Return whether torch uses the memory-efficient kernel and there are more keys than fit in one block."""
     if key_GHSC.shape[2] <= _BLOCK or torch.compiler.is_compiling():
         return False
     chosen: int = torch._fused_sdp_choice(query_GHSC, key_GHSC, value_GHSC, mask, dropout)
@@ -272,7 +272,7 @@ def _is_split(query_GHSC: Tensor, key_GHSC: Tensor, value_GHSC: Tensor, mask: Te
 
 
 def _bias(mask: Tensor, query_GHSC: Tensor) -> Tensor:
-    """Return a mask as what is added to the logits, (G, H, S, S), laid out as the kernel wants it."""
+    """Return a mask as an additive bias on the logits, (G, H, S, S), in the memory layout the kernel requires."""
     graphs, heads, size = query_GHSC.shape[:3]
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query_GHSC.dtype).masked_fill(~mask, -torch.inf)
@@ -280,7 +280,7 @@ def _bias(mask: Tensor, query_GHSC: Tensor) -> Tensor:
 
 
 class _WholeRows(torch.autograd.Function):
-    """Torch's memory-efficient attention, in the gradient of which a block has all keys of its queries."""
+    """Memory-efficient attention of torch, with all keys of a query in one block in the backward pass."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout: float) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""What a model of graphs must beat: the mean of the training targets, and a ridge on sums over the nodes.
+"""Baselines for graph models: the mean of the training targets, and ridge regression on summed node features.
 
 Shapes: G = graphs, F = features, T = targets.
 """
@@ -21,21 +21,21 @@ _ALPHAS = tuple(10.0**power for power in range(-3, 4))
 
 @dataclass(frozen=True)
 class GraphTable:
-    """Graphs with a target each, as a table."""
+    """Table of graphs with their targets."""
 
     sums_GF: Tensor
-    """The node features summed over each graph, float64: for zeros and ones that say what an atom is, its counts."""
+    """Node features summed over each graph, float64; for one-hot atom types, their counts."""
     num_nodes_G: Tensor
     targets_GT: Tensor
     """Float64."""
 
 
 def tabulate(graphs: Iterable[Any], num_features: int) -> GraphTable:
-    """Sum the node features of each graph; integer ``x`` is counted by type.
+    """Sum the node features of each graph; count integer ``x`` by type.
 
     Args:
-        graphs: with ``x`` and ``y``, a target or a row of targets per graph.
-        num_features: types of integer ``x``.
+        graphs: graphs with ``x`` and ``y``, a target or a row of targets per graph.
+        num_features: number of types of integer ``x``.
 
     Example:
         >>> from types import SimpleNamespace
@@ -54,7 +54,7 @@ def tabulate(graphs: Iterable[Any], num_features: int) -> GraphTable:
 
 
 def mean_baseline(train_GT: Tensor, test_GT: Tensor) -> dict[str, float]:
-    """Return the errors of predicting the mean of the training targets; unknown targets, NaN, are left out.
+    """Return the errors of predicting the mean training target; unknown targets (NaN) are ignored.
 
     Example:
         >>> mean_baseline(torch.tensor([[1.0], [3.0]]), torch.tensor([[2.5]]))
@@ -66,17 +66,17 @@ def mean_baseline(train_GT: Tensor, test_GT: Tensor) -> dict[str, float]:
 def ridge_baseline(
     features_GF: Sequence[Tensor], targets_GT: Sequence[Tensor], *, alphas: Sequence[float] = _ALPHAS
 ) -> dict[str, float]:
-    """Return the test errors of a ridge regression whose strength is chosen by the validation error.
+    """Return the test errors of ridge regression with its penalty selected by validation error.
 
-    The features are brought to mean 0 and deviation 1; the intercept is not penalised.
+    Features are standardised; the intercept is not penalised.
 
     Args:
-        features_GF: of training, validation and test.
-        targets_GT: the same.
-        alphas: strengths to choose from, per graph.
+        features_GF: features of the training, validation and test graphs.
+        targets_GT: targets of the same.
+        alphas: penalties to choose from, per graph.
 
     Returns:
-        ``mae`` and ``rmse`` of the test set, ``alpha``, and ``num_features``, those that vary.
+        ``mae`` and ``rmse`` on the test set, ``alpha``, and ``num_features``, the number of non-constant features.
 
     Raises:
         ConfigError: a target is not finite.
@@ -98,7 +98,7 @@ def ridge_baseline(
 
     def weights(alpha: float) -> Tensor:
         penalised = gram + alpha * torch.eye(len(gram), dtype=gram.dtype)
-        # Columns may depend on each other, as the counts of elements and of degrees do.
+        # Columns may be linearly dependent, like the counts of elements and of degrees.
         solution: Tensor = torch.linalg.lstsq(penalised, moment, driver="gelsd").solution
         return solution
 

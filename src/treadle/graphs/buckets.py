@@ -1,7 +1,8 @@
-"""The few shapes that batches of graphs are padded into, chosen from the sizes of a data set.
+"""Bucketing of graph batches: a few padded shapes, chosen from the sizes of a data set.
 
-Nodes lie in rows of equal length, several small graphs in one row and no graph in two (as sequences are packed for
-language models). A row for each graph would be as long as the largest of them, and mostly padding.
+Nodes are arranged in rows of equal length, with several small graphs in one row and no graph across two (like sequence
+packing for language models). With one row per graph, each row would be as long as the largest graph, and mostly
+padding.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from treadle.errors.arguments import check_least, checked
 @checked
 @dataclass(frozen=True)
 class PadBucket:
-    """The room of a padded batch: what it holds at most.
+    """Capacity of a padded batch.
 
     Example:
         >>> bucket = PadBucket(graphs=4, rows=2, row_length=8, edges=20)
@@ -28,10 +29,10 @@ class PadBucket:
     """
 
     graphs: int
-    """Real graphs; the batch has one more, which is empty."""
+    """Number of real graphs; the batch has one more, which is empty."""
     rows: int
     row_length: int
-    """Slots of a row: the nodes of the largest graph, or more. Multiples of 8 suit the attention kernels."""
+    """Slots per row: at least the nodes of the largest graph. Multiples of 8 suit the attention kernels."""
     edges: int
     """Directed edges of all graphs."""
     pairs: int = 0
@@ -45,14 +46,14 @@ class PadBucket:
 
     @property
     def reserve(self) -> int:
-        """Slots of one row that stay free, so that padding edges have nodes to join, and not few for many."""
+        """Slots of one row that stay free, so that padding edges are spread over enough padding nodes."""
         return max(1, self.row_length // 8)
 
     def place(self, sizes: Sequence[int]) -> list[int] | None:
-        """Return the first slot of each graph, largest graphs first into the first row with room; None: too many."""
+        """Return the first slot of each graph, placing the largest first; None if they do not fit."""
         if len(sizes) > self.graphs:
             return None
-        # The reserve takes part as one more graph.
+        # The reserve is treated as one more graph.
         wanted = [*sizes, self.reserve]
         filled: list[int] = []
         starts = [0] * len(wanted)
@@ -69,7 +70,7 @@ class PadBucket:
 
 
 def columns(batch: Any, name: str) -> int:
-    """Return the columns of an index (2, n) of a batch or graph; 0 when it is not there."""
+    """Return the number of columns of an index (2, n) of a batch or graph; 0 if it is absent."""
     index = getattr(batch, name, None)
     return 0 if index is None else int(index.shape[1])
 
@@ -84,22 +85,24 @@ def plan_buckets(
     multiple: int = 8,
     seed: int = 0,
 ) -> list[PadBucket]:
-    """Choose a few buckets for a data set: one that holds any batch, and smaller ones for random batches.
+    """Choose a few buckets for a data set: one that holds any batch, and smaller ones for typical batches.
 
-    They are measured on 200 random batches. The last but one has rows as long as the largest graph in ``share`` of
-    them, and holds each of those batches. With more than two buckets, the smaller ones hold equal parts of those
-    batches, in the order of their row length and nodes. A bucket that would be no smaller than the next is left out.
+    Typical batches are 200 random ones. The second largest bucket has rows as long as the largest graph in a fraction
+    ``share`` of them, and holds all of those batches. With more than two buckets, the smaller ones hold equal parts of
+    those batches, ordered by row length and number of nodes. A bucket that would be no smaller than the next is
+    omitted.
 
     Args:
-        graphs: with ``x`` and ``edge_index``; ``edge_pe_index`` and ``pair_index`` where they are there.
-        batch_size: graphs of a batch at most.
-        num_buckets: how many at most, >= 1; one is the bucket of any batch.
-        share: of the batches, above 0 and at most 1. Less of it means less padding, and more batches in the second.
-        multiple: rows are rounded up to a multiple of this.
-        seed: of the random batches.
+        graphs: graphs with ``x`` and ``edge_index``, and optionally ``edge_pe_index`` and ``pair_index``.
+        batch_size: maximum number of graphs per batch.
+        num_buckets: maximum number of buckets, >= 1; one is the bucket that holds any batch.
+        share: fraction of the batches, above 0 and at most 1. A smaller one means less padding, but more batches in the
+            largest bucket.
+        multiple: row lengths are rounded up to a multiple of this.
+        seed: seed of the random batches.
 
     Raises:
-        ConfigError: when there is no graph, or a number is outside its range.
+        ConfigError: there are no graphs, or a number is out of range.
 
     Example:
         >>> from types import SimpleNamespace
@@ -136,7 +139,7 @@ def _size(bucket: PadBucket) -> tuple[int, int]:
 def _bucket_of_any(table: torch.Tensor, batch_size: int, multiple: int) -> PadBucket:
     nodes, *others = table.sort(dim=0, descending=True).values[:batch_size].sum(0).tolist()
     row_length = _rounded(int(table[:, 0].max()), multiple)
-    # Whatever is packed first-fit, at most one row is filled to half or less; one more for the reserve.
+    # First-fit packing leaves at most one row half full or less; one more row for the reserve.
     rows = min(batch_size, 2 * -(-nodes // row_length)) + 1
     return PadBucket(batch_size, rows, row_length, *others)
 
@@ -144,7 +147,7 @@ def _bucket_of_any(table: torch.Tensor, batch_size: int, multiple: int) -> PadBu
 def _usual_batches(
     table: torch.Tensor, batch_size: int, share: float, multiple: int, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """Return random batches without those of the largest graphs, by row length, then by nodes."""
+    """Return random batches, without those with the largest graphs, sorted by row length, then by nodes."""
     size = min(batch_size, len(table))
     batches = [table[torch.randperm(len(table), generator=generator)[:size]] for _ in range(200)]
     largest = torch.stack([batch[:, 0].max() for batch in batches])
@@ -154,7 +157,7 @@ def _usual_batches(
 
 
 def _bucket_of(batches: Sequence[torch.Tensor], batch_size: int, multiple: int) -> PadBucket:
-    """Return the smallest bucket that holds each of these batches."""
+    """Return the smallest bucket that holds every one of these batches."""
     row_length = _rounded(max(int(batch[:, 0].max()) for batch in batches), multiple)
     others = torch.stack([batch[:, 1:].sum(0) for batch in batches]).amax(0).tolist()
     rows = 1

@@ -1,4 +1,4 @@
-"""What the graph face refuses before any work is lost, and what it takes where nothing was given."""
+"""Validation and defaults of GraphTrainer's arguments."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from treadle.optim.precision import PrecisionName
 
 
 class Chosen(NamedTuple):
-    """What a trainer works with."""
+    """Loss, metrics and number of outputs of a trainer."""
 
     num_classes: int | None
-    """Outputs of the model; None where the task can have any number."""
+    """Number of model outputs; None if the task allows any."""
     loss_fn: LossFn
     metrics: EpochMetrics
 
@@ -34,7 +34,7 @@ class Chosen(NamedTuple):
 def loss_and_metrics(
     model: nn.Module, task_type: str, num_classes: int | None, loss_fn: LossFn | None, metrics: EpochMetrics | None
 ) -> Chosen:
-    """Return loss and metrics as given, or those of the task.
+    """Return the given loss and metrics, or the task's defaults.
 
     Raises:
         ConfigError: the task is unknown, or the two disagree on whether predictions are logits.
@@ -63,7 +63,7 @@ def loss_and_metrics(
 
 
 def on_device(part: Any, device: torch.device) -> Any:
-    """Return a loss or metrics on a device, where they hold tensors.
+    """Move a loss or metrics to a device if they hold tensors.
 
     Example:
         >>> on_device(None, torch.device("cpu")) is None
@@ -73,10 +73,10 @@ def on_device(part: Any, device: torch.device) -> Any:
 
 
 def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
-    """Return the name of the autocast type: True is bf16, False and None are full precision.
+    """Return the name of the autocast dtype: True is bf16, False and None are full precision.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value is not supported.
 
     Example:
         >>> precision_named(True), precision_named(False), precision_named("fp16")
@@ -88,7 +88,7 @@ def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
         raise ConfigError(
             "must be False, True (bf16), 'bf16' or 'fp16'", argument="mixed_precision", value=mixed_precision
         )
-    return mixed_precision  # type: ignore[return-value]  # it is one of the names
+    return mixed_precision  # type: ignore[return-value]  # one of the names
 
 
 def check_log_every(log_every: int | None) -> None:
@@ -111,19 +111,19 @@ def best_rule(
     loaders: EvalLoaders | None,
     metrics: EpochMetrics,
 ) -> Callable[[], BestRule]:
-    """Return what makes the best rule of a call.
+    """Return a factory for the best-checkpoint rule.
 
     Args:
-        metric: a key of the validation record, or without validation of the training record; where there are several
-            loaders, without the name of one that of the first.
-        minimize: its direction; None for that of its name.
+        metric: a key of the validation record, or of the training record without validation; with several loaders and
+            no loader name, that of the first.
+        minimize: direction of the metric; None infers it from the name.
         patience: epochs without improvement, or None.
-        min_delta: smallest change that counts.
-        loaders: those evaluated after each epoch, or None.
-        metrics: tell their names where they know them.
+        min_delta: minimum change that counts.
+        loaders: loaders evaluated after each epoch, or None.
+        metrics: metrics that may provide their names.
 
     Raises:
-        ConfigError: the metric, its direction, the patience or the change is wrong.
+        ConfigError: the metric, its direction, the patience or the minimum change is invalid.
 
     Example:
         >>> best_rule("mae", None, 2, 0.0, loaders=[], metrics=get_metrics("regression"))().mode
@@ -137,5 +137,5 @@ def best_rule(
             raise missing_key(metric, known, prefix)
     mode: Mode | None = None if minimize is None else "min" if minimize else "max"
     make = partial(GraphRule, f"{prefix}{key}", mode or mode_over(key, loaders), min_delta, patience)
-    make()  # refuses bad values now
+    make()  # rejects bad values immediately
     return make

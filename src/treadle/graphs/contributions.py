@@ -1,7 +1,8 @@
-"""What each atom adds to the prediction of a molecule, in numbers and on a drawing.
+"""Atom contributions to the prediction of a molecule, and their plot.
 
-The number of an atom is the prediction less that of the same molecule with the columns of this atom at zero: its bonds
-and encodings stay. So Riniker & Landrum 2013, "Similarity maps" (J. Cheminformatics 5:43), weigh atoms of fingerprints.
+The contribution of an atom is the prediction minus that of the same molecule with the features of this atom set to
+zero, keeping its bonds and encodings. Riniker & Landrum 2013, "Similarity maps" (J. Cheminformatics 5:43), weight the
+atoms of fingerprints in this way.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ if TYPE_CHECKING:
 __all__ = ["atom_contributions", "plot_contributions", "typical_and_worst"]
 
 _PER_ROW = 4
-_COLOURS = ("#4d9dcc", "#ffffff", "#e68a4d")  # the blue and orange of all pictures, paler: letters lie on them
-_BOUND = 0.95  # quantile of the contributions that has the full colour: few atoms far off would pale all others
+_COLOURS = ("#4d9dcc", "#ffffff", "#e68a4d")  # the blue and orange of all plots, paler, since letters are drawn on them
+_BOUND = 0.95  # quantile of the contributions shown in full colour: otherwise a few outliers would make all others pale
 
 
 @checked
 @torch.no_grad()
 def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) -> Tensor:
-    """Return the outputs for a graph less those without the features of each of its nodes.
+    """Return the change of the outputs for a graph when the features of each node are removed.
 
-    A model that sums over nodes a linear function of their features gives every node its own term. Else the numbers of
-    a graph do not add up to its prediction, as two atoms may say the same.
+    For a model that sums a linear function of the node features, each node gets exactly its own term. Otherwise the
+    contributions need not add up to the prediction, since two atoms may carry the same information.
 
     Args:
-        model: with outputs of graphs; computes on its device, and keeps its mode.
-        graph: of N nodes, with ``x`` (N, F) of floats.
-        batch_size: copies of the graph in a batch.
+        model: model with graph outputs; evaluated on its device, and its mode is restored.
+        graph: graph of N nodes, with float ``x`` (N, F).
+        batch_size: copies of the graph per batch.
 
     Returns:
-        (N, T) float64 on the CPU, in the unit of the outputs: of a regression that of the target, of labels log-odds.
+        (N, T) float64 on the CPU, in the unit of the outputs: that of the target for regression, log-odds for labels.
 
     Raises:
-        ConfigError: ``x`` holds types and no columns, so that no value means an unknown atom.
+        ConfigError: ``x`` holds integer types instead of columns, so no value represents an unknown atom.
 
     Example:
         >>> from treadle.graphs import get_model
@@ -81,10 +82,10 @@ def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) ->
 
 
 def typical_and_worst(error: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[np.int64]]:
-    """Return which samples have the errors nearest to the median, and which the largest, at most four each.
+    """Return the samples with errors nearest to the median and those with the largest, at most four each.
 
     Args:
-        error: (G,) absolute; NaN is left out.
+        error: (G,) absolute errors; NaN is ignored.
 
     Example:
         >>> {name: rows.tolist() for name, rows in typical_and_worst(np.array([0.0, 9.0, 1.0, np.nan])).items()}
@@ -101,12 +102,12 @@ def typical_and_worst(error: npt.NDArray[np.float64]) -> dict[str, npt.NDArray[n
 def plot_contributions(
     rows: Mapping[str, Sequence[tuple[str, str, npt.NDArray[Any]]]], path: Path, *, unit: str
 ) -> Path:
-    """Draw molecules with their atoms coloured by what they add to the prediction, on one scale.
+    """Plot molecules with atoms coloured by their contributions to the prediction, on one scale.
 
     Args:
-        rows: the name of each row, and its molecules: SMILES, caption, and a number (N,) for each atom.
-        path: ends in ``.png``.
-        unit: of the numbers.
+        rows: row name -> molecules, each with SMILES, caption, and a value (N,) per atom.
+        path: output file, ending in ``.png``.
+        unit: unit of the values.
 
     Raises:
         ImportError: matplotlib or RDKit is not installed.
@@ -150,7 +151,7 @@ def _draw(smiles: str, colours: npt.NDArray[np.float64]) -> npt.NDArray[np.float
     canvas = draw.MolDraw2DCairo(560, 470)
     options = canvas.drawOptions()
     options.padding, options.minFontSize, options.fixedBondLength = 0.06, 14, 70
-    options.useBWAtomPalette()  # the colours of elements would be taken for contributions
+    options.useBWAtomPalette()  # element colours would be mistaken for contributions
     options.highlightRadius, options.fillHighlights = 0.42, True
     atoms = list(range(molecule.GetNumAtoms()))
     shown = {atom: tuple(map(float, colour[:3])) for atom, colour in zip(atoms, colours, strict=True)}

@@ -1,4 +1,4 @@
-"""The error of a graph run by distance: of pairs by the hops between their nodes, of graphs by the hops across them."""
+"""Error of a graph run by distance: hops between the nodes of a pair, or the diameter of a graph."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from torch import Tensor
 from treadle.graphs import GraphDataset, hop_distances
 from treadle.runs.figures import MUTED, ORANGE, PALE, label_axes, new_figure, save_figure, style_axes
 
-_FEWEST = 10  # answers that a distance must have: a mean of fewer is noise
+_FEWEST = 10  # minimum number of answers per distance: a mean of fewer is noise
 
 
 @dataclass(frozen=True)
 class ErrorsByDistance:
-    """How far off each known test answer is and how far a guess is, with the distance that the answer spans."""
+    """Errors of the model and of a constant guess for each known test target, with the target's distance."""
 
     hops: npt.NDArray[np.int64]
-    """(A,); -1 for a pair that no path connects."""
+    """(A,) hops; -1 for an unconnected pair."""
     error: npt.NDArray[np.float64]
-    """(A,) absolute error of a regression; of classes 1 where the answer is wrong, else 0."""
+    """(A,) absolute error for regression; for classes, 1 if the prediction is wrong, else 0."""
     guess: npt.NDArray[np.float64]
-    """(A,) the same of the mean, or of the most frequent class, of the training targets."""
+    """(A,) the same for predicting the mean, or the most frequent class, of the training targets."""
     of_pairs: bool
     of_classes: bool
 
     @property
     def across(self) -> str:
-        """What the distance is, in words."""
+        """Description of the distance."""
         return "hops between the two nodes" if self.of_pairs else "hops between the graph's farthest nodes"
 
     @property
     def measure(self) -> str:
-        """What the error is, in words."""
+        """Description of the error."""
         return "share of wrong answers" if self.of_classes else "mean absolute error"
 
 
@@ -47,10 +47,10 @@ def errors_by_distance(data: GraphDataset, predicted: Tensor) -> ErrorsByDistanc
 
     Args:
         data: the data set; its graphs on the CPU.
-        predicted: (A, C), raw outputs for the test set in its order.
+        predicted: (A, C), raw outputs for the test set, in order.
 
     Returns:
-        None where an answer spans no distance, as those about single nodes, or is several numbers.
+        None if targets have no distance, such as those of single nodes, or several values each.
     """
     if data.level == "node" or data.task_type == "multilabel":
         return None
@@ -87,14 +87,14 @@ def _hops(graph: Any) -> Tensor:
 
 
 def plot_distances(errors: ErrorsByDistance, path: Path) -> Path | None:
-    """Draw the mean error of every distance beside that of a guess, and how many answers there are.
+    """Plot the mean error at every distance with that of a constant guess, and the number of targets.
 
     Args:
-        errors: of the test set.
-        path: ends in ``.png``.
+        errors: errors on the test set.
+        path: output file, ending in ``.png``.
 
     Returns:
-        The path; None, and no picture, if no distance has answers enough for a mean.
+        The path; None, without a plot, if no distance has enough targets for a mean.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Encodings of a data set on disk, found again by the bytes of its graphs and by the settings, not by a name alone."""
+"""On-disk cache of encodings, keyed by the bytes of the graphs and the settings, not just a name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from treadle.graphs.encodings.many import EncodedGraphs, encode_graphs
 
 _log = logging.getLogger("treadle.graphs")
 
-# To be raised by every change of a value that an encoding gives.
+# Increment with every change of the encodings' values.
 _VERSION = 2
 
 
@@ -34,21 +34,21 @@ def cached_encodings(
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> EncodedGraphs:
-    """Return the encodings of many graphs: from a file if there is one for exactly these, else computed and written.
+    """Return the encodings of many graphs, from a file if one matches exactly, otherwise computed and written.
 
-    A file that is damaged or does not fit its name is named in a warning and rewritten; where nothing
-    can be written, a warning is logged and the encodings are returned all the same.
+    A file that is damaged or does not match its name is rewritten with a warning; if nothing can be written, a warning
+    is logged and the encodings are returned anyway.
 
     Args:
         graphs: ``(edge_index, num_nodes)`` of each.
         config: see :func:`parse_pe_config`.
-        folder: where the files lie; made when it is needed.
-        name: how the file's name begins, for those who look into the folder.
-        num_workers: processes that compute, as of :func:`encode_graphs`.
-        progress: as of :func:`encode_graphs`; not called where a file is read.
+        folder: cache folder; created if needed.
+        name: readable prefix of the file name.
+        num_workers: as for :func:`encode_graphs`.
+        progress: as for :func:`encode_graphs`; not called if a file is read.
 
     Raises:
-        ConfigError: a setting is wrong, or a graph names a node that it does not have.
+        ConfigError: a setting is invalid, or an edge refers to a node outside its graph.
 
     Example:
         >>> import tempfile, torch

@@ -1,4 +1,4 @@
-"""Predictions for molecules by several models of one task, with what they differ by as uncertainty."""
+"""Ensemble predictions for molecules, with the standard deviation over models as uncertainty."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TASKS = ("regression", "multilabel")
 
 
 class SmilesPrediction(NamedTuple):
-    """What an ensemble predicts for M molecules and T targets."""
+    """Ensemble prediction for M molecules and T targets."""
 
     mean: Tensor
-    """(M, T) float64: values, or probabilities of a multilabel task; NaN where a SMILES gives no graph."""
+    """(M, T) float64: values, or probabilities for a multilabel task; NaN for a SMILES that could not be converted."""
     deviation: Tensor
-    """(M, T) float64: the standard deviation over the models; NaN for one model."""
+    """(M, T) float64: standard deviation over the models; NaN for one model."""
     unusable: list[str]
-    """One line about every SMILES that gave no graph."""
+    """One line for every SMILES that could not be converted."""
 
 
 @checked
@@ -44,18 +44,18 @@ def predict_smiles(
     batch_size: int = 128,
     device: torch.device | str | int | None = None,
 ) -> SmilesPrediction:
-    """Predict targets of molecules as the mean over models, such as those of several seeds.
+    """Predict targets of molecules as the mean over models, for example of several seeds.
 
     Args:
-        models: of one task, trained on graphs of `get_dataset`; moved to the device, and left in eval mode.
+        models: models of one task, trained on graphs from `get_dataset`; moved to the device and left in eval mode.
         smiles: M molecules.
-        pe_config: the encodings that they were trained with.
+        pe_config: the encodings that the models were trained with.
         task_type: ``"regression"``, or ``"multilabel"``, whose logits become probabilities.
-        batch_size: molecules of a batch.
+        batch_size: molecules per batch.
         device: None selects CUDA, then MPS, then the CPU.
 
     Raises:
-        ConfigError: there are no models or molecules, or the task is another.
+        ConfigError: there are no models or molecules, or the task is not supported.
         ImportError: rdkit or torch_geometric is missing.
 
     Example:
@@ -88,7 +88,7 @@ def predict_graphs(
     batch_size: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of :class:`SmilesPrediction` for M graphs, None where there is none."""
+    """Return the mean and deviation of :class:`SmilesPrediction` for M graphs, which may be None."""
     from torch_geometric.data import Batch
 
     usable = [number for number, graph in enumerate(found) if graph is not None]

@@ -1,4 +1,4 @@
-"""What a result was made with: the commit of the code, the versions of the packages, and whether two results agree."""
+"""Provenance of results: git commit, package versions, and comparison of two results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from treadle.checkpoint.store import write_text
 
 
 def get_git_info(folder: str | os.PathLike[str] = ".") -> dict[str, Any]:
-    """Return the commit, the branch and whether files differ from it, of the repository around a folder.
+    """Return the commit, the branch and whether there are uncommitted changes, of the repository around a folder.
 
     Args:
-        folder: by default the current one.
+        folder: defaults to the current one.
 
     Returns:
         ``commit``, ``branch``, ``dirty`` and ``timestamp``; ``"unknown"`` and None outside a repository or without git.
@@ -91,7 +91,7 @@ def create_reproducibility_info(config: Mapping[str, Any], seed: int) -> dict[st
 def save_reproducibility_info(
     info: Mapping[str, Any], output_dir: str | os.PathLike[str], filename: str = "reproducibility.json"
 ) -> Path:
-    """Write the information beside the results of a run; return the path."""
+    """Write the information next to the results of a run; return the path."""
     path = Path(output_dir) / filename
     write_text(json.dumps(info, indent=2, default=str) + "\n", path)
     return path
@@ -112,12 +112,12 @@ def verify_reproducibility(
     Args:
         output_dir1: folder of the first run.
         output_dir2: folder of the second.
-        metrics_file: a JSON file in both.
-        tolerance: numbers may differ by so much; 0 asks for equal ones. NaN equals NaN.
+        metrics_file: name of a JSON file in both.
+        tolerance: maximum difference of numbers; 0 requires equality. NaN equals NaN.
 
     Returns:
-        ``identical``, ``differences``, a sentence each, and ``warnings``, which name texts that tell a time or a path
-        and are not compared.
+        ``identical``, ``differences`` (one sentence each) and ``warnings``, which name strings with times or paths that
+        are not compared.
 
     Example:
         >>> import tempfile
@@ -142,7 +142,7 @@ def verify_reproducibility(
 
 
 def _differences(first: Any, second: Any, place: str, tolerance: float) -> Iterator[tuple[str, bool]]:
-    """Yield differences, each with whether it counts."""
+    """Yield each difference and whether it counts."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for key in {**first, **second}:
             here = f"{place}.{key}" if place else str(key)

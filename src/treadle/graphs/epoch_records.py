@@ -1,4 +1,4 @@
-"""Records of an epoch of the graph face: the record itself, the history, the arguments of log hooks."""
+"""Epoch records of the graph trainer, its history, and log hooks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAIN, VAL = "train_", "val_"
 
 
 class GraphRule(BestRule):
-    """A best rule over one key of a training or validation record."""
+    """Best-checkpoint rule over one key of a training or validation record."""
 
     def value_in(self, record: Mapping[str, Any]) -> float:
         """Return the metric's value in an epoch record.
@@ -41,7 +41,7 @@ class GraphRule(BestRule):
 
 
 def missing_key(key: str, known: Iterable[str], prefix: str) -> ConfigError:
-    """Return the error of a best metric that the records do not have."""
+    """Return the error for a best metric that is missing from the records."""
     which = "validation" if prefix == VAL else "training"
     return ConfigError(
         f"the {which} record has no such key; it has {', '.join(known)}", argument="metric_for_best", value=key
@@ -49,12 +49,12 @@ def missing_key(key: str, known: Iterable[str], prefix: str) -> ConfigError:
 
 
 class GraphEpochs(SelectingEpochs):
-    """An epoch driver whose records hold the metrics of training outputs, and the seconds an epoch took.
+    """Epoch driver whose records contain the metrics of training outputs and the duration of an epoch.
 
     Args:
         engine: runs the steps.
         task: turns batches into losses.
-        outputs: keeps the outputs of the training steps.
+        outputs: collects the outputs of the training steps.
     """
 
     def __init__(self, engine: Engine, task: GraphTask, outputs: TrainOutputsHook):
@@ -64,13 +64,13 @@ class GraphEpochs(SelectingEpochs):
         self._opened = time.perf_counter()
 
     def fit(self, train_loader: Iterable[Any], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """Train as the epoch driver does."""
+        """Train like the base epoch driver."""
         self._task.padding.plan(train_loader)
         self._opened = time.perf_counter()
         return super().fit(train_loader, *args, **kwargs)
 
     def train_epoch(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Train one more epoch without evaluation and selection; return its record."""
+        """Train one epoch without evaluation or selection; return its record."""
         self.prepare_alone()
         self._task.padding.plan(loader)
         self._opened = time.perf_counter()
@@ -84,7 +84,7 @@ class GraphEpochs(SelectingEpochs):
         return train_part(record)
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Return loss, metrics of training outputs, the share of padding if any, and the seconds of the epoch."""
+        """Return the loss, the metrics of training outputs, the fraction of padding if any, and the epoch's seconds."""
         metrics = self._outputs.measure()
         shares = share_of_padding(self._task.padding.used())
         padding = {f"{TRAIN}padding": shares["nodes"]} if shares else {}
@@ -108,10 +108,10 @@ class GraphEpochs(SelectingEpochs):
 
         Args:
             loader: batches.
-            mask: which rows count of batches that have masks of the field.
+            mask: mask that selects the rows that count, for batches with split masks.
 
         Raises:
-            ConfigError: the loader is empty, or its batches have other masks than this.
+            ConfigError: the loader is empty, or its batches have masks other than this one.
         """
         with self._task.counting_once(loader, mask=mask):
             return super().evaluate(loader)
@@ -119,12 +119,12 @@ class GraphEpochs(SelectingEpochs):
     def evaluate_each(
         self, loaders: Iterable[Any] | Mapping[str, Iterable[Any]], *, mask: str = "val_mask"
     ) -> dict[str, Any]:
-        """Return the results over a loader, or over each of a dict, by the rows of a mask where there are masks."""
+        """Evaluate on a loader, or on each loader of a dict, counting the rows of a mask if there are masks."""
         return self._each(loaders, lambda loader: self.evaluate(loader, mask=mask))
 
 
 def keys_of(record: Mapping[str, Any], prefix: str) -> list[str]:
-    """Return the keys that the training or validation part of an epoch's record can be selected by.
+    """Return the keys of the training or validation part of an epoch record that can be used for selection.
 
     Example:
         >>> keys_of({"epoch": 1, "train_loss": 1.0, "val_loss": 2.0, "val_mae": 1.0}, "val_")
@@ -134,7 +134,7 @@ def keys_of(record: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def train_part(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the training part of an epoch's record: ``epoch``, ``loss``, metrics, ``lr``, ``time``.
+    """Return the training part of an epoch record: ``epoch``, ``loss``, metrics, ``lr``, ``time``.
 
     Example:
         >>> train_part({"epoch": 1, "train_loss": 1.0, "time": 0.5, "val_loss": 2.0, "lr": 0.1})
@@ -145,7 +145,7 @@ def train_part(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def val_part(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validation part of an epoch's record, empty where there was no validation.
+    """Return the validation part of an epoch record; empty without validation.
 
     Example:
         >>> val_part({"epoch": 1, "train_loss": 1.0, "val_loss": 2.0})
@@ -169,7 +169,7 @@ def as_history(records: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str,
 
 
 def described(record: Mapping[str, Any]) -> str:
-    """Return the numbers of a record as a line for the log.
+    """Format the numbers of a record as a log line.
 
     Example:
         >>> described({"epoch": 1, "loss": 0.51234, "mae": 0.6})
@@ -179,7 +179,7 @@ def described(record: Mapping[str, Any]) -> str:
 
 
 class GraphHistoryFile(HistoryHook):
-    """File ``history.json``: ``{"train": [...], "val": [...]}``, one record a line."""
+    """File ``history.json``: ``{"train": [...], "val": [...]}``, one record per line."""
 
     def _write(self) -> None:
         if distributed.rank() == 0:
@@ -187,7 +187,7 @@ class GraphHistoryFile(HistoryHook):
 
 
 def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the history as JSON, NaN and infinities as null.
+    """Return the history as JSON, with NaN and infinities as null.
 
     Example:
         >>> dump_history([{"epoch": 1, "train_loss": float("nan")}])
@@ -202,12 +202,12 @@ def dump_history(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class LogHooks(IntervalHook):
-    """Users' functions ``hook(metrics, step, prefix)``, called every ``log_every`` steps and with epoch records.
+    """Hook that calls user functions ``hook(metrics, step, prefix)`` every ``log_every`` steps and with epoch records.
 
-    On several ranks only the first one calls them.
+    In distributed runs only rank 0 calls them.
 
     Args:
-        log_every: steps between step means; None or 0: none.
+        log_every: steps between step reports; None or 0 disables them.
 
     Attributes:
         hooks: the functions.
@@ -223,7 +223,7 @@ class LogHooks(IntervalHook):
         self.hooks: list[LogHook] = []
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Collect the step and report when it is time."""
+        """Collect the step and report if due."""
         if not self._reports:
             return
         self._collect(trainer)
@@ -231,15 +231,15 @@ class LogHooks(IntervalHook):
             self._report(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Keep the rest for the next report: a run may be continued."""
+        """Keep the remainder for the next report, since a run may be continued."""
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
-        """Tell the hooks ``loss``, ``lr`` and ``grad_norm``."""
+        """Report ``loss``, ``lr`` and ``grad_norm`` to the hooks."""
         shown = {key: value for key, value in means.items() if key in ("loss", "grad_norm")}
         self.tell({**shown, "lr": means["lr"][0]}, trainer.step, "step")
 
     def tell(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
-        """Call every hook with the numbers of a report, on the first rank."""
+        """Call every hook with the numbers of a report, on rank 0."""
         if distributed.rank() != 0:
             return
         for hook in self.hooks:

@@ -1,4 +1,4 @@
-"""The groups of settings in ``treadle/graphs/conf``, composed as Hydra composes them for ``scripts/train.py``."""
+"""Composition of the config groups in ``treadle/graphs/conf``, equal to Hydra's for ``scripts/train.py``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from treadle.errors import ConfigError, nearest
 CONF = "treadle.graphs.conf"
 GROUPS = ("dataset", "model", "pe", "train")
 
-_SECTIONS = {"train": "training"}  # of groups whose section has another name
+_SECTIONS = {"train": "training"}  # for groups whose section has a different name
 _SELF = "_self_"
 
 
 def compose(choices: Mapping[str, str], root: str = "quick") -> dict[str, Any]:
-    """Return the settings of the chosen files, as nested plain values.
+    """Return the settings of the chosen files as nested plain values.
 
     Args:
-        choices: group -> file; a group that is not there takes the choice of ``root``.
-        root: the file with the choices for every group.
+        choices: group -> file; a missing group uses the choice of ``root``.
+        root: file with a choice for every group.
 
     Raises:
-        ConfigError: there is no such choice; the message names the nearest.
+        ConfigError: there is no such choice; the message names the closest match.
         ImportError: OmegaConf is not installed; the message names the extra.
 
     Example:
@@ -47,7 +47,7 @@ def _options(folder: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _read(path: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return the list ``defaults`` of a file, with the file itself last by default, and its settings."""
+    """Return the ``defaults`` list of a file, with the file itself last unless listed, and its settings."""
     with as_file(files(CONF).joinpath(*f"{path}.yaml".split("/"))) as file:
         values = load_config(file)
     defaults = values.pop("defaults", [])
@@ -55,7 +55,7 @@ def _read(path: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _defaults(root: str) -> dict[str, str]:
-    """Return the choice of every group that a file makes or takes from the one that it builds on."""
+    """Return the choice of every group that a file makes or inherits."""
     found: dict[str, str] = {}
     for entry in _read(root)[0]:
         if isinstance(entry, dict):
@@ -66,13 +66,13 @@ def _defaults(root: str) -> dict[str, str]:
 
 
 def _merged(group: str, name: str, choices: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings of a file over those of the files in its ``defaults``, in their order."""
+    """Return the settings of a file merged over those of its ``defaults``, in order."""
     defaults, own = _read(f"{group}/{name}" if group else name)
     merged: dict[str, Any] = {}
     for entry in defaults:
         if entry == _SELF:
             merged = merge_configs(merged, own)
-        elif isinstance(entry, str):  # another file of the group, by its path from the folder of groups or within it
+        elif isinstance(entry, str):  # another file, by its path within the group or among all groups
             at, _, file = entry.removeprefix("/").partition("/") if entry.startswith("/") else (group, "", entry)
             merged = merge_configs(merged, _merged(at, file, choices))
         else:

@@ -1,4 +1,4 @@
-"""From node states to outputs: of graphs, of nodes, of pairs of nodes.
+"""Output heads for graphs, nodes and pairs of nodes.
 
 Shapes: N = nodes of the batch, G = graphs, P = pairs, D = hidden width, C = outputs.
 """
@@ -16,7 +16,7 @@ from treadle.graphs.row_index import RowIndex
 
 
 def read_out(nodes_ND: Tensor, graph_N: RowIndex, readout: str) -> Tensor:
-    """Join the nodes of each graph by ``"mean"``, ``"add"`` or ``"max"``; a graph without nodes gives 0.
+    """Pool the nodes of each graph by ``"mean"``, ``"add"`` or ``"max"``; a graph without nodes gives 0.
 
     Example:
         >>> graphs = RowIndex(torch.tensor([0, 0, 2]), 3)
@@ -41,15 +41,16 @@ def _mlp(input_dim: int, hidden_dim: int, num_classes: int, dropout: float) -> n
 
 
 class GraphHead(nn.Module):
-    """Outputs of whole graphs.
+    """Output head for whole graphs.
 
     Args:
         hidden_dim: D.
         num_classes: C.
-        dropout: behind the hidden layer.
-        readout: ``"mean"``, ``"add"``, ``"max"``, or ``"mean_add"``: the mean beside the sum over ``mean_nodes``. The
-            mean alone does not tell how large a graph is; sums of normalised nodes alone grow with it, and train badly.
-        mean_nodes: nodes of a training graph on average, for ``"mean_add"``.
+        dropout: dropout after the hidden layer.
+        readout: ``"mean"``, ``"add"``, ``"max"``, or ``"mean_add"``: the mean concatenated with the sum over
+            ``mean_nodes``. The mean alone carries no information about the size of a graph; sums of normalised nodes
+            alone grow with it, and train poorly.
+        mean_nodes: average number of nodes of a training graph, for ``"mean_add"``.
     """
 
     mean_nodes: Tensor | None
@@ -76,7 +77,7 @@ class GraphHead(nn.Module):
 
 
 class NodeHead(nn.Module):
-    """Outputs of nodes."""
+    """Output head for nodes."""
 
     def __init__(self, hidden_dim: int, num_classes: int, *, dropout: float) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class NodeHead(nn.Module):
 
 
 class EdgeHead(nn.Module):
-    """Outputs of the pairs ``batch.pair_index`` (2, P), the same for (i, j) and (j, i)."""
+    """Output head for the pairs ``batch.pair_index`` (2, P), symmetric in (i, j) and (j, i)."""
 
     def __init__(self, hidden_dim: int, num_classes: int, *, dropout: float) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class EdgeHead(nn.Module):
         """Return (P, C).
 
         Raises:
-            ConfigError: when the batch has no ``pair_index``.
+            ConfigError: the batch has no ``pair_index``.
         """
         first_P, second_P = needed(batch, "pair_index")
         first_PD, second_PD = (RowIndex(ends_P, len(nodes_ND)).select(nodes_ND) for ends_P in (first_P, second_P))

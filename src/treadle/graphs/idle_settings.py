@@ -1,4 +1,4 @@
-"""Settings that a user gave and that a graph run would not read."""
+"""Detection of settings that a graph run would ignore."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ _OF_SCHEDULER = {
 
 
 def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, task_type: str) -> None:
-    """Refuse what was set by hand and changes nothing beside the other settings.
+    """Reject explicit settings that have no effect in combination with the others.
 
-    The groups hold every key of a section, also those of other types, so only what was given can tell a mistake.
+    The groups contain every key of a section, including those of other types, so only explicit settings can be
+    mistakes.
 
     Args:
-        settings: the texts ``key=value`` that were given.
-        config: what was composed of them.
-        level: of the data.
-        task_type: of the data.
+        settings: the given ``key=value`` strings.
+        config: the settings composed from them.
+        level: level of the data.
+        task_type: task type of the data.
 
     Raises:
-        ConfigError: a setting would be without effect.
+        ConfigError: a setting would have no effect.
 
     Example:
         >>> from treadle.graphs.run_config import read_settings
@@ -64,7 +65,7 @@ def _value(values: Any, key: str) -> Any:
 
 
 def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[str, str]]:
-    """Give the keys, or the sections, that nothing reads, with the reason."""
+    """Yield the keys or sections that nothing reads, with the reason."""
     yield from _idle_encodings(config)
     for section, used in (("optimizer", _OF_OPTIMIZER), ("scheduler", _OF_SCHEDULER)):
         chosen = getattr(config.training, section).get("type")

@@ -1,4 +1,4 @@
-"""What the features of a batch become before the first layer.
+"""Input encoders for node and edge features.
 
 Shapes: M = nodes or edges, N = nodes, F = feature columns or types, K = columns of the node encoding, D = hidden width.
 """
@@ -19,10 +19,10 @@ from treadle.graphs.statistics import GraphStatistics
 
 
 def needed(batch: Any, name: str) -> Tensor:
-    """Return an attribute of the batch that the model cannot do without.
+    """Return an attribute of the batch that the model requires.
 
     Raises:
-        ConfigError: when it is absent.
+        ConfigError: it is missing.
     """
     value = getattr(batch, name, None)
     if not isinstance(value, Tensor):
@@ -33,30 +33,30 @@ def needed(batch: Any, name: str) -> Tensor:
 
 
 def graphs_of(batch: Any) -> tuple[Tensor, int]:
-    """Return the graph of each node (N,) and the number of graphs; a batch that names none is one graph."""
+    """Return the graph of each node (N,) and the number of graphs; a batch without this information is one graph."""
     graph_N = getattr(batch, "batch", None)
     if graph_N is None:
         x = needed(batch, "x")
         return torch.zeros(len(x), dtype=torch.long, device=x.device), 1
     sizes = noted_sizes(graph_N)
-    if sizes is not None:  # the batch itself may have to read its number of graphs from the device
+    if sizes is not None:  # the batch may have to read its number of graphs from the device
         return graph_N, len(sizes)
     num_graphs = getattr(batch, "num_graphs", None)
     return graph_N, int(graph_N.max()) + 1 if num_graphs is None else int(num_graphs)
 
 
 class FeatureEncoder(nn.Module):
-    """Integer types through a table, float columns through a linear map, with one and the same weight.
+    """Encoder for integer types (table lookup) or float columns (linear map), with a shared weight.
 
-    A table is the linear map of one-hot columns, so the model need not know which of the two a data set has, and no
-    parameter is left unused. Initialised as ``nn.Linear(num_features, hidden_dim)``.
+    A table lookup is a linear map of one-hot columns, so the model works with either, without unused parameters.
+    Initialised like ``nn.Linear(num_features, hidden_dim)``.
 
     Args:
-        num_features: F, the number of types or of columns.
+        num_features: F, the number of types or columns.
         hidden_dim: D.
-        what: names the features in messages, as in ``"x"``.
-        argument: the argument that set ``num_features``, for messages.
-        takes_fewer: whether float features may have fewer columns, since their number is not given.
+        what: name of the features for messages, such as ``"x"``.
+        argument: name of the argument that set ``num_features``, for messages.
+        takes_fewer: whether float features may have fewer columns, because their number was not given.
 
     Example:
         >>> encode = FeatureEncoder(3, 8, what="x", argument="num_features")
@@ -80,8 +80,8 @@ class FeatureEncoder(nn.Module):
         """Encode (M,) or (M, 1) integers, or (M, F) floats, into (M, D).
 
         Raises:
-            ValueError: when the shape does not fit, or an integer is outside 0 … F − 1. On a CUDA device the latter is
-                the device's own assertion, as reading the values would stop every step.
+            ValueError: the shape is wrong, or an integer is outside 0 … F − 1. On CUDA the latter is a device-side
+                assertion, since reading the values would synchronise every step.
         """
         num_features = len(self.weight)
         if features.is_floating_point():
@@ -109,20 +109,20 @@ class FeatureEncoder(nn.Module):
             ) from None
 
     def _rows_of(self, types_M: Tensor) -> Tensor:
-        """Return the row of the table for each type; on CUDA, its gradient has the same bits each time."""
+        """Return the table row of each type; its gradient is deterministic on CUDA."""
         if self.weight.is_cuda:
             return RowIndex(types_M, len(self.weight)).select(self.weight)
         return F.embedding(types_M, self.weight)
 
 
 class NodeEncodingInput(nn.Module):
-    """Network that adds an encoding of the nodes through a learned gate per channel, half open at first.
+    """Module that adds a node encoding through a learned per-channel gate, initially half open.
 
     Args:
         node_pe_dim: K.
         hidden_dim: D.
-        statistics: of the training graphs; each column is brought to mean 0 and deviation 1 by them. The columns are
-            small and differ tenfold in scale, so that they drown beside the features as they are. None: as they are.
+        statistics: statistics of the training graphs, used to standardise each column. Unscaled columns are small and
+            differ tenfold in scale, so the features dominate them. None: no scaling.
 
     Example:
         >>> NodeEncodingInput(4, 8)(torch.zeros(3, 8), torch.randn(3, 4)).shape

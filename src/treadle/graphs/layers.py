@@ -1,4 +1,4 @@
-"""Local message passing over edges, and the layer that joins it with attention inside each graph.
+"""Message-passing layers, and the graph layer that combines them with attention within each graph.
 
 Shapes: N = nodes of the batch, E = directed edges, G = graphs, D = hidden width, H = heads, C = D / H.
 """
@@ -17,13 +17,13 @@ from treadle.graphs.row_index import RowIndex
 
 
 class Structure(NamedTuple):
-    """How the nodes of a batch hang together.
+    """Connectivity of a batch.
 
     Attributes:
-        source_E: the node that each message leaves.
-        target_E: the node that it reaches.
-        graph_N: the graph of each node.
-        layout: places of the nodes in the dense attention; None without attention.
+        source_E: source node of each message.
+        target_E: target node of each message.
+        graph_N: graph of each node.
+        layout: positions of the nodes in the dense attention; None without attention.
     """
 
     source_E: RowIndex
@@ -35,7 +35,7 @@ class Structure(NamedTuple):
     def of(
         cls, edge_index_2E: Tensor, graph_N: Tensor, num_graphs: int, *, layout: AttentionLayout | None = None
     ) -> Structure:
-        """Return the structure of a batch.
+        """Build the structure of a batch.
 
         Example:
             >>> path = Structure.of(torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, dtype=torch.long), 1)
@@ -47,7 +47,7 @@ class Structure(NamedTuple):
 
 
 class GINELayer(nn.Module):
-    """MLP(h_i + Σ_j ReLU(h_j + e_ij)) (Hu et al. 2020, "Strategies for Pre-training Graph Neural Networks").
+    """GINE layer MLP(h_i + Σ_j ReLU(h_j + e_ij)) (Hu et al. 2020, "Strategies for Pre-training Graph Neural Networks").
 
     Example:
         >>> path = Structure.of(torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, dtype=torch.long), 1)
@@ -61,7 +61,7 @@ class GINELayer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(hidden_dim, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, hidden_dim))
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        """Return the local update of the nodes (N, D), and the edges (E, D) unchanged."""
         messages_ED = F.relu(structure.source_E.select(nodes_ND) + edges_ED)
         return self.mlp(nodes_ND + structure.target_E.sum(messages_ED)), edges_ED
 
@@ -79,7 +79,7 @@ class GCNLayer(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_dim))
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        """Return the local update of the nodes (N, D), and the edges (E, D) unchanged."""
         source_E, target_E = structure.source_E, structure.target_E
         ones_E1 = torch.ones(len(edges_ED), 1, device=nodes_ND.device)
         scale_N1 = (1 + target_E.sum(ones_E1)).rsqrt()
@@ -93,8 +93,8 @@ class GATLayer(nn.Module):
     """Σ_j α_ij (W h_j + U e_ij) + b per head, α a softmax over the incoming edges of i (Veličković et al. 2018).
 
     The logits are those of torch_geometric's ``GATConv`` with ``edge_dim``. There an edge feature only shifts the
-    logits, so that it is without effect on a node with one neighbour; here it is in the message as well. A node
-    without incoming edges gets b alone.
+    logits, so it has no effect on a node with one neighbour; here it is also part of the message. A node without
+    incoming edges gets only b.
     """
 
     def __init__(self, hidden_dim: int, *, num_heads: int, dropout: float) -> None:
@@ -111,7 +111,7 @@ class GATLayer(nn.Module):
             nn.init.xavier_uniform_(vector)
 
     def forward(self, nodes_ND: Tensor, edges_ED: Tensor, structure: Structure) -> tuple[Tensor, Tensor]:
-        """Return the local update of the nodes (N, D), and the edges (E, D) as they came."""
+        """Return the local update of the nodes (N, D), and the edges (E, D) unchanged."""
         source_E, target_E = structure.source_E, structure.target_E
         values_NHC = self.node(nodes_ND).unflatten(1, (self.num_heads, -1))
         edges_EHC = self.edge(edges_ED).unflatten(1, (self.num_heads, -1))
@@ -127,8 +127,8 @@ class GATLayer(nn.Module):
 class GatedGCNLayer(nn.Module):
     """U h_i + Σ_j σ_ij ⊙ V h_j / (Σ_j σ_ij + 1e-6), σ_ij = sigmoid(A h_i + B h_j + C e_ij) (Bresson & Laurent 2017).
 
-    The edges carry a state: e_ij += ReLU(LN(A h_i + B h_j + C e_ij)), unless ``update_edges`` is False, as in the last
-    layer of a model, where nothing reads it.
+    Edges have a state, e_ij += ReLU(LN(A h_i + B h_j + C e_ij)), unless ``update_edges`` is False, as in the last layer
+    of a model, where nothing reads it.
     """
 
     def __init__(self, hidden_dim: int, *, update_edges: bool) -> None:
@@ -151,7 +151,7 @@ class GatedGCNLayer(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth: a branch left out for random graphs while training, and scaled by 1 / (1 − rate) for others.
+    """Stochastic depth: in training, a branch is dropped for random graphs and scaled by 1 / (1 − rate) for the others.
 
     Example:
         >>> DropPath(0.5).eval()(torch.ones(2, 1), RowIndex(torch.tensor([0, 1]), 2)).tolist()
@@ -163,7 +163,7 @@ class DropPath(nn.Module):
         self.rate = rate
 
     def forward(self, branch_ND: Tensor, graph_N: RowIndex) -> Tensor:
-        """Return the branch (N, D), zero at all nodes of the graphs that were drawn."""
+        """Return the branch (N, D), zero at all nodes of the dropped graphs."""
         if not self.training or self.rate == 0.0:
             return branch_ND
         keep_G1 = (torch.rand(graph_N.num_rows, 1, device=branch_ND.device) >= self.rate).to(branch_ND.dtype)
@@ -171,18 +171,18 @@ class DropPath(nn.Module):
 
 
 class GraphLayer(nn.Module):
-    """One pre-norm layer: h += local(LN h) + attention(LN h), then h += FFN(LN h).
+    """Pre-norm graph layer: h += local(LN h) + attention(LN h), then h += FFN(LN h).
 
-    The sum of message passing and attention is that of GPS (Rampášek et al. 2022); its batch norms are layer norms
-    here, so that a graph does not depend on its neighbours in the batch.
+    Message passing and attention are summed as in GPS (Rampášek et al. 2022), with layer norms instead of batch norms,
+    so that a graph does not depend on the rest of the batch.
 
     Args:
         local: message passing from (nodes, edges, structure) to (update, edges); None for none.
-        attention: attention inside each graph; None for none.
+        attention: attention within each graph; None for none.
         hidden_dim: D.
-        ffn_dim: width of the feed-forward part.
-        dropout: on each of the three branches and inside the feed-forward part.
-        drop_path: probability to leave the branches out for a graph while training.
+        ffn_dim: width of the feed-forward network.
+        dropout: dropout on each of the three branches and inside the feed-forward network.
+        drop_path: probability of dropping the branches for a graph in training.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Evaluation by distance and by size: metrics of each bucket, the area under their curve, the receptive field.
+"""Evaluation by distance and size: metrics per bucket, the area under their curve, the receptive field.
 
-Shapes: A = answers, such as pairs of nodes or graphs. A bucket is ``(lowest, highest)``; ``(-1, -1)`` holds pairs
-without a path.
+Shapes: A = predictions, such as of pairs of nodes or graphs. A bucket is ``(lowest, highest)``; ``(-1, -1)`` holds
+unconnected pairs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ UNREACHABLE: Bucket = (-1, -1)
 
 
 def create_distance_buckets(max_distance: int = 20, bucket_size: int = 1) -> list[Bucket]:
-    """Return buckets from 0 to a distance, and that of pairs without a path.
+    """Return buckets from 0 to a maximum distance, and the bucket of unconnected pairs.
 
     Args:
-        max_distance: the highest distance.
-        bucket_size: distances in a bucket; the last may have fewer.
+        max_distance: maximum distance.
+        bucket_size: distances per bucket; the last may have fewer.
 
     Raises:
         ConfigError: a number is out of range.
@@ -46,11 +46,11 @@ def create_distance_buckets(max_distance: int = 20, bucket_size: int = 1) -> lis
 
 
 def create_size_buckets(sizes: Sequence[int] | Tensor, num_buckets: int = 5) -> list[Bucket]:
-    """Return buckets of graph sizes that hold about equally many graphs.
+    """Return buckets of graph sizes with about equally many graphs each.
 
     Args:
         sizes: (G,) nodes of each graph.
-        num_buckets: at most so many; equal sizes share a bucket.
+        num_buckets: maximum number of buckets; equal sizes share one.
 
     Example:
         >>> create_size_buckets([3, 4, 5, 6, 20, 30], 3)
@@ -66,13 +66,13 @@ def create_size_buckets(sizes: Sequence[int] | Tensor, num_buckets: int = 5) -> 
 def stratify_by_distance(
     predictions: Tensor, targets: Tensor, distances: Tensor, buckets: Sequence[Bucket], mask: Tensor | None = None
 ) -> dict[Bucket, dict[str, Any]]:
-    """Sort answers into buckets.
+    """Group predictions by distance bucket.
 
     Args:
         predictions: (A, ...).
         targets: (A, ...).
-        distances: (A,) integer, of pairs in hops with -1 for no path, or sizes of graphs.
-        buckets: values outside all of them are left out.
+        distances: (A,) integer, hops of pairs with -1 for unconnected ones, or sizes of graphs.
+        buckets: values outside all of them are ignored.
         mask: (A,) bool, True = counted.
 
     Returns:
@@ -95,14 +95,15 @@ def stratify_by_distance(
 def compute_metrics_per_bucket(
     stratified: Mapping[Bucket, Mapping[str, Any]], task_type: TaskName = "regression", *, from_logits: bool = True
 ) -> BucketMetrics:
-    """Return the metrics of each bucket, those of `get_metrics`, with ``count`` and ``metric``, the main one.
+    """Return the metrics of `get_metrics` for each bucket, with ``count`` and ``metric``, the main metric.
 
-    The main one is ``mae`` of a regression, ``accuracy`` of a classification, ``roc_auc`` of a binary one.
+    The main metric is ``mae`` for regression, ``accuracy`` for classification and ``roc_auc`` for binary
+    classification.
 
     Args:
-        stratified: as :func:`stratify_by_distance` returns it.
-        task_type: of the answers.
-        from_logits: whether predictions are logits; False: probabilities. Never guessed from their range.
+        stratified: from :func:`stratify_by_distance`.
+        task_type: task type of the predictions.
+        from_logits: whether predictions are logits; False: probabilities. Never inferred from their range.
 
     Example:
         >>> part = {"predictions": torch.tensor([1.0, 2.0]), "targets": torch.zeros(2), "count": 2}
@@ -129,7 +130,7 @@ def compute_metrics_per_bucket(
 
 
 def _curve(metrics: BucketMetrics, name: str) -> list[tuple[Bucket, float]]:
-    """Return the known values by rising distance."""
+    """Return the defined values in order of distance."""
     ordered = [(bucket, metrics[bucket].get(name, math.nan)) for bucket in sorted(metrics) if bucket[0] >= 0]
     return [(bucket, value) for bucket, value in ordered if not math.isnan(value)]
 
@@ -140,13 +141,13 @@ def compute_relative_performance_drop(
     baseline_bucket: Bucket = (0, 0),
     higher_is_better: bool = True,
 ) -> dict[Bucket, float]:
-    """Return how much worse each bucket is than the baseline, as a share of it: 0 as good, 1 all lost.
+    """Return the performance drop of each bucket relative to the baseline: 0 is as good, 1 a total loss.
 
     Args:
         metrics_per_bucket: from :func:`compute_metrics_per_bucket`.
-        metric_name: which value.
-        baseline_bucket: where it is absent, the nearest that has a value.
-        higher_is_better: of the value.
+        metric_name: name of the metric.
+        baseline_bucket: the reference bucket; if absent, the nearest one with a value.
+        higher_is_better: direction of the metric.
 
     Example:
         >>> compute_relative_performance_drop({(0, 0): {"metric": 0.8}, (1, 1): {"metric": 0.4}})
@@ -164,16 +165,16 @@ def compute_relative_performance_drop(
 def compute_area_under_distance_curve(
     metrics_per_bucket: BucketMetrics, metric_name: str = "metric", max_distance: int = 20, normalize: bool = True
 ) -> float:
-    """Return the area under the metric over the distance (AUDC), by trapezoids between the middles of the buckets.
+    """Return the area under the metric-distance curve (AUDC), by the trapezoidal rule over bucket midpoints.
 
     Args:
         metrics_per_bucket: from :func:`compute_metrics_per_bucket`.
-        metric_name: which value.
-        max_distance: divides the area where it is normalised.
-        normalize: whether it is.
+        metric_name: name of the metric.
+        max_distance: divisor of the area if normalised.
+        normalize: whether to normalise the area.
 
     Returns:
-        NaN without a value. Of an error, where less is better, a smaller area is better.
+        NaN if there are no values. For errors, a smaller area is better.
 
     Example:
         >>> compute_area_under_distance_curve({(d, d): {"metric": 0.5} for d in range(5)}, max_distance=4)
@@ -194,15 +195,15 @@ def find_effective_receptive_field(
     *,
     higher_is_better: bool = True,
 ) -> int:
-    """Return the largest distance at which the metric is still good, -1 for none.
+    """Return the largest distance at which the metric passes a threshold, or -1 if there is none.
 
     Args:
         metrics_per_bucket: from :func:`compute_metrics_per_bucket`.
-        metric_name: which value.
-        threshold: of the value, or of its share of the nearest bucket's.
-        relative_to_baseline: whether it is a share. Of an error the share is taken of its inverse: with 0.5 an error of
-            at most twice the nearest bucket's is good.
-        higher_is_better: of the value.
+        metric_name: name of the metric.
+        threshold: threshold of the value, or of its ratio to the nearest bucket's.
+        relative_to_baseline: whether to use the ratio. For errors it is the ratio of inverses: with 0.5 an error of at
+            most twice the nearest bucket's passes.
+        higher_is_better: direction of the metric.
 
     Example:
         >>> values = {(d, d): {"metric": 1.0 - 0.2 * d} for d in range(5)}
@@ -220,11 +221,11 @@ def find_effective_receptive_field(
 
 
 class DistanceStratifier:
-    """Answers of many batches, by distance.
+    """Accumulator of predictions over batches, grouped by distance.
 
     Args:
-        max_distance: the highest distance.
-        bucket_size: distances in a bucket.
+        max_distance: maximum distance.
+        bucket_size: distances per bucket.
 
     Example:
         >>> stratifier = DistanceStratifier(3)
@@ -238,16 +239,16 @@ class DistanceStratifier:
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def reset(self) -> None:
-        """Empty it."""
+        """Discard all predictions."""
         self._kept = []
 
     def update(self, predictions: Tensor, targets: Tensor, distances: Tensor, mask: Tensor | None = None) -> None:
-        """Add the answers of a batch; see :func:`stratify_by_distance`."""
+        """Add the predictions of a batch; see :func:`stratify_by_distance`."""
         parts = (predictions.detach().cpu(), targets.detach().cpu(), distances.cpu())
         self._kept.append(parts if mask is None else tuple(part[mask.cpu()] for part in parts))  # type: ignore[arg-type]
 
     def compute(self) -> dict[Bucket, dict[str, Any]]:
-        """Return the answers by bucket."""
+        """Return the predictions by bucket."""
         if not self._kept:
             nothing = torch.empty(0)
             return {bucket: {"predictions": nothing, "targets": nothing, "count": 0} for bucket in self.buckets}
@@ -255,18 +256,18 @@ class DistanceStratifier:
         return stratify_by_distance(predictions, targets, distances, self.buckets)
 
     def get_bucket_counts(self) -> dict[Bucket, int]:
-        """Return how many answers each bucket holds."""
+        """Return the number of predictions in each bucket."""
         return {bucket: part["count"] for bucket, part in self.compute().items()}
 
 
 class LongRangeEvaluator:
-    """How good a model is by distance.
+    """Evaluator of model performance by distance.
 
     Args:
-        max_distance: the highest distance.
-        bucket_size: distances in a bucket.
+        max_distance: maximum distance.
+        bucket_size: distances per bucket.
         task_type: ``"regression"``, ``"classification"`` or ``"binary"``.
-        from_logits: whether predictions of classes are logits.
+        from_logits: whether class predictions are logits.
 
     Example:
         >>> evaluator = LongRangeEvaluator(max_distance=3)
@@ -289,11 +290,11 @@ class LongRangeEvaluator:
         self._max_distance, self._task_type, self._from_logits = max_distance, task_type, from_logits
 
     def reset(self) -> None:
-        """Empty it."""
+        """Discard all predictions."""
         self.stratifier.reset()
 
     def update(self, predictions: Tensor, targets: Tensor, distances: Tensor, mask: Tensor | None = None) -> None:
-        """Add the answers of a batch; see :func:`stratify_by_distance`."""
+        """Add the predictions of a batch; see :func:`stratify_by_distance`."""
         self.stratifier.update(predictions, targets, distances, mask)
 
     def compute(self) -> dict[str, Any]:

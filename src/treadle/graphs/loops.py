@@ -1,6 +1,6 @@
-"""Steps and loops over batches of graphs as plain functions, for scripts that own their loop.
+"""Training and evaluation steps and loops as plain functions, for scripts with their own loop.
 
-They keep no state: nothing of them can be resumed. `GraphTrainer` does the same work with checkpoints.
+They keep no state and cannot be resumed; `GraphTrainer` does the same with checkpoints.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def train_step(
     grad_clip: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> dict[str, float]:
-    """Run forward, backward and one step of the optimizer on a batch.
+    """Run forward, backward and one optimizer step on a batch.
 
     Args:
         model: called with the batch.
-        batch: of torch_geometric, with ``y``.
-        optimizer: over the model's parameters.
-        loss_fn: ``loss_fn(pred, target)``, such as `get_loss_fn` returns.
-        device: of the model.
-        grad_clip: total 2-norm to clip to; None clips nothing.
-        scaler: with one, the forward pass runs under autocast and the loss is scaled.
+        batch: torch_geometric batch with ``y``.
+        optimizer: optimizer of the model's parameters.
+        loss_fn: ``loss_fn(pred, target)``, such as from `get_loss_fn`.
+        device: device of the model.
+        grad_clip: maximum gradient norm; None disables clipping.
+        scaler: gradient scaler; if given, the forward pass runs under autocast and the loss is scaled.
 
     Returns:
         ``loss``; with ``grad_clip`` also ``grad_norm``, the norm before clipping.
@@ -97,15 +97,15 @@ def run_eval_loop(
         model: called with each batch, in eval mode.
         loader: batches with ``y``.
         loss_fn: ``loss_fn(pred, target)``.
-        metrics: emptied first.
-        device: of the model.
+        metrics: reset first.
+        device: device of the model.
 
     Returns:
-        The metrics, and ``loss``: the mean over the batches, each weighing what its loss is a mean over where the loss
-        has a ``count``, else its targets.
+        The metrics, and ``loss``: the mean over batches, each weighted by the number of entries its loss averages over
+        if the loss has a ``count``, else by its number of targets.
 
     Raises:
-        ConfigError: the loader gave no batch.
+        ConfigError: the loader is empty.
     """
     metrics.reset()
     total = weight = 0.0
@@ -143,22 +143,22 @@ def run_training_loop(
     """Train for a number of epochs, with an evaluation after each.
 
     Args:
-        model: on the device already.
+        model: already on the device.
         train_loader: batches to train on.
         val_loader: batches to evaluate.
-        optimizer: over the model's parameters.
-        scheduler: stepped after each epoch, or None.
+        optimizer: optimizer of the model's parameters.
+        scheduler: advanced after each epoch, or None.
         loss_fn: ``loss_fn(pred, target)``.
-        metrics: of the evaluation.
-        device: of the model.
-        epochs: how many.
-        grad_clip: total 2-norm, or None.
+        metrics: metrics of the evaluation.
+        device: device of the model.
+        epochs: number of epochs.
+        grad_clip: maximum gradient norm, or None.
         mixed_precision: fp16 on a GPU with a gradient scaler, bf16 on the CPU.
-        log_every: batches between log lines; None or 0: off.
+        log_every: batches between log lines; None or 0 disables them.
         callbacks: called as ``callback(epoch, model, optimizer, val_metrics)``.
 
     Returns:
-        ``train_loss``, ``val_loss`` and ``val_metrics``, an entry for each epoch.
+        ``train_loss``, ``val_loss`` and ``val_metrics``, one entry per epoch.
     """
     scaler = torch.amp.GradScaler(torch.device(device).type) if mixed_precision else None
     history: dict[str, list[Any]] = {"train_loss": [], "val_loss": [], "val_metrics": []}

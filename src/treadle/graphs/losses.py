@@ -1,4 +1,4 @@
-"""Losses for graphs, nodes and pairs: means over the entries that count, in full precision.
+"""Losses for graphs, nodes and pairs: full-precision means over the entries that count.
 
 Shapes: G = graphs (or nodes, or pairs of nodes), T = targets of each, C = classes.
 """
@@ -26,12 +26,12 @@ _LOSSES = {
 
 
 class GraphLoss:
-    """A loss over the entries that count; `get_loss_fn` checks the settings and builds it.
+    """Loss over the entries that count; `get_loss_fn` validates the settings and builds it.
 
     Attributes:
-        task_type: the kind of task.
-        loss_type: which loss.
-        num_classes: outputs of the model; None where that does not matter.
+        task_type: task type.
+        loss_type: loss type.
+        num_classes: number of model outputs; None if irrelevant.
         from_logits: whether predictions are logits; False: probabilities; None: neither, as in regression.
     """
 
@@ -48,15 +48,15 @@ class GraphLoss:
         return f"GraphLoss({self.task_type!r}, {self.loss_type!r}, num_classes={self.num_classes})"
 
     def __call__(self, pred: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the mean over the counted entries, a 0-d float32 tensor; 0, attached to the graph, if there are none.
+        """Return the mean over counted entries as a 0-d float32 tensor; 0, attached to the graph, if there are none.
 
         Args:
             pred: (G, T), (G, C), (G, 1) or (G,), by the task.
-            target: (G, T), (G, 1) or (G,); NaN is unknown and does not count.
+            target: (G, T), (G, 1) or (G,); NaN is unknown and ignored.
             mask: bool, True = counted, of the target's shape or (G,).
 
         Raises:
-            ConfigError: shapes do not fit, or a label on the CPU is no class.
+            ConfigError: shapes do not match, or a label on the CPU is not a valid class.
         """
         with torch.autocast(pred.device.type, enabled=False):
             pred, target = aligned(self.task_type, self.num_classes, pred, target)
@@ -69,10 +69,10 @@ class GraphLoss:
             return (losses * weights).sum() / torch.where(total > 0, total, torch.ones_like(total))
 
     def count(self, target: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what the loss is a mean over, a 0-d tensor: the counted entries, or the sum of their class weights.
+        """Return the denominator of the mean, 0-d: the number of counted entries, or the sum of their class weights.
 
         Raises:
-            ConfigError: the mask does not fit, or a label on the CPU is no class.
+            ConfigError: the mask does not match, or a label on the CPU is not a valid class.
         """
         if self.task_type in ("classification", "edge_prediction") and target.dim() == 2 and target.shape[1] == 1:
             target = target[:, 0]
@@ -85,7 +85,7 @@ class GraphLoss:
         return self._entry_weights(target, mask).sum()
 
     def _entry_weights(self, target: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the weight of each entry in the target's shape, 0 where it does not count."""
+        """Return the weight of each entry in the target's shape; 0 if it does not count."""
         if mask is not None and mask.dim() > target.dim():
             mask = mask.reshape(target.shape)
         known = counted(target, mask)
@@ -145,14 +145,14 @@ def get_loss_fn(
     Args:
         task_type: ``"regression"``, ``"classification"``, ``"multilabel"`` or ``"edge_prediction"``.
         loss_type: ``"mse"``, ``"mae"`` or ``"huber"`` (smooth L1 with beta 1) for regression; ``"bce_logits"``,
-            ``"bce"`` (of probabilities) or ``"cross_entropy"`` for classification with one logit or two columns, where
-            two columns are read as the logit z1 - z0; ``"cross_entropy"`` for more classes; ``"bce_logits"`` or
-            ``"bce"`` for multilabel; ``"bce_logits"`` for edge_prediction. None uses the first that fits.
-        num_classes: outputs of the model; 1 is one logit. None: 2 for classification, whatever the target has else.
-        class_weights: one weight >= 0 for each class (two for one logit), for multilabel one for each label.
+            ``"bce"`` (of probabilities) or ``"cross_entropy"`` for classification with one logit or two columns, with
+            two columns read as the logit z1 - z0; ``"cross_entropy"`` for more classes; ``"bce_logits"`` or ``"bce"``
+            for multilabel; ``"bce_logits"`` for edge_prediction. None uses the first applicable one.
+        num_classes: number of model outputs; 1 is one logit. None: 2 for classification, else as in the target.
+        class_weights: one weight >= 0 per class (two for one logit), or per label for multilabel.
 
     Raises:
-        ConfigError: a value is unknown or does not fit the others.
+        ConfigError: a value is unknown or inconsistent with the others.
 
     Example:
         >>> loss_fn = get_loss_fn("regression", "huber")

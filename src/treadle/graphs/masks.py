@@ -1,4 +1,4 @@
-"""Masks of the field, ``train_mask``, ``val_mask`` and ``test_mask``: which rows of the targets each split counts."""
+"""Split masks ``train_mask``, ``val_mask`` and ``test_mask``, which select the target rows of each split."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MASKS: tuple[str, ...] = get_args(MaskName)
 
 
 def check_mask_name(mask: str) -> None:
-    """Raise ConfigError unless it is the name of a mask of the field."""
+    """Raise ConfigError unless ``mask`` is the name of a split mask."""
     if mask not in MASKS:
         raise ConfigError(nearest(str(mask), MASKS), argument="mask", value=mask)
 
 
 def masks_in(batch: Any) -> list[str]:
-    """Return which masks of the field a batch has.
+    """Return the names of the split masks of a batch.
 
     Example:
         >>> from types import SimpleNamespace
@@ -31,14 +31,14 @@ def masks_in(batch: Any) -> list[str]:
 
 
 def counted_rows(batch: Any, split_mask: str) -> Tensor | None:
-    """Return which rows of the targets count, True = counted; None for all.
+    """Return the mask of target rows that count, True = counted; None for all.
 
     Args:
-        batch: with ``target_mask`` where it is padded, and masks of the field where its rows are of several splits.
-        split_mask: the mask of the split that is trained on or evaluated.
+        batch: batch with ``target_mask`` if it is padded, and split masks if its rows belong to several splits.
+        split_mask: mask of the split to train on or evaluate.
 
     Raises:
-        ConfigError: the batch has masks of the field and not this one, or it is not bool.
+        ConfigError: the batch has split masks but not this one, or it is not bool.
 
     Example:
         >>> from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Metrics over all predictions of an epoch: equal to scikit-learn's, gathered over ranks, NaN where undefined.
+"""Metrics over all predictions of an epoch: equal to scikit-learn's, gathered over ranks, NaN if undefined.
 
 Shapes: G = graphs (or nodes, or pairs of nodes), T = targets of each, C = classes.
 """
@@ -19,18 +19,18 @@ from treadle.graphs.task_types import aligned, check_labels, check_task_type, co
 
 _HALF = (torch.bfloat16, torch.float16)
 MOST_KEPT = 65_536
-"""Values of predictions that are kept before they are summed, or of those of a training, left out."""
+"""Maximum number of stored prediction values before they are summed or, in training, discarded."""
 
 
 class GraphMetrics:
-    """The metrics of a task; `get_metrics` builds it.
+    """Metrics of a task, built by `get_metrics`.
 
-    Predictions and targets are kept where they are until they are asked for; of a regression only the latest, and sums
-    of those before, since its metrics are sums. Whether they are logits is declared, never guessed from their range. A
-    prediction that is NaN makes every metric NaN.
+    Predictions and targets stay on their device until computed; for regression only the latest, and sums of earlier
+    ones, since its metrics are sums. Whether they are logits is declared, never inferred from their range. A NaN
+    prediction makes every metric NaN.
 
     Attributes:
-        from_logits: whether predictions are logits; None where that does not matter, as in regression.
+        from_logits: whether predictions are logits; None if irrelevant, as in regression.
         names: the keys of `compute`.
     """
 
@@ -45,14 +45,14 @@ class GraphMetrics:
         self.k = k
         self.names = self._names()
         if "roc_auc" in self.names:
-            _curves()  # a missing package is reported now, not after an epoch
+            _curves()  # report a missing package now, not after an epoch
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
         self._num_kept = 0
         self._sums: list[float | Tensor] = [0.0, 0.0, 0.0]  # count, squared and absolute errors
 
     @property
     def adds_up(self) -> bool:
-        """Whether the metrics are made of sums over the predictions."""
+        """Whether the metrics are computed from sums over the predictions."""
         return self.task_type == "regression"
 
     def like(self) -> GraphMetrics:
@@ -60,7 +60,7 @@ class GraphMetrics:
         return GraphMetrics(self.task_type, self.num_classes or 2, from_logits=bool(self.from_logits), k=self.k)
 
     def fold(self) -> None:
-        """Replace the predictions of a regression that are kept by their sums; wait for no device."""
+        """Replace stored regression predictions by their sums, without device synchronisation."""
         for pred, target, known in self._kept:
             error = torch.where(known, _wide(pred) - _wide(target), 0.0)
             added = (known.sum(), error.square().sum(), error.abs().sum())
@@ -68,11 +68,11 @@ class GraphMetrics:
         self._kept, self._num_kept = [], 0
 
     def sums(self) -> list[float]:
-        """Return the sums of what was folded: count, squared errors and absolute errors."""
+        """Return the folded sums: count, squared errors and absolute errors."""
         return [float(total) for total in self._sums]
 
     def add_sums(self, sums: Sequence[float]) -> None:
-        """Add what :meth:`sums` returned."""
+        """Add sums returned by :meth:`sums`."""
         self._sums = [total + part for total, part in zip(self._sums, sums, strict=True)]
 
     def _names(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class GraphMetrics:
         return ("accuracy", "f1", "roc_auc", "ap")
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self._kept, self._num_kept, self._sums = [], 0, [0.0, 0.0, 0.0]
 
     def update(self, pred: Tensor, target: Tensor, mask: Tensor | None = None) -> None:
@@ -95,11 +95,11 @@ class GraphMetrics:
 
         Args:
             pred: as for the loss of the task.
-            target: as for the loss of the task; NaN is unknown and does not count.
+            target: as for the loss of the task; NaN is unknown and ignored.
             mask: bool, True = counted, of the target's shape or (G,).
 
         Raises:
-            ConfigError: shapes do not fit, or a label on the CPU is no class.
+            ConfigError: shapes do not match, or a label on the CPU is not a valid class.
         """
         pred, target = aligned(self.task_type, self.num_classes, pred.detach(), target.detach())
         if mask is not None and mask.dim() > target.dim():
@@ -113,7 +113,7 @@ class GraphMetrics:
             self.fold()
 
     def compute(self) -> dict[str, float]:
-        """Return the metrics over everything that was added on any rank.
+        """Return the metrics over everything added on all ranks.
 
         Raises:
             ConfigError: nothing was added.
@@ -158,25 +158,23 @@ class GraphMetrics:
 
 @checked
 def get_metrics(task_type: str, num_classes: int = 2, *, from_logits: bool = True, k: int = 100) -> GraphMetrics:
-    """Return the metrics of a task, an object with ``reset()``, ``update(pred, target, mask=None)``, ``compute()``.
+    """Build the metrics of a task, with ``reset()``, ``update(pred, target, mask=None)`` and ``compute()``.
 
     - regression: ``mse``, ``mae``, ``rmse`` over the known entries.
     - classification with one logit or two columns: ``accuracy``, ``f1``, ``roc_auc``, ``ap``. The score is the sigmoid
       of the logit, or of z1 - z0; the label is score > 0.5.
-    - classification with C >= 3: ``accuracy``, ``f1_macro``, ``roc_auc`` (one against the rest, mean over the classes
-      that occur).
-    - multilabel: ``accuracy`` over the known entries; ``roc_auc`` and ``ap``, means over the columns that have both
-      classes among the known.
+    - classification with C >= 3: ``accuracy``, ``f1_macro``, ``roc_auc`` (one-vs-rest, mean over the classes that
+    occur). - multilabel: ``accuracy`` over the known entries; ``roc_auc`` and ``ap``, means over the columns with both
+    classes among the known entries.
     - edge_prediction: ``roc_auc``, ``ap``, ``precision@k`` of the min(k, n) best scores.
 
-    Equal scores take mean ranks, in ``precision@k`` too. A metric that is undefined, for example because there is one
-    class only, is NaN.
+    Tied scores get mean ranks, also in ``precision@k``. An undefined metric, for example with only one class, is NaN.
 
     Args:
-        task_type: the kind of task.
-        num_classes: of a classification; 1 is one logit. Other tasks do not need it.
+        task_type: task type.
+        num_classes: number of classes, for classification only; 1 is one logit.
         from_logits: whether predictions are logits or probabilities.
-        k: how many scores ``precision@k`` looks at.
+        k: number of scores considered by ``precision@k``.
 
     Raises:
         ConfigError: a value is unknown or out of range.
@@ -193,7 +191,7 @@ def get_metrics(task_type: str, num_classes: int = 2, *, from_logits: bool = Tru
 
 
 def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.device.type == "mps" else values.double()  # which has no double
+    return values.float() if values.device.type == "mps" else values.double()  # which has no float64
 
 
 def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -201,7 +199,7 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Te
         return []
     if len({part[0].device for part in parts}) > 1:
         parts = [(pred.cpu(), target.cpu(), known.cpu()) for pred, target, known in parts]
-    # Joined where they lie: hundreds of small copies to the host would wait for the device one by one.
+    # Concatenated on their device: hundreds of small copies to the host would synchronise one by one.
     sent = [OnTheWay(torch.cat([part[place] for part in parts])) for place in range(3)]
     pred, target, known = (numbers.arrived() for numbers in sent)
     return [(pred, target, known)]
@@ -256,12 +254,12 @@ def _mean(values: list[float]) -> float:
 
 
 def _curve_values(score: Tensor, target: Tensor) -> dict[str, float]:
-    """Return the areas under both curves, which the order of the scores decides; NaN unless both classes occur."""
+    """Return the areas under both curves, which depend only on the order of scores; NaN unless both classes occur."""
     positives = int(target.sum())
     if positives in (0, len(target)):
         return {"roc_auc": math.nan, "ap": math.nan}
     auroc, average_precision = _curves()
-    # Ranks, since torchmetrics would take the sigmoid of a logit, which rounds to 1 from 37 on: different ones tie.
+    # Ranks, since torchmetrics would take the sigmoid of logits, which rounds to 1 from 37 on and creates ties.
     rank = torch.unique(score, return_inverse=True)[1]
     share = rank.double() / len(score)
     return {"roc_auc": float(auroc(share, target)), "ap": float(average_precision(share, target))}
@@ -278,7 +276,7 @@ def _curves() -> tuple[Any, Any]:
 
 
 def _precision_at(score: Tensor, target: Tensor, k: int) -> float:
-    """Return the share of positives among the k best scores; of equal ones at the border, the expected share."""
+    """Return the fraction of positives among the k best scores; for ties at the cutoff, the expected fraction."""
     k = min(k, len(score))
     border = score.sort(descending=True).values[k - 1]
     above, tied = score > border, score == border

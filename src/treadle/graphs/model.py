@@ -1,4 +1,4 @@
-"""The graph transformer: message passing with edge features, attention inside each graph, encodings of nodes and pairs.
+"""Graph transformer with message passing, attention within each graph, and node and pair encodings.
 
 Shapes: N = nodes of the batch, E = directed edges, G = graphs, P = listed pairs, D = hidden width, C = outputs.
 """
@@ -29,17 +29,17 @@ EDGE_TYPES = 16
 
 
 class GraphTransformer(nn.Module):
-    """Graph transformer over any batch object with the attributes named below; `get_model` checks and builds it.
+    """Graph transformer for any batch object with the attributes below; `get_model` validates options and builds it.
 
-    Each layer adds message passing over the edges and attention inside each graph to the nodes, then a feed-forward
-    part. In eval mode the outputs of a graph depend neither on the other graphs of the batch nor on the numbering of
-    its nodes.
+    Each layer adds message passing over the edges and attention within each graph to the nodes, followed by a
+    feed-forward network. In eval mode the outputs of a graph depend neither on the other graphs of the batch nor on the
+    numbering of its nodes.
 
     The forward pass reads ``x``; ``edge_index`` (2, E) and ``edge_attr``; ``batch`` (N,) and ``num_graphs`` (absent:
     one graph); ``node_pe`` (N, node_pe_dim); ``edge_pe_index`` (2, P) and ``edge_pe`` (P, relative_pe_dim);
-    ``pair_index`` (2, P) for ``task="edge"``. A `PaddedGraphBatch` has shapes that are known beforehand: then no value
-    is read on the host, and the step can be captured. For other batches the sizes of the graphs are read once,
-    unless a trainer moved the batch and counted them before.
+    ``pair_index`` (2, P) for ``task="edge"``. A `PaddedGraphBatch` has static shapes: no value is read on the host, and
+    the step can be captured. For other batches the sizes of the graphs are read on the host once, unless a trainer
+    counted them before moving the batch.
 
     Attributes:
         num_classes: width C of the output.
@@ -70,11 +70,11 @@ class GraphTransformer(nn.Module):
         self.head = _head(options)
 
     def forward(self, batch: Any) -> Tensor:
-        """Return (G, C), (N, C) or (P, C) for the task ``graph``, ``node`` or ``edge``.
+        """Return outputs (G, C), (N, C) or (P, C) for the task ``graph``, ``node`` or ``edge``.
 
         Raises:
-            ValueError: when features or encodings do not fit the sizes the model was built for (ConfigError, which is
-                a ValueError, when they are absent).
+            ValueError: features or encodings do not match the sizes the model was built for (ConfigError, a ValueError,
+                if they are missing).
         """
         x = needed(batch, "x")
         graph_N, num_graphs = graphs_of(batch)
@@ -124,7 +124,7 @@ class GraphTransformer(nn.Module):
         return biased
 
     def _encoding(self, batch: Any, name: str, wanted: bool) -> Tensor | None:
-        """Return an encoding of the batch if the model was built for it; absence is an error, a surplus a warning."""
+        """Return an encoding of the batch if the model was built for it; raise if missing, warn if unused."""
         argument = {"node_pe": "node_pe_dim", "edge_pe": "relative_pe_dim"}[name]
         encoding: Tensor | None = getattr(batch, name, None)
         if wanted and encoding is None:
@@ -175,7 +175,7 @@ def _head(options: ModelOptions) -> nn.Module:
 
 
 def _check_rows(name: str, value: Tensor, rows: int, what: str) -> None:
-    """Refuse what would be broadcast."""
+    """Raise an error for a shape that would be broadcast."""
     if len(value) != rows:
         raise ConfigError(f"{name} has {len(value)} rows, but the batch has {rows} {what}; give one row for each")
 
@@ -212,14 +212,14 @@ def get_model(
     statistics: GraphStatistics | bool | None = None,
     **unknown: Any,
 ) -> GraphTransformer:
-    """Build a graph model by name; see `ModelOptions` for the options. Every option is used or refused.
+    """Build a graph model by name; see `ModelOptions` for the options. Every option is either used or rejected.
 
-    ``statistics=graph_statistics(training_graphs)`` standardises the encodings and makes ``"mean_add"`` the readout:
-    the recipe of ``treadle train graphs``. Without it, checkpoints of earlier releases fit.
+    ``statistics=graph_statistics(training_graphs)`` standardises the encodings and makes ``"mean_add"`` the default
+    readout, as in ``treadle train graphs``. Without it, checkpoints of earlier releases are compatible.
 
     Raises:
-        ConfigError: when an option is unknown (the nearest is named), outside its range, or without effect beside the
-            others.
+        ConfigError: an option is unknown (the closest match is named), out of range, or without effect in combination
+            with the others.
 
     Example:
         >>> from types import SimpleNamespace
@@ -228,7 +228,7 @@ def get_model(
         >>> model(SimpleNamespace(x=torch.tensor([0, 2, 0]), edge_index=path)).shape
         torch.Size([1, 1])
     """
-    # The first statement: the local names are the arguments and nothing else.
+    # Must be the first statement: locals() then holds only the arguments.
     given = {option: value for option, value in locals().items() if option != "unknown"}
     refuse_unknown("get_model", unknown, given)
     return GraphTransformer(ModelOptions(**given))

@@ -1,4 +1,4 @@
-"""The options of a graph model, checked before anything is built: each is used or refused."""
+"""Options of a graph model, validated before anything is built; each is either used or rejected."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ READOUTS = ("add", "max", "mean", "mean_add")
 @checked
 @dataclass(frozen=True)
 class ModelOptions:
-    """What `get_model` takes, with the defaults filled in.
+    """Arguments of `get_model` with their defaults.
 
     Raises:
-        ConfigError: when an option is outside its range, or without effect beside the others.
+        ConfigError: an option is out of range, or without effect in combination with the others.
 
     Example:
         >>> ModelOptions(num_features=28, hidden_dim=64).ffn_width
@@ -28,55 +28,55 @@ class ModelOptions:
     """
 
     name: str = "graph_transformer"
-    """``"graph_transformer"``, also called ``"gt"`` and ``"gps"``; ``"mpnn"`` is the model without attention."""
+    """``"graph_transformer"`` (aliases ``"gt"`` and ``"gps"``), or ``"mpnn"``, the model without attention."""
     num_features: int | None = None
-    """Types of nodes, or columns of float features. Required."""
+    """Number of node types, or of float feature columns. Required."""
     num_classes: int = 1
-    """Width of the output."""
+    """Number of outputs."""
     hidden_dim: int = 256
-    """Width of the nodes, a multiple of ``num_heads`` where there are heads."""
+    """Node width, a multiple of ``num_heads`` if there are heads."""
     num_layers: int = 6
-    """Layers, 1 or more."""
+    """Number of layers, 1 or more."""
     num_heads: int = 8
-    """Heads of the attention, and of ``mpnn_type="gat"``."""
+    """Heads of the attention and of ``mpnn_type="gat"``."""
     dropout: float = 0.1
-    """Probability, 0 to below 1."""
+    """Dropout probability, in [0, 1)."""
     num_edge_features: int | None = None
-    """Types of edges, or columns of float features; None: up to 16 of either."""
+    """Number of edge types, or of float feature columns; None: up to 16 of either."""
     node_pe_dim: int | None = None
-    """Columns of ``batch.node_pe``; None or 0: none are used."""
+    """Columns of ``batch.node_pe``; None or 0: not used."""
     relative_pe_dim: int | None = None
-    """Columns of ``batch.edge_pe``; None or 0: none are used."""
+    """Columns of ``batch.edge_pe``; None or 0: not used."""
     task: str = "graph"
-    """What an output belongs to: ``"graph"``, ``"node"``, or ``"edge"`` (a pair of nodes)."""
+    """Level of the outputs: ``"graph"``, ``"node"``, or ``"edge"`` (a pair of nodes)."""
     mpnn_type: str = "gin"
-    """Message passing: ``"gin"`` (GINE), ``"gat"``, ``"gcn"`` or ``"gatedgcn"``, all of them with edge features."""
+    """Message passing: ``"gin"`` (GINE), ``"gat"``, ``"gcn"`` or ``"gatedgcn"``, all with edge features."""
     attn_dropout: float | None = None
-    """Dropout of the weights of attention and of ``"gat"``, 0 to below 1; None: ``dropout``."""
+    """Dropout of the attention weights, including those of ``"gat"``, in [0, 1); None: ``dropout``."""
     ffn_dim: int | None = None
-    """Width of the feed-forward part; None: twice ``hidden_dim``."""
+    """Width of the feed-forward network; None: twice ``hidden_dim``."""
     use_local: bool = True
-    """Message passing over the edges."""
+    """Whether to use message passing over the edges."""
     use_global: bool | None = True
-    """Attention inside each graph, which ``"mpnn"`` has in no case; None: as True."""
+    """Whether to use attention within each graph, which ``"mpnn"`` never does; None: True."""
     drop_path_rate: float = 0.0
-    """Probability to leave the last layer out for a graph in training, falling to 0 at the first layer."""
+    """Probability of dropping the last layer for a graph in training, decreasing to 0 at the first layer."""
     readout: str | None = None
-    """``"mean"``, ``"add"`` or ``"max"`` over the nodes of a graph, or ``"mean_add"``: the mean beside the sum over the
-    mean number of nodes, which needs ``statistics``. None: ``"mean_add"`` with statistics, else ``"mean"``. Of use for
-    ``task="graph"`` only."""
+    """``"mean"``, ``"add"`` or ``"max"`` over the nodes of a graph, or ``"mean_add"``: the mean concatenated with the
+    sum over the mean number of nodes, which needs ``statistics``. None: ``"mean_add"`` with statistics, else
+    ``"mean"``. Only for ``task="graph"``."""
     statistics: GraphStatistics | bool | None = None
-    """Of the training graphs (`graph_statistics`), kept in the state of the model: ``node_pe`` is standardised by them.
-    True: a checkpoint brings them, and outputs are NaN before it is loaded. None or False: none are used."""
+    """Statistics of the training graphs (`graph_statistics`), part of the model state, which standardise ``node_pe``.
+    True: a checkpoint provides them, and outputs are NaN until it is loaded. None or False: not used."""
 
     @property
     def has_attention(self) -> bool:
-        """Whether there is attention inside each graph."""
+        """Whether there is attention within each graph."""
         return self.name != "mpnn" and self.use_global is not False
 
     @property
     def measured(self) -> GraphStatistics | None:
-        """``statistics``, NaN in the place of those that a checkpoint brings; None without."""
+        """``statistics``, with NaN for those that a checkpoint provides; None without statistics."""
         if self.statistics is True:
             return GraphStatistics.unknown(self.node_pe_dim)
         return self.statistics or None

@@ -1,6 +1,6 @@
-"""Names of the project mspe (``src.training``, ``src.dataset``, ``src.pe``) for what has another name here.
+"""Aliases for names of the mspe project (``src.training``, ``src.dataset``, ``src.pe``) that differ here.
 
-The numbers are those of `treadle.graphs`; docs/coming-from/mspe.md lists where they differ from the project's.
+Results are those of `treadle.graphs`; docs/coming-from/mspe.md lists where they differ from the project's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CompositeTransform = AddPositionalEncodings
 
 
 class _OfTasks(type):
-    """A class whose instances are the losses of some tasks, wherever they were made."""
+    """Metaclass whose ``isinstance`` check accepts the losses of given tasks, however they were built."""
 
     tasks: tuple[str, ...]
 
@@ -54,7 +54,7 @@ def _become(loss: GraphLoss, made: GraphLoss) -> None:
 
 
 class RegressionLoss(GraphLoss, metaclass=_OfTasks):
-    """The loss of a regression.
+    """Regression loss.
 
     Example:
         >>> RegressionLoss("mae")(torch.tensor([[1.0], [2.0]]), torch.zeros(2, 1))
@@ -70,7 +70,7 @@ class RegressionLoss(GraphLoss, metaclass=_OfTasks):
 
 
 class ClassificationLoss(GraphLoss, metaclass=_OfTasks):
-    """The loss of a classification.
+    """Classification loss.
 
     Example:
         >>> ClassificationLoss("bce_logits")(torch.zeros(2, 1), torch.tensor([[0.0], [1.0]]))
@@ -91,7 +91,7 @@ class ClassificationLoss(GraphLoss, metaclass=_OfTasks):
 
 
 class EdgePredictionLoss(GraphLoss, metaclass=_OfTasks):
-    """The loss of links between nodes.
+    """Link-prediction loss.
 
     Example:
         >>> EdgePredictionLoss()(torch.zeros(3), torch.ones(3))
@@ -105,19 +105,19 @@ class EdgePredictionLoss(GraphLoss, metaclass=_OfTasks):
 
 
 class RegressionMetrics(GraphMetrics):
-    """The metrics of a regression: ``mse``, ``mae``, ``rmse``."""
+    """Regression metrics: ``mse``, ``mae``, ``rmse``."""
 
     def __init__(self) -> None:
         super().__init__("regression", 1, from_logits=True, k=100)
 
 
 class ClassificationMetrics(GraphMetrics):
-    """The metrics of a classification.
+    """Classification metrics.
 
     Args:
-        num_classes: of ``"multiclass"``.
+        num_classes: number of classes for ``"multiclass"``.
         task: ``"binary"`` (one logit, or two columns with ``columns=2``), ``"multiclass"`` or ``"multilabel"``.
-        columns: of predictions of a binary task.
+        columns: number of prediction columns for a binary task.
 
     Example:
         >>> ClassificationMetrics(task="multiclass", num_classes=3).names
@@ -132,7 +132,7 @@ class ClassificationMetrics(GraphMetrics):
 
 
 class EdgeMetrics(GraphMetrics):
-    """The metrics of links between nodes: ``roc_auc``, ``ap``, ``precision@100``."""
+    """Link-prediction metrics: ``roc_auc``, ``ap``, ``precision@100``."""
 
     def __init__(self) -> None:
         super().__init__("edge_prediction", 1, from_logits=True, k=100)
@@ -150,7 +150,7 @@ def _schedule(optimizer: Optimizer, kind: str, total_epochs: int, **settings: An
 def CosineWithWarmup(
     optimizer: Optimizer, warmup_epochs: int, total_epochs: int, min_lr: float = 1e-6, warmup_start_lr: float = 1e-7
 ) -> LambdaLR:
-    """Return the schedule ``"cosine_warmup"`` of `get_scheduler`."""
+    """Build the schedule ``"cosine_warmup"`` of `get_scheduler`."""
     return _schedule(
         optimizer, "cosine_warmup", total_epochs, warmup_epochs=warmup_epochs, min_lr=min_lr,
         warmup_start_lr=warmup_start_lr,
@@ -158,7 +158,7 @@ def CosineWithWarmup(
 
 
 def WarmupScheduler(optimizer: Optimizer, warmup_epochs: int, warmup_start_lr: float = 1e-7) -> LambdaLR:
-    """Return the schedule ``"warmup"`` of `get_scheduler`."""
+    """Build the schedule ``"warmup"`` of `get_scheduler`."""
     return _schedule(
         optimizer, "warmup", max(1, warmup_epochs), warmup_epochs=warmup_epochs, warmup_start_lr=warmup_start_lr
     )
@@ -168,11 +168,11 @@ def WarmupScheduler(optimizer: Optimizer, warmup_epochs: int, warmup_start_lr: f
 
 
 class NodePE:
-    """An encoding of nodes by its class name in ``src.pe.node``.
+    """Node encoding under its class name in ``src.pe.node``.
 
     Args:
-        dim: width; columns beyond those of the encoding are zero.
-        settings: of the encoding.
+        dim: width, zero-padded.
+        settings: settings of the encoding.
 
     Example:
         >>> class Path:
@@ -191,13 +191,13 @@ class NodePE:
         return compute_node_pe(data.edge_index, data.num_nodes, self.config)
 
     def __call__(self, data: Any) -> Any:
-        """Give a graph its encoding as ``node_pe``."""
+        """Return the graph with its encoding as ``node_pe``."""
         data.node_pe = self.compute(data)
         return data
 
 
 class LapPE(NodePE):
-    """Eigenvectors of the Laplacian: ``k`` of them, by default ``dim``."""
+    """Laplacian eigenvectors: ``k`` of them, ``dim`` by default."""
 
     block = "lap"
 
@@ -206,7 +206,7 @@ class LapPE(NodePE):
 
 
 class RWSE(NodePE):
-    """Return probabilities of a random walk after each of ``scales`` steps."""
+    """Random-walk return probabilities after each of ``scales`` steps."""
 
     block = "rwse"
 
@@ -224,7 +224,7 @@ class HKS(NodePE):
 
 
 class RolePE(NodePE):
-    """Degree, clustering coefficient and core number; ``core`` is the name of ``kcore`` there."""
+    """Degree, clustering coefficient and core number; mspe calls ``kcore`` ``core``."""
 
     block = "role"
 
@@ -233,10 +233,10 @@ class RolePE(NodePE):
 
 
 class RelativePE:
-    """An encoding of pairs of nodes by its class name in ``src.pe.relative``.
+    """Pair encoding under its class name in ``src.pe.relative``.
 
     Args:
-        settings: of the encoding.
+        settings: settings of the encoding.
 
     Example:
         >>> class Edge:
@@ -256,13 +256,13 @@ class RelativePE:
         return compute_relative_pe(data.edge_index, data.num_nodes, self.config)
 
     def __call__(self, data: Any) -> Any:
-        """Give a graph its encoding as ``edge_pe_index`` and ``edge_pe``."""
+        """Return the graph with its encoding as ``edge_pe_index`` and ``edge_pe``."""
         data.edge_pe_index, data.edge_pe = self.compute(data)
         return data
 
 
 class SPDBuckets(RelativePE):
-    """Shortest-path distances as a one-hot code, of all pairs."""
+    """One-hot shortest-path distances of all pairs."""
 
     kind = "spd"
 
@@ -271,7 +271,7 @@ class SPDBuckets(RelativePE):
 
 
 class BFSDistance(RelativePE):
-    """Shortest-path distances as a one-hot code, of pairs that are near."""
+    """One-hot shortest-path distances of nearby pairs."""
 
     kind = "bfs"
 
@@ -280,7 +280,7 @@ class BFSDistance(RelativePE):
 
 
 class DiffusionPE(RelativePE):
-    """Heat between two nodes at each of ``scales`` times."""
+    """Heat kernel between two nodes at each of ``scales`` times."""
 
     kind = "diffusion"
 
@@ -307,12 +307,12 @@ class LandmarkSPD(RelativePE):
 
 
 def ApplyNodePE(node_pe_config: dict[str, Any]) -> AddPositionalEncodings:
-    """Return the transform for the section ``node`` alone."""
+    """Build the transform for the section ``node`` only."""
     return AddPositionalEncodings({"node": node_pe_config})
 
 
 def ApplyRelativePE(relative_pe_config: dict[str, Any]) -> AddPositionalEncodings:
-    """Return the transform for the section ``relative`` alone."""
+    """Build the transform for the section ``relative`` only."""
     return AddPositionalEncodings({"relative": relative_pe_config})
 
 
@@ -320,7 +320,7 @@ def ApplyRelativePE(relative_pe_config: dict[str, Any]) -> AddPositionalEncoding
 
 
 def compute_dataset_stats(dataset: Sequence[Any]) -> dict[str, Any]:
-    """Return the number of graphs, their sizes, and the mean and spread of their targets.
+    """Return the number of graphs, their sizes, and the mean and standard deviation of their targets.
 
     Example:
         >>> from types import SimpleNamespace
@@ -349,7 +349,7 @@ def compute_dataset_stats(dataset: Sequence[Any]) -> dict[str, Any]:
 def create_random_split(
     dataset: Sequence[Any], train_ratio: float = 0.8, val_ratio: float = 0.1, seed: int = 42
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the numbers of three random parts, those that mspe draws by the seed; no generator is touched.
+    """Return the indices of three random splits, identical to mspe's for the seed; global generators are not touched.
 
     Example:
         >>> [len(part) for part in create_random_split(range(10))]
@@ -363,7 +363,7 @@ def create_random_split(
 def normalize_targets(
     dataset: Iterable[Any], mean: float | None = None, std: float | None = None
 ) -> tuple[float, float]:
-    """Standardise the targets of graphs in place; those of a training set give the numbers for the others.
+    """Standardise the targets of graphs in place; the training set provides the mean and deviation for the others.
 
     Returns:
         The mean and the standard deviation.
@@ -383,7 +383,7 @@ def normalize_targets(
 
 
 def ensure_data_has_pe(data: Any, *, node_pe_dim: int = 32, relative_pe_dim: int = 16) -> Any:
-    """Give a graph without encodings zeros in their place, for edges in the place of pairs.
+    """Add zero encodings to a graph without encodings, with one pair per edge.
 
     Example:
         >>> class Graph:
@@ -400,7 +400,7 @@ def ensure_data_has_pe(data: Any, *, node_pe_dim: int = 32, relative_pe_dim: int
 
 
 def collate_with_pe(batch: Sequence[Any]) -> Any:
-    """Return a batch of torch_geometric, graphs without encodings with zeros."""
+    """Return a torch_geometric batch, with zero encodings for graphs without encodings."""
     from torch_geometric.data import Batch
 
     return Batch.from_data_list([ensure_data_has_pe(data) for data in batch])

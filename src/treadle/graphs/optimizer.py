@@ -1,4 +1,4 @@
-"""The optimizer of the graph face."""
+"""Optimizer of the graph trainer."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def get_optimizer(
     eps: float = 1e-8,
     momentum: float = 0.9,
 ) -> Optimizer:
-    """Build an optimizer with two groups: parameters that decay, then parameters that do not.
+    """Build an optimizer with two groups: parameters with weight decay, then parameters without.
 
-    There is no decay for parameters with fewer than two dimensions, nor for those of normalisation layers, whatever
-    their names. Frozen parameters are left out. The fused kernel is used where torch has one.
+    Parameters with fewer than two dimensions and those of normalisation layers, whatever their names, are not decayed.
+    Frozen parameters are left out. The fused kernel is used if torch has one.
 
     Args:
         model: the model.
         optimizer_type: ``"adamw"``, ``"adam"`` or ``"sgd"``.
         lr: learning rate.
-        weight_decay: of the first group.
-        betas: of Adam and AdamW.
-        eps: of Adam and AdamW.
-        momentum: of SGD.
+        weight_decay: weight decay of the first group.
+        betas: for Adam and AdamW.
+        eps: for Adam and AdamW.
+        momentum: for SGD.
 
     Raises:
-        ConfigError: the type is unknown (the nearest is named), or no parameter requires a gradient.
+        ConfigError: the type is unknown (the closest match is named), or no parameter requires a gradient.
         ValueError: a number is out of range.
 
     Example:
@@ -71,12 +71,12 @@ def get_optimizer(
 
 
 def say_what_is_idle(kind: str, given: Mapping[str, tuple[Any, Any]], used: Collection[str]) -> None:
-    """Warn of settings that were given and that this kind of optimizer or schedule does not read.
+    """Warn about given settings that this type of optimizer or schedule does not read.
 
     Args:
-        kind: its name.
+        kind: name of the type.
         given: value and default of each setting.
-        used: those that it reads.
+        used: settings that it reads.
     """
     idle = [f"{name}={value!r}" for name, (value, default) in given.items() if name not in used and value != default]
     if idle:
@@ -89,10 +89,10 @@ def get_optimizer_from_config(model: nn.Module, cfg: Mapping[str, Any]) -> Optim
 
     Args:
         model: the model.
-        cfg: a mapping; what it lacks takes the defaults of `get_optimizer`.
+        cfg: a mapping; missing keys use the defaults of `get_optimizer`.
 
     Raises:
-        ConfigError: a key or the type is unknown; the nearest is named.
+        ConfigError: a key or the type is unknown; the closest match is named.
 
     Example:
         >>> get_optimizer_from_config(nn.Linear(2, 3), {"type": "sgd", "lr": 0.1}).param_groups[0]["lr"]

@@ -1,10 +1,10 @@
-"""Batches of graphs in a few fixed shapes, so that a step can be captured as one CUDA graph.
+"""Graph batches with a few static shapes, so that a step can be captured as one CUDA graph.
 
-Shapes: G = graphs, R = rows of node slots, S = slots of a row, N = R·S, E = edge slots, P = pair slots.
+Shapes: G = graphs, R = rows of node slots, S = slots per row, N = R·S, E = edge slots, P = pair slots.
 
-The last graph holds no node of the data, but all padding nodes. Padding edges and pairs join a padding node with
-itself, so they reach no real node; its outputs are left out by ``target_mask``. All indices are valid, so any model
-gives right outputs for the real graphs, if only it does not mix graphs.
+The last graph contains all padding nodes and no real ones. Padding edges and pairs are self-loops of padding nodes, so
+they reach no real node; ``target_mask`` excludes their outputs. All indices are valid, so any model that does not mix
+graphs gives correct outputs for the real graphs.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from treadle.graphs.model_options import TASKS
 
 @dataclass(frozen=True)
 class PaddedGraphBatch:
-    """A batch whose shapes depend on its bucket alone; made by `pad_batch`.
+    """Batch whose shapes depend only on its bucket; built by `pad_batch`.
 
-    It has the attributes of a batch of ``torch_geometric`` that the model reads, and masks, True = real.
+    It has the attributes of a ``torch_geometric`` batch that the model reads, and masks, True = real.
     """
 
     num_graphs: int
-    """G, the empty ones included."""
+    """G, including empty ones."""
     row_length: int
-    """S; the nodes of a graph lie one after another within one row."""
+    """S; the nodes of a graph are consecutive within one row."""
     x: Tensor
     """(N,), (N, 1) or (N, F)."""
     batch: Tensor
@@ -50,12 +50,12 @@ class PaddedGraphBatch:
     graph_mask: Tensor
     """(G,) bool."""
     target_mask: Tensor
-    """(G,), (N,) or (pairs,) bool: which rows of the outputs and of ``y`` are real."""
+    """(G,), (N,) or (pairs,) bool: real rows of the outputs and of ``y``."""
     target_order: Tensor
-    """Those rows: the real ones first, in the order of the batch without padding."""
+    """Indices of those rows: the real ones first, in the order of the unpadded batch."""
     y: Tensor | None = None
-    """(rows of the outputs, …); padding is NaN in float targets, so that forgetting the mask is seen, and 0 in integer
-    ones. In a loss, choose before computing: ``torch.where(target_mask[:, None], outputs - y, 0)``."""
+    """(rows of the outputs, …); padding is NaN in float targets, so that forgetting the mask is noticed, and 0 in
+    integer ones. In a loss, select before computing: ``torch.where(target_mask[:, None], outputs - y, 0)``."""
     edge_attr: Tensor | None = None
     node_pe: Tensor | None = None
     edge_pe_index: Tensor | None = None
@@ -74,7 +74,7 @@ class PaddedGraphBatch:
         return self._with({name: value.to(device, non_blocking=non_blocking) for name, value in self.tensors().items()})
 
     def pin_memory(self) -> PaddedGraphBatch:
-        """Return the batch in pinned memory, in one piece; a ``DataLoader`` with ``pin_memory=True`` calls it."""
+        """Return the batch in one block of pinned memory; called by a ``DataLoader`` with ``pin_memory=True``."""
         tensors = self.tensors()
         return self._with(dict(zip(tensors, in_one_piece(list(tensors.values()), pin_memory=True), strict=True)))
 
@@ -86,12 +86,12 @@ class PaddedGraphBatch:
         return dataclasses.replace(self, **tensors)
 
     def copy_(self, other: PaddedGraphBatch) -> PaddedGraphBatch:
-        """Copy the values of another batch of the same bucket into this one's tensors, and return this one.
+        """Copy the values of another batch of the same bucket into this batch's tensors, and return this batch.
 
-        This is how the buffers of a captured step are filled.
+        This fills the static buffers of a captured step.
 
         Raises:
-            ValueError: when the other batch has other tensors or other shapes.
+            ValueError: the tensors or shapes of the other batch differ.
         """
         own, new = self.tensors(), other.tensors()
         if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in new.items()}:
@@ -101,26 +101,26 @@ class PaddedGraphBatch:
         return self
 
     def real(self, outputs: Tensor) -> Tensor:
-        """Return the outputs of real graphs, nodes or pairs, in the order of the batch without padding.
+        """Return the outputs of real graphs, nodes or pairs, in the order of the unpadded batch.
 
-        Their number is read on the host, so this has no place in a captured step.
+        Reads their number on the host, so it cannot be used in a captured step.
         """
         return outputs[self.target_order[: int(self.target_mask.sum())]]
 
 
 def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: str = "graph") -> PaddedGraphBatch:
-    """Pad a batch into the first bucket that holds it; meant for the host, before the batch is moved.
+    """Pad a batch to the first bucket that holds it; intended for the host, before the batch is moved.
 
     Args:
         batch: any object with ``x``, ``edge_index``, ``batch`` and ``num_graphs``; ``edge_attr``, ``node_pe``,
-            ``edge_pe_index`` with ``edge_pe``, ``pair_index`` and ``y`` (or ``target``) are padded where they are
-            there. Other attributes are left behind.
-        buckets: tried in order; put the small ones first.
-        level: what a row of ``y`` belongs to: ``"graph"``, ``"node"`` or ``"edge"`` (a pair of ``pair_index``).
+            ``edge_pe_index`` with ``edge_pe``, ``pair_index`` and ``y`` (or ``target``) are padded if present. Other
+            attributes are dropped.
+        buckets: tried in order; put small ones first.
+        level: level of the rows of ``y``: ``"graph"``, ``"node"`` or ``"edge"`` (a pair of ``pair_index``).
 
     Raises:
-        ConfigError: when no bucket holds the batch, the level is unknown, or ``y`` has not one row for each graph,
-            node or pair.
+        ConfigError: no bucket holds the batch, the level is unknown, or ``y`` does not have one row per graph, node or
+            pair.
 
     Example:
         >>> from types import SimpleNamespace
@@ -134,8 +134,8 @@ def pad_batch(batch: Any, buckets: PadBucket | Sequence[PadBucket], *, level: st
         raise ConfigError(f" is unknown; known: {', '.join(TASKS)}", argument="level", value=level)
     if masks_in(batch):
         raise ConfigError(
-            "the batch has masks of the field, and padded batches have none, so that targets of "
-            "all splits would count; train without padding, or set the targets of other splits to NaN",
+            "the batch has split masks, which padded batches do not support, so targets of all "
+            "splits would count; train without padding, or set the targets of other splits to NaN",
             argument=masks_in(batch)[0],
         )
     graph_N, num_graphs = graphs_of(batch)
@@ -170,10 +170,10 @@ def _first_that_holds(batch: Any, sizes: list[int], buckets: Sequence[PadBucket]
 
 
 def _inputs(batch: Any, bucket: PadBucket, slot_N: Tensor, graph_N: Tensor) -> dict[str, Tensor]:
-    """Put what the model reads into its slots; ``slot_N`` is the row of each node of the batch."""
+    """Place the model inputs into their slots; ``slot_N`` is the slot of each node of the batch."""
     num_slots = bucket.rows * bucket.row_length
     is_real = _real(slot_N, num_slots)
-    # Shared out over all padding nodes, so that none of them sums hundreds of messages.
+    # Spread over all padding nodes, so that none of them sums hundreds of messages.
     spare = torch.arange(num_slots)[~is_real]
     padded = {
         "x": _rows(needed(batch, "x"), slot_N, num_slots),
@@ -195,7 +195,7 @@ def _inputs(batch: Any, bucket: PadBucket, slot_N: Tensor, graph_N: Tensor) -> d
 
 
 def _targets(batch: Any, bucket: PadBucket, slot_N: Tensor, num_graphs: int, *, level: str) -> dict[str, Tensor]:
-    """Put the targets beside the outputs they belong to."""
+    """Place the targets at the rows of their outputs."""
     if level == "graph":
         where, size = torch.arange(num_graphs), bucket.graphs + 1
     elif level == "node":
@@ -226,21 +226,21 @@ def _real(where: Tensor, size: int) -> Tensor:
 
 
 def _pairs(index: Tensor, slot_N: Tensor, size: int, spare: Tensor) -> Tensor:
-    """Return (2, size): pairs of nodes moved to their slots, then pairs of a padding node with itself."""
+    """Return (2, size): node pairs moved to their slots, followed by self-pairs of padding nodes."""
     missing = torch.arange(size - index.shape[1]) % len(spare)
     return torch.cat([slot_N[index], spare[missing].expand(2, -1)], dim=1)
 
 
 class PaddingCollater:
-    """A ``collate_fn`` for torch's ``DataLoader`` that joins graphs into a batch and pads it.
+    """A ``collate_fn`` for torch's ``DataLoader`` that collates graphs into a batch and pads it.
 
     Args:
         buckets: as for `pad_batch`.
         level: as for `pad_batch`.
-        collate: from a list of graphs to a batch; None is that of ``torch_geometric``.
+        collate: collates a list of graphs; None uses that of ``torch_geometric``.
 
     Raises:
-        ImportError: when ``torch_geometric`` is needed and not installed.
+        ImportError: ``torch_geometric`` is needed but not installed.
     """
 
     @checked

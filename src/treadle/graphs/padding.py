@@ -1,4 +1,4 @@
-"""Padding of the batches that a trainer trains on: into which buckets, and how much of the work is padding."""
+"""Padding of training batches: bucket selection, and the fraction of padded slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = ("nodes", "edges", "pairs")
 
 @dataclass(frozen=True)
 class PreparedGraphs:
-    """A batch of a training step that is padded and counted already."""
+    """Training batch that is already padded and counted."""
 
     padded: PaddedGraphBatch
 
@@ -36,11 +36,11 @@ def buckets_for(loader: Any, num_buckets: int) -> list[PadBucket]:
     """Choose buckets for the batches of a loader from the graphs of its data set; see `plan_buckets`.
 
     Args:
-        loader: with a ``dataset`` of graphs, and a ``batch_size``, which its ``batch_sampler`` may have instead.
-        num_buckets: how many at most, >= 1.
+        loader: loader with a ``dataset`` of graphs and a ``batch_size``, its own or its ``batch_sampler``'s.
+        num_buckets: maximum number of buckets, >= 1.
 
     Raises:
-        ConfigError: the loader does not say what it reads, or in batches of which size.
+        ConfigError: the loader does not expose its data set or its batch size.
 
     Example:
         >>> from types import SimpleNamespace
@@ -60,23 +60,23 @@ def buckets_for(loader: Any, num_buckets: int) -> list[PadBucket]:
             f"this {type(loader).__name__} does not tell them; give pad_to=plan_buckets(graphs, batch_size)",
             argument="pad_to",
         )
-    with forked_rng():  # a data set may draw where a graph is read, and training is not to notice
+    with forked_rng():  # a data set may draw random numbers when a graph is read, which must not affect training
         return plan_buckets((graphs[index] for index in range(len(graphs))), size, num_buckets=num_buckets)
 
 
 class Padding:
-    """Padding of the batches of a training, with a count of the padded slots.
+    """Padding of training batches, with counts of the padded slots.
 
     Args:
-        pad_to: buckets, or how many to choose from the data; None leaves batches as the loader makes them.
-        level: what a row of the targets belongs to, ``"graph"``, ``"node"`` or ``"edge"``; None infers it from a batch.
-        loss_fn: must be able to leave padding out.
+        pad_to: buckets, or the number of buckets to choose from the data; None disables padding.
+        level: level of the target rows, ``"graph"``, ``"node"`` or ``"edge"``; None infers it from a batch.
+        loss_fn: must be able to ignore padding.
 
     Attributes:
-        buckets: in use; None where nothing is padded here, or before :meth:`plan`.
+        buckets: buckets in use; None if nothing is padded here, or before :meth:`plan`.
 
     Raises:
-        ConfigError: a number is below 1, there is no bucket, or the loss is none of `get_loss_fn`.
+        ConfigError: a number is below 1, there is no bucket, or the loss is not from `get_loss_fn`.
 
     Example:
         >>> Padding([PadBucket(graphs=3, rows=2, row_length=3, edges=6)]).buckets[0].edges
@@ -103,12 +103,12 @@ class Padding:
         self._used = {kind: [0, 0] for kind in _KINDS}
 
     def plan(self, loader: Iterable[Any]) -> None:
-        """Choose the buckets from a loader's data set, if a number of them is wanted."""
+        """Choose the buckets from a loader's data set, if a number of buckets was given."""
         if self._num_buckets is not None and self._planned_for is not loader:
             self.buckets, self._planned_for = buckets_for(loader, self._num_buckets), loader
 
     def padded(self, batch: Any) -> Any:
-        """Return a batch padded, if it is not and there are buckets, and count it.
+        """Return the batch, padded if it is not yet and there are buckets, and count it.
 
         Raises:
             ConfigError: no bucket holds it.
@@ -126,20 +126,20 @@ class Padding:
         self._used = {kind: [0, 0] for kind in _KINDS}
 
     def used(self) -> dict[str, list[int]]:
-        """Return, for each kind that has slots, how many were real and how many there were, over all ranks."""
+        """Return the numbers of real slots and of all slots for each kind, over all ranks."""
         numbers = torch.tensor([self._used[kind] for kind in _KINDS], dtype=torch.float64)
         summed = distributed.sum_over_ranks(numbers).tolist()
         return {kind: [int(n) for n in pair] for kind, pair in zip(_KINDS, summed, strict=True) if pair[1]}
 
     def take_up(self, used: Mapping[str, Sequence[int]]) -> None:
-        """Restore what :meth:`used` returned; all ranks call it."""
+        """Restore counts returned by :meth:`used`; a collective call."""
         self.forget()
         if distributed.rank() == 0:
             self._used.update({kind: list(pair) for kind, pair in used.items()})
 
 
 def level_of(batch: Any) -> str:
-    """Return what a row of a batch's targets belongs to, by its number of rows.
+    """Return the level of a batch's targets, inferred from their number of rows.
 
     Example:
         >>> from types import SimpleNamespace
@@ -155,7 +155,7 @@ def level_of(batch: Any) -> str:
 
 
 def room_of(batch: PaddedGraphBatch) -> dict[str, tuple[int, int]]:
-    """Return how many slots of a padded batch are real, and how many it has; nothing of one on a device.
+    """Return the numbers of real slots and of all slots of a padded batch; empty if it is on a device.
 
     Example:
         >>> from types import SimpleNamespace
@@ -172,7 +172,7 @@ def room_of(batch: PaddedGraphBatch) -> dict[str, tuple[int, int]]:
 
 
 def share_of_padding(used: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Return the share of slots that are padding, of each kind.
+    """Return the fraction of padded slots of each kind.
 
     Example:
         >>> share_of_padding({"nodes": [3, 4]})
@@ -182,10 +182,10 @@ def share_of_padding(used: Mapping[str, Sequence[int]]) -> dict[str, float]:
 
 
 class PaddingHook(BaseHook):
-    """Hook that keeps the count of padding over a resume, and logs it after the first epoch.
+    """Hook that preserves the padding counts across a resume, and logs them after the first epoch.
 
     Args:
-        padding: what counts.
+        padding: the padding whose counts are kept.
     """
 
     def __init__(self, padding: Padding):
@@ -193,7 +193,7 @@ class PaddingHook(BaseHook):
         self._said = False
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Log it once, and reset the count."""
+        """Log the counts once, and reset them."""
         shares = share_of_padding(self._padding.used())
         if shares and not self._said:
             self._said = True
@@ -202,9 +202,9 @@ class PaddingHook(BaseHook):
         self._padding.forget()
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Store the count of the present epoch."""
+        """Store the counts of the current epoch."""
         state_dict["hooks"][self.state_key] = {"used": self._padding.used()}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restore it."""
+        """Restore the counts."""
         self._padding.take_up(((state_dict.get("hooks") or {}).get(self.state_key) or {}).get("used", {}))

@@ -1,4 +1,4 @@
-"""The pictures of a graph run's results and their captions."""
+"""Plots of a graph run's results and their captions."""
 
 from __future__ import annotations
 
@@ -19,28 +19,26 @@ from treadle.graphs.run_config import GraphsConfig
 from treadle.runs.curves import plot_training_curves
 from treadle.runs.report import Picture
 
-_MOST_TARGETS = 3  # that get a picture of contributions
+_MOST_TARGETS = 3  # that get a plot of contributions
 _LOGP = ("nci", "zinc_clean_leads")  # data sets whose target is penalised logP
-_MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: large enough to show, small enough to read
+_MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: informative, yet readable
 
 
 def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder: Path) -> list[Picture]:
-    """Draw what the trainer's model does on the test set.
+    """Draw plots of the trainer's model on the test set.
 
     Args:
         config: the settings of the run.
         data: the data set.
         trainer: its model has the best weights.
-        folder: gets the files.
+        folder: output folder.
 
     Returns:
-        The pictures with their captions.
+        The plots with their captions.
     """
     predicted = trainer.predict(loader(data.test, config.training.batch_size))
     curves = plot_training_curves(_curves(trainer), folder / "training_curves.png")
-    caption = (
-        "The loss of every epoch on training and validation graphs, the best epoch marked; the learning rate below."
-    )
+    caption = "Loss by epoch on training and validation graphs, with the best epoch marked; below, the learning rate."
     return [
         *_predictions(data, predicted, folder),
         *_contributions(data, trainer, predicted, folder),
@@ -51,7 +49,7 @@ def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder
 
 
 def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Picture]:
-    """Pictures of a regression with one target per graph: one axis is for one target."""
+    """Draw plots of a regression with one target per graph, since an axis shows one target."""
     if data.task_type != "regression" or data.level != "graph" or predicted.shape[1] != 1:
         return []
     graphs = list(data.test)
@@ -60,19 +58,19 @@ def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pi
     what = "penalised logP" if data.name in _LOGP else "target"
     path = plot_predictions(true, guessed, sizes, folder / "predictions.png", what=what)
     caption = (
-        "Left: a dot for each test graph; on the line, prediction and truth are equal. Right: the absolute error by "
-        "the number of nodes, with the median and the middle half of groups of graphs of like size."
+        "Left: one dot per test graph; on the line, prediction and target are equal. Right: the absolute error by the "
+        "number of nodes, with the median and the middle half of groups of graphs of similar size."
     )
     pictures = [Picture(path, "Predicted against true", caption)]
     if "smiles" in graphs[0]:
         path = plot_molecules([graph.smiles for graph in graphs], true, guessed, folder / "molecules.png")
-        caption = "The test molecules with the smallest and with the largest errors."
+        caption = "The test molecules with the smallest and the largest errors."
         pictures.append(Picture(path, "Best and worst molecules", caption))
     return pictures
 
 
 def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor, folder: Path) -> list[Picture]:
-    """Pictures of test molecules with their atoms coloured, one for each of the first targets."""
+    """Draw test molecules with coloured atoms, one plot for each of the first targets."""
     if data.level != "graph" or data.task_type not in ("regression", "multilabel"):
         return []
     graphs = list(data.test)
@@ -101,10 +99,10 @@ def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor,
         unit = f"log-odds of {name}" if labels else f"in units of {name}"
         path = plot_contributions(rows, folder / f"contributions{f'_{target}' if target else ''}.png", unit=unit)
         caption = (
-            f"What each atom adds to the predicted {name}: the prediction less that of the same molecule without the "
-            "features of the atom, its bonds and encodings kept (Riniker and Landrum 2013). Orange raises it, blue "
-            "lowers it, on one scale; the numbers of a molecule need not add up to its prediction. Above, the test "
-            "molecules with the errors nearest to the median, below those with the largest."
+            f"Contribution of each atom to the predicted {name}: the prediction minus that of the same molecule "
+            "without the features of the atom, keeping its bonds and encodings (Riniker and Landrum 2013). Orange "
+            "raises it, blue lowers it, on one scale; the contributions need not add up to the prediction. Top: test "
+            "molecules with errors nearest to the median; bottom: those with the largest errors."
         )
         pictures.append(Picture(path, f"Contributions of atoms to {name}", caption))
     return pictures
@@ -116,8 +114,8 @@ def _distances(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pict
     if errors is None or path is None:
         return []
     caption = (
-        f"The {errors.measure} by the {errors.across}, beside that of a guess that knows no graph; shaded is the "
-        "standard error. Below, how many test answers there are at each distance."
+        f"The {errors.measure} by the {errors.across}, compared with that of a constant guess; shaded: standard "
+        "error. Below, the number of test targets at each distance."
     )
     return [Picture(path, "Error by distance", caption)]
 
@@ -129,15 +127,15 @@ def _encodings(config: GraphsConfig, data: GraphDataset, folder: Path) -> list[P
         return []
     path = plot_encodings(graph, pe, folder / "encodings.png")
     caption = (
-        "Encodings of each atom of one test molecule, drawn as colours: columns of the encodings of nodes"
+        "Encodings of the atoms of one test molecule, drawn as colours: columns of the node encodings"
         f"{', and the encoding of the pairs with one atom' if pe.relative is not None else ''}. The molecule is the "
-        "one with most rings among those of a size that can be read."
+        "one with the most rings among those of readable size."
     )
     return [Picture(path, "Encodings", caption)]
 
 
 def _shown_molecule(data: GraphDataset) -> Any:
-    """The test molecule with most rings among those of a size that can be read, none picked by hand; None if none."""
+    """Return the test molecule with the most rings among those of readable size, or None; not picked by hand."""
     graphs = list(data.test)
     fitting = [graph for graph in graphs if graph.num_nodes in _MOLECULE_SIZES] or graphs
     by_rings = sorted(fitting, key=lambda graph: graph.num_edges - 2 * graph.num_nodes, reverse=True)

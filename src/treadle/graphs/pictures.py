@@ -1,4 +1,4 @@
-"""The pictures of graph runs: errors, molecules, and the encodings of one molecule."""
+"""Plots of graph runs: errors, molecules, and the encodings of one molecule."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SIZE_GROUPS = 8
 
 
 def plot_predictions(true: _Numbers, predicted: _Numbers, num_nodes: _Counts, path: Path, *, what: str) -> Path:
-    """Draw predicted against true targets, and the absolute error by the size of the graph.
+    """Plot predicted against true targets, and the absolute error by graph size.
 
     Args:
         true: (G,) targets of the test set.
         predicted: (G,).
         num_nodes: (G,) sizes of the graphs.
-        path: ends in ``.png``.
-        what: names the target.
+        path: output file, ending in ``.png``.
+        what: name of the target.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -68,7 +68,7 @@ def _error_by_size(axes: Axes, error: _Numbers, num_nodes: _Counts) -> None:
     low, middle, high = np.transpose([np.quantile(error[group], (0.25, 0.5, 0.75)) for group in groups])
     axes.fill_between(centres, low, high, color=ORANGE, alpha=0.25, linewidth=0, zorder=2)
     axes.plot(centres, middle, color=ORANGE, marker="o", markersize=5, zorder=3)
-    # A few graphs far off would press all others to the bottom; they are counted instead.
+    # A few outliers would squeeze all others to the bottom; they are counted instead.
     top = float(np.quantile(error, 0.99)) * 1.15 or 1.0
     above = int((error > top).sum())
     axes.set_ylim(0, top)
@@ -84,13 +84,13 @@ def _note(axes: Axes, text: str) -> None:
 
 
 def plot_molecules(smiles: Sequence[str], true: _Numbers, predicted: _Numbers, path: Path) -> Path:
-    """Draw the molecules that were predicted best and worst, four each.
+    """Plot the molecules with the best and the worst predictions, four each.
 
     Args:
         smiles: G molecules.
         true: (G,) targets.
         predicted: (G,).
-        path: ends in ``.png``.
+        path: output file, ending in ``.png``.
 
     Raises:
         ImportError: matplotlib or RDKit is not installed.
@@ -104,7 +104,7 @@ def plot_molecules(smiles: Sequence[str], true: _Numbers, predicted: _Numbers, p
             axes.axis("off")
         for axes, index in zip(axes_row, chosen, strict=False):
             molecule = _read(smiles[index])
-            if molecule is None:  # as a few of QM9
+            if molecule is None:  # as for a few of QM9
                 axes.text(0.5, 0.5, "RDKit cannot read it", ha="center", color=MUTED, transform=axes.transAxes)
             else:
                 axes.imshow(_draw_molecule(molecule), interpolation="antialiased")
@@ -135,12 +135,12 @@ def _draw_molecule(molecule: Any) -> npt.NDArray[np.float32]:
 
 
 def plot_encodings(graph: Any, config: PEConfig, path: Path) -> Path:
-    """Draw columns of a molecule's encodings on its atoms, as the model is given them.
+    """Plot columns of a molecule's encodings on its atoms, as the model sees them.
 
     Args:
-        graph: :func:`is_molecule`, with ``node_pe`` or ``edge_pe``, or both.
-        config: of the encodings.
-        path: ends in ``.png``.
+        graph: a molecule (:func:`is_molecule`) with ``node_pe`` or ``edge_pe``, or both.
+        config: settings of the encodings.
+        path: output file, ending in ``.png``.
 
     Raises:
         ImportError: matplotlib or RDKit is not installed.
@@ -172,7 +172,7 @@ def plot_encodings(graph: Any, config: PEConfig, path: Path) -> Path:
 
 
 def _node_columns(node_pe: torch.Tensor, config: NodePEConfig, limit: int) -> list[tuple[str, _Numbers]]:
-    """Return names and values of at most so many columns that vary over the molecule, as many of each encoding."""
+    """Return names and values of up to ``limit`` non-constant columns, equally many per encoding."""
     sign = "|" if config.lap.sign_invariant == "abs" else ""
     names = {
         "lap": [f"{sign}eigenvector {i + 1}{sign}" for i in range(config.lap.k)],
@@ -187,7 +187,7 @@ def _node_columns(node_pe: torch.Tensor, config: NodePEConfig, limit: int) -> li
         found = [(name, row) for name, row in zip(names[block], values, strict=True) if np.ptp(row) > 1e-6]
         blocks.append(found)
         start += width
-    while sum(map(len, blocks)) > limit:  # of the encoding that has most columns the one that separates atoms least
+    while sum(map(len, blocks)) > limit:  # drop from the longest block the column that separates atoms least
         fullest = max(reversed(blocks), key=len)
         fullest.pop(min(reversed(range(len(fullest))), key=lambda place: _spread(fullest[place])))
     return [column for block in blocks for column in block]
@@ -195,11 +195,11 @@ def _node_columns(node_pe: torch.Tensor, config: NodePEConfig, limit: int) -> li
 
 def _spread(column: tuple[str, _Numbers]) -> float:
     name, values = column
-    return -1.0 if "eigenvector" in name else float(np.ptp(values))  # of eigenvectors, the last one
+    return -1.0 if "eigenvector" in name else float(np.ptp(values))  # for eigenvectors, the last one
 
 
 def _relative_column(graph: Any, config: RelativePEConfig) -> tuple[str, _Numbers]:
-    """Return one number for every pair with the first atom: the distance of a bucket, else a column."""
+    """Return one value for every pair with the first atom: the distance of its bucket, or a column."""
     mine = graph.edge_pe_index[0] == 0
     rows = graph.edge_pe[mine]
     by_hops = config.type in ("spd", "bfs")
@@ -210,9 +210,9 @@ def _relative_column(graph: Any, config: RelativePEConfig) -> tuple[str, _Number
 
 
 def is_molecule(graph: Any) -> bool:
-    """Whether a graph is the molecule of its ``smiles``, atom by atom.
+    """Return whether a graph is the molecule of its ``smiles``, atom by atom.
 
-    A graph without one is not, nor are those of QM9, whose atoms are in another order than their ``smiles``.
+    False without ``smiles``, and for QM9, whose atoms are ordered differently than in its ``smiles``.
     """
     molecule = _read(graph.smiles) if "smiles" in graph else None
     if molecule is None or molecule.GetNumAtoms() != graph.num_nodes:
@@ -222,7 +222,7 @@ def is_molecule(graph: Any) -> bool:
 
 
 def _layout(smiles: str) -> tuple[_Numbers, list[list[int]]]:
-    """Return the places (N, 2) of the atoms in a drawing, and the two ends of every bond."""
+    """Return the positions (N, 2) of the atoms in a drawing, and the two ends of every bond."""
     molecule = _read(smiles)
     import_rdkit("Chem.rdDepictor").Compute2DCoords(molecule)
     return np.asarray(molecule.GetConformer().GetPositions())[:, :2], _bonds(molecule)
@@ -230,7 +230,7 @@ def _layout(smiles: str) -> tuple[_Numbers, list[list[int]]]:
 
 def _read(smiles: str) -> Any:
     """Return RDKit's molecule, or None."""
-    with import_rdkit("rdBase").BlockLogs():  # its complaints go to stderr, past logging
+    with import_rdkit("rdBase").BlockLogs():  # its messages go to stderr, bypassing logging
         return import_rdkit("Chem").MolFromSmiles(smiles)
 
 

@@ -1,6 +1,6 @@
-"""Probing tasks: graphs whose answers lie a known distance away, and a linear reading of hidden states.
+"""Probing tasks whose targets depend on nodes at a known distance, and linear probes of hidden states.
 
-Every generator has a separate seed; the generators of the process are not touched.
+Every generator has its own seed; the global generators are not touched.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _both_ways(ends: Tensor) -> Tensor:
 
 
 class PathParityProbe:
-    """Paths whose nodes carry bits: the label of a node is the parity of the bits up to it.
+    """Probe on paths of bits: the label of a node is the parity of the bits up to it.
 
     Args:
-        path_length: nodes.
+        path_length: number of nodes.
 
     Example:
         >>> data = PathParityProbe(4).generate_path_graph(seed=0)
@@ -41,7 +41,7 @@ class PathParityProbe:
         self.path_length = path_length
 
     def generate_path_graph(self, seed: int = 42) -> Any:
-        """Return a path with ``x`` (N, 1) of bits, ``y`` (N,) of parities and ``distances`` (N,) from its start."""
+        """Return a path with bits ``x`` (N, 1), parities ``y`` (N,) and ``distances`` (N,) from its start."""
         generator = torch.Generator().manual_seed(seed)
         bits = torch.randint(0, 2, (self.path_length,), generator=generator)
         nodes = torch.arange(self.path_length)
@@ -49,15 +49,15 @@ class PathParityProbe:
         return _data(x=bits.float()[:, None], edge_index=edge_index, y=bits.cumsum(0) % 2, distances=nodes)
 
     def generate_batch(self, batch_size: int = 32, base_seed: int = 42) -> list[Any]:
-        """Return paths of consecutive seeds."""
+        """Return paths generated with consecutive seeds."""
         return [self.generate_path_graph(base_seed + number) for number in range(batch_size)]
 
 
 class NodeCountingProbe:
-    """How many nodes lie within each number of hops.
+    """Probe for the number of nodes within each number of hops.
 
     Args:
-        max_hops: the largest number.
+        max_hops: maximum number of hops.
 
     Example:
         >>> path = PathParityProbe(3).generate_path_graph()
@@ -69,7 +69,7 @@ class NodeCountingProbe:
         self.max_hops = max_hops
 
     def generate_task(self, data: Any) -> tuple[Tensor, Tensor]:
-        """Return counts (N, max_hops + 1), and the distances (N, N), -1 for no path or one that is too long."""
+        """Return counts (N, max_hops + 1) and distances (N, N), with -1 for pairs unconnected or too far apart."""
         hops = hop_distances(data.edge_index, data.num_nodes)
         hops = torch.where(hops > self.max_hops, -1, hops)
         limits = torch.arange(self.max_hops + 1)
@@ -78,7 +78,7 @@ class NodeCountingProbe:
 
 
 class DistantNodeFeatureProbe:
-    """The mean features of the nodes at a distance.
+    """Probe for the mean features of the nodes at a given distance.
 
     Args:
         distance: in hops.
@@ -96,12 +96,12 @@ class DistantNodeFeatureProbe:
     def generate_task(
         self, data: Any, num_samples: int | None = None, *, seed: int = 42
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return nodes (S,) that have others at the distance, the mean features of these (S, F), the distance (S,).
+        """Return nodes (S,) with others at the distance, the mean features of those (S, F), and the distance (S,).
 
         Args:
             data: a graph with float ``x``.
-            num_samples: draws so many of the nodes; None uses all.
-            seed: of the draw.
+            num_samples: number of nodes to draw; None uses all.
+            seed: seed of the draw.
         """
         at = hop_distances(data.edge_index, data.num_nodes) == self.distance
         sources = at.any(1).nonzero().flatten()
@@ -114,13 +114,13 @@ class DistantNodeFeatureProbe:
 
 
 class SyntheticLongRangeTask:
-    """Random graphs whose nodes must look a number of hops away.
+    """Random graphs with node labels that depend on nodes a given number of hops away.
 
     The label of a node is whether the first feature of the nodes at ``signal_distance`` is positive on average, and 0.5
-    where it has none.
+    if there are none.
 
     Args:
-        graph_size: nodes.
+        graph_size: number of nodes.
         signal_distance: in hops.
         noise_level: scale of the features.
 
@@ -148,12 +148,12 @@ class SyntheticLongRangeTask:
 
 
 def create_probing_dataset(probe_type: str, num_samples: int = 100, **settings: Any) -> list[Any]:
-    """Return graphs of a probing task, by consecutive seeds.
+    """Return graphs of a probing task, generated with consecutive seeds.
 
     Args:
         probe_type: ``"parity"`` or ``"long_range"``.
-        num_samples: graphs.
-        settings: those of the task's class.
+        num_samples: number of graphs.
+        settings: arguments of the task's class.
 
     Raises:
         ConfigError: there is no such task.
@@ -177,7 +177,7 @@ def linear_probe(hidden: Tensor, targets: Tensor, *, ridge: float = 1e-6) -> Cal
     Args:
         hidden: (A, D) hidden states, such as those of one layer.
         targets: (A,) or (A, T).
-        ridge: weight of the squared coefficients.
+        ridge: L2 penalty.
 
     Returns:
         A function from (A, D) to predictions in the shape of the targets.
@@ -200,17 +200,17 @@ def linear_probe(hidden: Tensor, targets: Tensor, *, ridge: float = 1e-6) -> Cal
 def probe_layers(
     hidden_states: Sequence[Tensor], targets: Tensor, distances: Tensor, *, max_distance: int = 20, holdout: float = 0.5
 ) -> list[dict[str, Any]]:
-    """Return how well a linear probe reads the targets from each layer, by distance.
+    """Evaluate linear probes of the targets on each layer, by distance.
 
     Args:
         hidden_states: (A, D) for each layer.
         targets: (A,).
         distances: (A,) in hops.
-        max_distance: the highest.
-        holdout: share of the answers, the last ones, that are scored and not fitted.
+        max_distance: maximum distance.
+        holdout: fraction of samples, taken from the end, that are scored and not fitted.
 
     Returns:
-        For each layer what :meth:`treadle.graphs.long_range.LongRangeEvaluator.compute` returns.
+        The result of :meth:`treadle.graphs.long_range.LongRangeEvaluator.compute` for each layer.
     """
     from treadle.graphs.long_range import LongRangeEvaluator
 

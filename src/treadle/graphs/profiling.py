@@ -1,4 +1,4 @@
-"""Cost of a graph model: floating-point operations, time and memory of a step, and how they grow.
+"""Profiling of graph models: FLOPs, time and memory of a step, and their scaling.
 
 Operations are counted by ``torch.utils.flop_counter`` while the model runs, so nothing is estimated from its settings.
 """
@@ -25,14 +25,14 @@ from treadle.seed import forked_rng
 
 @dataclass(frozen=True)
 class RuntimeStats:
-    """Times of a function, in milliseconds.
+    """Timing statistics of a function, in milliseconds.
 
     Attributes:
-        mean: of all runs.
-        std: their standard deviation; 0 of one run.
-        min: the shortest.
-        max: the longest.
-        num_runs: how many were timed.
+        mean: mean of all runs.
+        std: standard deviation; 0 for one run.
+        min: shortest run.
+        max: longest run.
+        num_runs: number of timed runs.
     """
 
     mean: float
@@ -44,11 +44,11 @@ class RuntimeStats:
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Floating-point operations of a call; a multiplication and an addition are two.
+    """Floating-point operations of a call; a multiply-add counts as two.
 
     Attributes:
-        total: of the whole call.
-        breakdown: by operator, such as ``aten.mm``.
+        total: total of the call.
+        breakdown: counts by operator, such as ``aten.mm``.
     """
 
     total: int
@@ -58,13 +58,13 @@ class FlopCount:
 def benchmark_function(
     function: Callable[[], Any], *, num_runs: int = 100, warmup_runs: int = 10, device: torch.device | str = "cpu"
 ) -> RuntimeStats:
-    """Times a function, waiting for the device before and after each run.
+    """Time a function, synchronising with the device before and after each run.
 
     Args:
-        function: takes nothing.
+        function: callable without arguments.
         num_runs: timed runs, >= 1.
-        warmup_runs: runs before that are not timed.
-        device: waited for, if it is a GPU.
+        warmup_runs: untimed runs before those.
+        device: synchronised if it is a GPU.
 
     Raises:
         ConfigError: there is no run to time.
@@ -92,7 +92,7 @@ def benchmark_function(
 
 
 def profile_forward(model: nn.Module, batch: Any, *, num_runs: int = 100, warmup_runs: int = 10) -> RuntimeStats:
-    """Times the forward pass in eval mode, without gradients; the mode of the model is restored."""
+    """Time the forward pass in eval mode without gradients; the mode of the model is restored."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -111,7 +111,7 @@ def profile_training_step(
     num_runs: int = 100,
     warmup_runs: int = 10,
 ) -> RuntimeStats:
-    """Times forward, backward and the step of the optimizer, which changes the weights."""
+    """Time forward, backward and the optimizer step, which changes the weights."""
 
     device = _device(model)
     with _mode(model, True):
@@ -139,12 +139,12 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def count_flops(model: nn.Module, batch: Any, *, backward: bool = False) -> FlopCount:
-    """Count the operations of a forward pass, and of the backward pass through the sum of its outputs.
+    """Count the FLOPs of a forward pass and, optionally, of the backward pass through the sum of its outputs.
 
     Args:
-        model: called with the batch, in eval mode; gradients are left as they were.
+        model: called with the batch, in eval mode; gradients are left unchanged.
         batch: its input.
-        backward: whether the backward pass counts too.
+        backward: whether to include the backward pass.
 
     Example:
         >>> count_flops(nn.Linear(4, 3, bias=False), torch.ones(2, 4))
@@ -183,10 +183,10 @@ def _mebibytes(tensors: Iterable[Any]) -> float:
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device | str) -> float:
-    """Return the most memory of a GPU that was in use while a function ran, in MiB.
+    """Return the peak GPU memory in use while a function runs, in MiB.
 
     Raises:
-        ConfigError: the device is no GPU, whose memory nobody counts.
+        ConfigError: the device is not a GPU; only GPU memory is tracked.
     """
     if torch.device(device).type != "cuda":
         raise ConfigError("only the memory of a CUDA device is counted", argument="device", value=str(device))
@@ -204,17 +204,17 @@ def scaling_table(
     num_runs: int = 10,
     warmup_runs: int = 2,
 ) -> list[dict[str, Any]]:
-    """Measure a model at several sizes of the model or of its input.
+    """Profile a model at several sizes of the model or of its input.
 
     Args:
-        model_of: a model for each value.
-        batch_of: its input for each value.
-        values: such as numbers of nodes, or of layers.
+        model_of: returns a model for each value.
+        batch_of: returns its input for each value.
+        values: such as numbers of nodes or layers.
         num_runs: timed runs of each.
-        warmup_runs: runs of each that are not timed.
+        warmup_runs: untimed runs of each.
 
     Returns:
-        A row for each: ``value``, ``parameters``, ``flops``, and the entries of :class:`RuntimeStats`.
+        One row per value: ``value``, ``parameters``, ``flops``, and the fields of :class:`RuntimeStats`.
 
     Example:
         >>> rows = scaling_table(lambda n: nn.Linear(n, 1, bias=False), lambda n: torch.ones(1, n), [2, 4])

@@ -1,4 +1,4 @@
-"""The results of a graph run: decisions at the start, test metrics beside baselines, a table."""
+"""Report of a graph run: settings at the start, test metrics against baselines, and a table."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 
 
 def decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> dict[str, str]:
-    """Return the decisions and their reasons, as name -> text."""
+    """Return the decisions and their reasons, as name -> string."""
     precision = f"{config.training.mixed_precision} autocast" if config.training.mixed_precision else "fp32"
     return {"precision": precision, **_decisions(config, data, trainer), **_speed_line(config)}
 
 
 def _speed_line(config: GraphsConfig) -> dict[str, str]:
-    """Say into how many shapes batches are padded and whether steps are captured; nothing without either."""
+    """Describe the number of padded shapes and whether steps are captured; empty without either."""
     training = config.training
     if training.num_buckets is None:
         return {}
@@ -74,13 +74,13 @@ def _encodings_line(config: GraphsConfig) -> str:
 
 
 def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, out: Path) -> Results:
-    """Test the weights that the trainer's model has, compare them with baselines, and draw.
+    """Test the weights of the trainer's model, compare them with baselines, and draw the plots.
 
     Args:
         config: the settings of the run.
         data: the data set.
         trainer: its model has the best weights.
-        out: gets ``test_results.json`` and ``pictures/``.
+        out: run folder, for ``test_results.json`` and ``pictures/``.
     """
     test = trainer.eval_epoch(loader(data.test, config.training.batch_size), mask="test_mask")
     found = to_json({
@@ -108,10 +108,10 @@ def _as_text(values: Mapping[str, Any]) -> str:
 
 
 def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
-    """Errors on the test set of what needs no graphs: the mean, and ridges on the node features summed up.
+    """Return test errors of baselines without graph structure: the mean, and ridge regression on summed node features.
 
-    Targets of nodes and pairs have the mean alone. Molecules have two ridges: on the counts of their atoms by element,
-    and on all features of the atoms, such as hybridisation and hydrogens.
+    Node and pair targets have only the mean. Molecules have two ridge regressions: on atom counts by element, and on
+    all atom features, such as hybridisation and hydrogens.
     """
     if data.level != "graph":
         train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))
@@ -133,33 +133,33 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _NAMES = {
-    "mean": "guess: mean of the training targets",
-    "ridge_atom_counts": "ridge on the counts of atoms",
-    "ridge_atom_features": "ridge on all features of the atoms",
-    "ridge_node_features": "ridge on the summed node features",
+    "mean": "mean of the training targets",
+    "ridge_atom_counts": "ridge on atom counts",
+    "ridge_atom_features": "ridge on all atom features",
+    "ridge_node_features": "ridge on summed node features",
 }
 
 
 def results(metrics: Mapping[str, Any], out: Path) -> Report:
-    """Return the table of a run from the content of ``metrics.json``."""
+    """Return the table of a run from the contents of ``metrics.json``."""
     columns, rows = _test_rows(metrics)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     config, count = metrics["config"], metrics["graphs"]["test"]
     return Report(
         title=f"{config['model']['name']} on {config['dataset']['name']}",
-        lead=f"The test is on {count:,} graphs that were kept out of training. The weights are those of epoch "
+        lead=f"Tested on {count:,} held-out graphs. The weights are those of epoch "
         f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
         tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36)],
         files=[
             "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  run.json  config.yaml  "
             "steps.jsonl",
-            f"  page.html (what it learned, with the pictures)  pictures/  {'  '.join(pictures)}",
+            f"  page.html (results and plots)  pictures/  {'  '.join(pictures)}",
         ],
     )  # fmt: skip
 
 
 def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and the rows of the table of test metrics, the model first and then the baselines."""
+    """Return the columns and rows of the table of test metrics, with the model first and then the baselines."""
     test, baselines = metrics["test"], metrics["baselines"]
     names = [name for name in test if not baselines or name in ("mae", "rmse")]
     rows = {f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}": test}

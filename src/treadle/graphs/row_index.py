@@ -1,9 +1,9 @@
-"""Sums of messages by the node that they reach, with the same bits in every run.
+"""Deterministic sums of messages by target node.
 
 Shapes: M = values, such as the messages of all edges; R = rows, such as nodes.
 
-``index_add_`` adds in the same order each time on the CPU, where it is used. On CUDA it adds with atomics, in any
-order. There the values are sorted by their row, once for a forward pass, and added one after the other.
+``index_add_`` adds in a fixed order on the CPU, where it is used. On CUDA it adds with atomics, in any order; there the
+values are sorted by row, once per forward pass, and summed sequentially.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_PIECE = 32  # values that one thread adds where a row may have many
-_FEW = 8  # values of a row on average
+_PIECE = 32  # values that one thread adds if a row may have many
+_FEW = 8  # average number of values per row
 _SMALL = 4096  # values
 
 
 class _Order(NamedTuple):
-    """The values by their row.
+    """Values sorted by row.
 
     Attributes:
-        order_M: (M,) the values of the first row, then those of the second.
-        starts_R: (R + 1,) where each row starts among them, or among the pieces.
-        cuts: where each piece of a row starts; None where rows are added at once.
+        order_M: (M,) indices of the values of the first row, then of the second, and so on.
+        starts_R: (R + 1,) start of each row among the sorted values, or among the pieces.
+        cuts: start of each piece of a row; None if rows are summed in one piece.
     """
 
     order_M: Tensor
@@ -33,13 +33,12 @@ class _Order(NamedTuple):
 
 
 class RowIndex:
-    """The row that each of M values belongs to.
+    """Row assignment of M values, with deterministic reductions.
 
     Args:
         index_M: (M,) integer.
         num_rows: R.
-        sorts: whether sums are made in sorted order, without atomics; by default on CUDA. A compiled model adds with
-            atomics.
+        sorts: whether to sum in sorted order, without atomics; default on CUDA. A compiled model sums with atomics.
 
     Example:
         >>> rows = RowIndex(torch.tensor([0, 0, 2]), 3)
@@ -54,15 +53,15 @@ class RowIndex:
         self._known: _Order | None = None
 
     def select(self, rows: Tensor) -> Tensor:
-        """Return for each value its row of ``rows`` (R, …), as (M, …)."""
+        """Return the row of ``rows`` (R, …) for each value, as (M, …)."""
         if self._sorts and rows.requires_grad and torch.is_grad_enabled():
             selected: Tensor = _Select.apply(rows, self)  # type: ignore[no-untyped-call]
             return selected
         return rows.index_select(0, self.index_M)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum the values (M, …) of each row into (R, …), in float32 or better."""
-        # The hub of a large graph sums thousands of messages: 8 bits of bf16 or the range of fp16 would not hold them.
+        """Sum the values (M, …) of each row into (R, …), in at least float32."""
+        # The hub of a large graph sums thousands of messages, beyond the precision of bf16 and the range of fp16.
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         if self._sorts:
             summed: Tensor = _Sum.apply(wide, self)  # type: ignore[no-untyped-call]
@@ -70,7 +69,7 @@ class RowIndex:
         return wide.new_zeros((self.num_rows, *values.shape[1:])).index_add_(0, self.index_M, wide)
 
     def softmax(self, logits: Tensor) -> Tensor:
-        """Return the softmax of ``logits`` (M, H) over the values of each row; float32 or better.
+        """Return the softmax of ``logits`` (M, H) over the values of each row, in at least float32.
 
         Example:
             >>> RowIndex(torch.tensor([0, 0, 1]), 2).softmax(torch.zeros(3, 1)).flatten().tolist()
@@ -86,14 +85,14 @@ class RowIndex:
 
     @torch.no_grad()
     def _order(self) -> _Order:
-        """Return the order of the values, made by the first that asks."""
+        """Return the order of the values, computed on first use."""
         if self._known is None:
             size = len(self.index_M)
             sorted_M, order_M = self.index_M.sort(stable=True)
             starts_R = torch.searchsorted(sorted_M, torch.arange(self.num_rows + 1, device=sorted_M.device))
             if size <= _SMALL and size <= _FEW * self.num_rows:
                 self._known = _Order(order_M, starts_R, None)
-            else:  # the sum of a hub, or of a whole graph, is shared by several threads
+            else:  # the sum of a hub, or of a whole graph, is split over several threads
                 regular = torch.arange(0, size, _PIECE, device=sorted_M.device)
                 cuts = torch.cat([starts_R, regular]).sort()[0]
                 self._known = _Order(order_M, torch.searchsorted(cuts, starts_R), cuts)
@@ -110,12 +109,12 @@ class RowIndex:
 
 
 def _sum_pieces(values: Tensor, starts: Tensor) -> Tensor:
-    """Sum neighbouring rows, from each start to the next; without a look at the values of the starts."""
+    """Sum consecutive rows, from each start to the next, without reading the starts on the host."""
     return torch.segment_reduce(values, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
 
 
 class _Sum(torch.autograd.Function):
-    """Sum of the values of each row."""
+    """Autograd function for the sum of the values of each row."""
 
     @staticmethod
     def forward(values: Tensor, rows: RowIndex) -> Tensor:
@@ -131,7 +130,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Select(torch.autograd.Function):
-    """The row of each value; its gradient is the sum of the values of each row."""
+    """Autograd function that gathers the row of each value; its gradient sums the values of each row."""
 
     @staticmethod
     def forward(rows: Tensor, index: RowIndex) -> Tensor:

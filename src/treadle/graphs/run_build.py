@@ -1,4 +1,4 @@
-"""What graph runs are built of: data, model, loaders and trainer, the same for training and for evaluation."""
+"""Construction of graph runs: data, model, loaders and trainer, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | No
 
     Args:
         config: the settings.
-        progress: called with how many graphs are encoded, and how many there are.
+        progress: called with the number of encoded graphs and the total.
 
     Raises:
-        ConfigError: a setting is unknown or wrong, or the data are not there and cannot be downloaded.
+        ConfigError: a setting is unknown or invalid, or the data are missing and cannot be downloaded.
         ImportError: a package is missing; the message names what to install.
     """
     try:
@@ -53,12 +53,12 @@ def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | No
 
 
 def build_model(config: GraphsConfig, data: GraphDataset, *, measure: bool = True) -> GraphTransformer:
-    """Return the model with its initial weights, for the widths and the level of the data.
+    """Build the model with its initial weights, for the feature widths and the level of the data.
 
     Args:
         config: the settings.
         data: the data set.
-        measure: measure the training graphs where the settings ask for it; else a checkpoint brings the statistics.
+        measure: measure the training graphs if the settings request it; otherwise a checkpoint provides the statistics.
 
     Raises:
         ConfigError: an option is unknown, out of range, or without effect.
@@ -67,7 +67,7 @@ def build_model(config: GraphsConfig, data: GraphDataset, *, measure: bool = Tru
     if measure and "statistics" in options:
         options["statistics"] = graph_statistics(data.train)
     if data.level != "graph":
-        options.pop("readout", None)  # nothing is read out over the nodes; the groups have one for graph targets
+        options.pop("readout", None)  # there is no readout over nodes; the groups have one for graph targets
     has_attention = options.get("name") != "mpnn" and options.get("use_global", True)
     if data.relative_pe_dim and not has_attention:
         raise ConfigError(
@@ -96,16 +96,16 @@ def loader(
     num_buckets: int | None = None,
     level: str = "graph",
 ) -> Iterable[Any]:
-    """Return a loader of torch_geometric over a split; on several ranks, of this one's part of each batch.
+    """Return a torch_geometric loader over a split; in distributed runs, over this rank's part of each batch.
 
     Args:
         graphs: the split.
-        batch_size: graphs in a batch of all ranks together.
-        shuffle: a new order for each epoch.
-        num_workers: processes that load, and pad.
-        seed: seeds the orders of ranks.
-        num_buckets: shapes that batches are padded into; None pads nothing.
-        level: what a target belongs to, for padding.
+        batch_size: graphs per batch, summed over all ranks.
+        shuffle: whether to reshuffle every epoch.
+        num_workers: processes that load and pad.
+        seed: seed of the shuffling in distributed runs.
+        num_buckets: number of padded shapes; None disables padding.
+        level: level of the targets, for padding.
     """
     from torch_geometric.loader import DataLoader
 
@@ -119,7 +119,7 @@ def loader(
 
 
 def train_loader(config: GraphsConfig, data: GraphDataset) -> Iterable[Any]:
-    """Return the loader of the training split, which pads its batches where the settings say so."""
+    """Return the loader of the training split, which pads its batches if configured."""
     training = config.training
     return loader(
         data.train,
@@ -133,10 +133,10 @@ def train_loader(config: GraphsConfig, data: GraphDataset) -> Iterable[Any]:
 
 
 def optimizer_and_schedule(config: GraphsConfig, model: torch.nn.Module) -> tuple[Optimizer, LRScheduler | None]:
-    """Return the optimizer of a model and its schedule, over the epochs of the run.
+    """Build the optimizer of a model and its schedule over the epochs of the run.
 
     Raises:
-        ConfigError: a setting is unknown or wrong.
+        ConfigError: a setting is unknown or invalid.
     """
     optimizer = get_optimizer_from_config(model, given(config.training.optimizer))
     schedule = given(config.training.scheduler)
@@ -146,13 +146,13 @@ def optimizer_and_schedule(config: GraphsConfig, model: torch.nn.Module) -> tupl
 
 
 def refuse_wrong(config: GraphsConfig) -> None:
-    """Refuse what optimizer and schedule would refuse, without data and model.
+    """Validate the optimizer and schedule settings without data or model.
 
     Raises:
-        ConfigError: a setting is unknown or wrong.
+        ConfigError: a setting is unknown or invalid.
     """
     longer = (config.training.scheduler.get("warmup_epochs") or 0) + config.training.epochs + 1
-    without_warning = dataclasses.replace(config.training, epochs=longer)  # a long warm-up is told of once, later
+    without_warning = dataclasses.replace(config.training, epochs=longer)  # which is given once, later
     optimizer_and_schedule(dataclasses.replace(config, training=without_warning), torch.nn.Linear(1, 1))
 
 
@@ -167,20 +167,20 @@ def build_trainer(
     parallel: str | None = None,
     measure: bool = True,
 ) -> GraphTrainer:
-    """Seed, and return the trainer with a new model, its optimizer and its schedule.
+    """Seed, and build the trainer with a new model, optimizer and schedule.
 
     Args:
-        config: the settings; what they say of ranks is for the caller to decide.
+        config: the settings; distributed settings are up to the caller.
         data: the data set.
-        device: where it computes.
-        name: of the run, in log lines and checkpoints.
-        checkpoint_dir: folder of checkpoints; None writes none.
-        hooks: further hooks.
-        parallel: how the model is spread over ranks.
+        device: device for the computation.
+        name: name of the run in log lines and checkpoints.
+        checkpoint_dir: checkpoint folder; None writes none.
+        hooks: additional hooks.
+        parallel: how the model is distributed over ranks.
         measure: as for :func:`build_model`.
 
     Raises:
-        ConfigError: a setting is unknown or wrong.
+        ConfigError: a setting is unknown or invalid.
     """
     training = config.training
     set_seed(config.seed, deterministic=config.deterministic)

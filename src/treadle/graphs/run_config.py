@@ -1,4 +1,4 @@
-"""The settings of graph runs: composed from the groups of the pack, checked, and what a rerun may change."""
+"""Settings of graph runs: composition from config groups, validation, and those that a rerun may change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = {
     "experiment_name": "--out",
     "checkpoint": "--out, the folder of the run to resume",
 }  # fmt: skip
-"""Settings of scripts/train.py that the command takes as options."""
+"""Settings of scripts/train.py that are command-line options."""
 
 FREE = (
     "threads", "log_every", "training.epochs", "training.num_workers", "training.grad_clip",
@@ -37,13 +37,13 @@ FREE = (
     "training.scheduler.warmup_epochs", "training.scheduler.min_lr", "dataset.root", "dataset.pe_cache_dir",
     "dataset.use_preprocessed_pe", "dataset.num_workers",
 )  # fmt: skip
-"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+"""Settings that a resumed run may change; others are stored in checkpoints or would make the history meaningless."""
 
 RENAMED = {
     "optimizer_type": "training.optimizer.type", "scheduler_type": "training.scheduler.type",
     "loss_type": "training.loss", "patience": "training.early_stopping", "get_dataset": "dataset.name",
 }  # fmt: skip
-"""Arguments of the library -> settings, where the two have other names."""
+"""Library argument -> setting, where the names differ."""
 
 _AT_LEAST_0 = ("lr", "weight_decay", "eps", "momentum")
 _KINDS: dict[str, Any] = {
@@ -56,7 +56,7 @@ _KINDS: dict[str, Any] = {
     "training.scheduler.warmup_offset": int | None,
     "training.scheduler.min_lr": float | None, "training.scheduler.gamma": float | None,
 }  # fmt: skip
-"""Of settings in sections whose keys are for others to know: what takes them compares or hands on without a look."""
+"""Types of settings in open sections, whose consumers compare or forward values without checking them."""
 RECIPE: Mapping[str, Any] = {
     "model.readout": None, "model.standardize": True, "model.mpnn_type": "gatedgcn", "model.hidden_dim": 56,
     "training.scheduler.warmup_offset": 1, "training.optimizer.lr": 2e-3,
@@ -66,12 +66,12 @@ RECIPE: Mapping[str, Any] = {
 
 _TASKS = ("regression", "classification", "multilabel", "edge_prediction")
 _NONE_IS_A_CHOICE = ("pe.node.type", "pe.node.normalize", "pe.relative.type", "training.scheduler.type")
-_OPEN = ("dataset.graph_params", "dataset.task_params")  # their keys are for the data set to know
+_OPEN = ("dataset.graph_params", "dataset.task_params")  # the data set defines their keys
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The section ``training``; `train/default.yaml` documents each key."""
+    """Section ``training``; `train/default.yaml` documents each key."""
 
     epochs: int
     batch_size: int
@@ -111,16 +111,16 @@ class TrainingConfig:
 
     @property
     def num_buckets(self) -> int | None:
-        """How many shapes batches are padded into; None for no padding."""
+        """Number of padded batch shapes; None for no padding."""
         return 4 if self.buckets is None and self.capture is not False else self.buckets
 
 
 @dataclass(frozen=True)
 class GraphsConfig:
-    """All settings of a graph run, as plain values.
+    """All settings of a graph run as plain values.
 
-    `dataset`, `pe` and `model` go to `get_dataset` and `get_model`, which use or refuse each key; a null in `dataset`,
-    `model`, `training.optimizer` or `training.scheduler` leaves the value to them.
+    `dataset`, `pe` and `model` are passed to `get_dataset` and `get_model`, which use or reject each key; a null in
+    `dataset`, `model`, `training.optimizer` or `training.scheduler` selects their default.
 
     Example:
         >>> read_settings(["model.hidden_dim=32"]).model["hidden_dim"]
@@ -141,48 +141,48 @@ class GraphsConfig:
         check_least(0, dataset__num_workers=self.dataset.get("num_workers"))
         check_seeds(seed=self.seed)
         options = self.model_options
-        if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # get_model names unknown ones
+        if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # get_model reports unknown ones
             with as_settings("model", self.model):
                 ModelOptions(num_features=1, **options)
 
     @property
     def encodings(self) -> dict[str, Any]:
-        """The section ``pe``, without encodings of pairs where the kind of model has no attention to read them."""
+        """Section ``pe``, without pair encodings if the model has no attention to read them."""
         if self.model.get("name") != "mpnn":
             return self.pe
         return {name: section for name, section in self.pe.items() if name != "relative"}
 
     @property
     def model_options(self) -> dict[str, Any]:
-        """Options of `get_model` that are set; with statistics where they are wanted, for a checkpoint to bring."""
+        """Options of `get_model` that are set, with statistics left to a checkpoint if requested."""
         options = given(self.model)
         if options.get("use_local") is False and options.get("mpnn_type") == RECIPE["model.mpnn_type"]:
-            del options["mpnn_type"]  # the choice of the groups, which is of no use here
+            del options["mpnn_type"]  # the choices of groups, not used here
         return {**options, "statistics": True} if options.pop("standardize", False) else options
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GraphsConfig:
-        """Build the settings from nested plain values, as a configuration or a checkpoint has them.
+        """Build the settings from the nested plain values of a configuration or a checkpoint.
 
         Raises:
-            ConfigError: a key is unknown or missing, or a value is wrong.
+            ConfigError: a key is unknown or missing, or a value is invalid.
         """
-        # Of runs of before they were settings.
+        # For runs from before these settings existed.
         added = {"parallel": None, "capture": False, "buckets": None, "compile": False}
         values = with_kinds(values)
         section = {**added, **_section(values, "training")}
         return from_nested(cls, {**values, "training": section}, complete=True)
 
     def as_started(self, stored: Mapping[str, Any], *, set_by_hand: Collection[str]) -> GraphsConfig:
-        """Return these settings, with those of a run in the place of defaults that have changed since it was started.
+        """Return these settings, restoring a run's values for defaults that have changed since it was started.
 
         Args:
-            stored: nested settings of the run; what it lacks is left out.
-            set_by_hand: dotted keys that are kept as they are.
+            stored: nested settings of the run; missing ones are ignored.
+            set_by_hand: dotted keys to keep unchanged.
         """
         values, mine, its = copied(self.to_dict()), flat(self.to_dict()), flat(stored)
         for key in RECIPE.keys() - set(set_by_hand):
-            if mine.get(key) != RECIPE[key]:  # chosen by a group
+            if mine.get(key) != RECIPE[key]:  # selected by a group
                 continue
             *path, name = key.split(".")
             section = values
@@ -207,10 +207,10 @@ def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings with those of open sections checked for their type; a number may stand for a text.
+    """Check the types in open sections of nested settings and return them; a number is converted to a string.
 
     Raises:
-        ConfigError: a value is of the wrong type.
+        ConfigError: a value has the wrong type.
 
     Example:
         >>> with_kinds({"dataset": {"root": 2024}})
@@ -229,7 +229,7 @@ def with_kinds(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section without its nulls, which leave a value to the code.
+    """Return a section without its nulls, which select the default in code.
 
     Example:
         >>> given({"lr": 0.1, "eps": None})
@@ -238,18 +238,18 @@ def given(section: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if value is not None}
 
 
-# -- texts of the command line ------------------------------------------------------------------------------------
+# -- command-line strings -----------------------------------------------------------------------------------------
 
 
 def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsConfig:
-    """Return the settings of ``treadle train graphs`` with texts ``key=value`` applied; the later of two counts.
+    """Return the settings of ``treadle train graphs`` with ``key=value`` strings applied; later ones win.
 
     Args:
         settings: ``model=gps`` chooses from a group, ``model.hidden_dim=64`` sets a value.
-        device: has no influence on the defaults.
+        device: does not affect the defaults.
 
     Raises:
-        ConfigError: a group, a choice or a key is unknown, or a value is wrong.
+        ConfigError: a group, a choice or a key is unknown, or a value is invalid.
         ImportError: OmegaConf is not installed; the message names the extra.
     """
     choices: dict[str, str] = {}
@@ -269,10 +269,10 @@ def read_settings(settings: Sequence[str], device: str | None = None) -> GraphsC
 
 
 def with_assignments(values: dict[str, Any], assignments: Iterable[Assignment]) -> dict[str, Any]:
-    """Change nested settings in place by those of a command line; return the same dict.
+    """Apply command-line assignments to nested settings in place; return the same dict.
 
     Raises:
-        ConfigError: a key is unknown, or a value is of another kind than its setting.
+        ConfigError: a key is unknown, or a value has the wrong type for its setting.
     """
     kinds = _kinds()
 
@@ -286,7 +286,7 @@ def with_assignments(values: dict[str, Any], assignments: Iterable[Assignment]) 
         is_open = assignment.key.startswith(_OPEN)
         if not is_open:
             refuse_unknown_setting(assignment.key.partition("[")[0], flat(values))
-        # A key of an open section may be new, with or without the sign ``+``.
+        # A key of an open section may be new, with or without ``+``.
         added = is_open and assignment.sign == "=" and assignment.key not in _OPEN
         apply(values, [dataclasses.replace(assignment, new=added or assignment.new)], fit=fit)
     return values

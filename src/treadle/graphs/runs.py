@@ -1,6 +1,6 @@
-"""The runs of ``treadle train graphs`` and of ``scripts/train.py``, which has other defaults.
+"""Runs of ``treadle train graphs`` and of ``scripts/train.py``, which has different defaults.
 
-What imports torch_geometric is imported where it is used: the help of the command needs none of it.
+Modules that need torch_geometric are imported where they are used, since the command's help does not need it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _log = logging.getLogger("treadle.cli")
 
 
 class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
-    """The pack of ``treadle train graphs`` and of ``scripts/train.py``."""
+    """Pack of ``treadle train graphs`` and of ``scripts/train.py``."""
 
     name = "graphs"
     summary = SUMMARIES["graphs"]
     help = """
     Train a graph transformer with positional encodings on 4,990 real molecules and show what it learned.
 
-    The molecules come with rdkit; nothing is downloaded unless dataset names a benchmark. A run that was stopped, at
-    any moment and by anything, resumes when the same command is run again; one that is finished shows its results.
-    Ctrl-C saves before it leaves.
+    The molecules come with rdkit; nothing is downloaded unless dataset names a benchmark. A run that was stopped at any
+    moment, by any cause, resumes when the same command is run again; a finished one shows its results. Ctrl-C saves
+    before exiting.
 
     A setting without a dot chooses from a group: dataset, model, pe (encodings) or train; the others set one value.
 
@@ -75,38 +75,38 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     # -- settings -------------------------------------------------------------------------------------------------
 
     def read_settings(self, settings: Sequence[str], device: str | None = None) -> GraphsConfig:
-        """Return the settings, composed by Hydra from the groups of the pack."""
+        """Return the settings, composed from the config groups of the pack as by Hydra."""
         return read_settings(settings, device)
 
     def values(self, config: GraphsConfig) -> dict[str, Any]:
-        """Return settings as nested plain values."""
+        """Return the settings as nested plain values."""
         return config.to_dict()
 
     def from_values(self, values: Mapping[str, Any]) -> GraphsConfig:
-        """Return settings from nested plain values."""
+        """Build settings from nested plain values."""
         return GraphsConfig.from_values(values)
 
     def shown(self, config: GraphsConfig) -> Iterable[tuple[str, Any]]:
-        """Yield every setting with its value as Hydra reads it, under dotted keys."""
+        """Yield every setting as a dotted key and its value in Hydra's syntax."""
         return ((key, "null" if value is None else value) for key, value in flat(config.to_dict()).items())
 
     def parallel(self, config: GraphsConfig) -> str | None:
-        """Return the setting that spreads the model over ranks."""
+        """Return the setting that distributes the model over ranks."""
         return config.training.parallel
 
     def environment(self, config: GraphsConfig) -> AbstractContextManager[None]:
-        """Have errors name the settings."""
+        """Return a context in which errors name the settings."""
         return settings_named(flat(config.to_dict()), RENAMED)
 
     # -- a run ----------------------------------------------------------------------------------------------------
 
     def run(self, run: Run[GraphsConfig], show: Show) -> dict[str, Any] | None:
-        """Train with the settings of the folder's run in the place of defaults that have changed since it started."""
+        """Train, using the run folder's settings for defaults that have changed since the run started."""
         config = by_rank_0(lambda: _as_started(run))
         return super().run(dataclasses.replace(run, config=config), show)
 
     def prepare(self, run: Run[GraphsConfig]) -> GraphDataset:
-        """Load the data set with its encodings; what rank 0 downloads and encodes, the others read."""
+        """Load the data set with its encodings; rank 0 downloads and encodes first, then the other ranks read."""
         from treadle.graphs import run_build
 
         if run.trains:
@@ -133,18 +133,18 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             parallel=run.parallel,
             measure=run.trains,
         )
-        # Wrong values are refused before idle ones.
+        # Invalid values are rejected before ineffective ones.
         idle_settings.refuse_idle(run.given, run.config, level=data.level, task_type=data.task_type)
         if run.weights is not None and run.home is None:
             trainer.load_checkpoint(run.weights, load_optimizer=False)
         return trainer
 
     def resume(self, run: Run[GraphsConfig], trainer: GraphTrainer) -> str:
-        """Load ``last.pt``, or if it is damaged ``best.pt``."""
+        """Load ``last.pt``, or ``best.pt`` if it is damaged."""
         return load_newest(run, trainer, epochs=run.config.training.epochs, step=lambda: trainer.global_step)
 
     def fit(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> None:
-        """Train to the number of epochs, or until the validation metric stops improving."""
+        """Train up to the number of epochs, or until the validation metric stops improving."""
         from treadle.graphs.run_build import loader, train_loader
 
         training = run.config.training
@@ -158,7 +158,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         )
 
     def keep(self, run: Run[GraphsConfig], data: GraphDataset) -> None:
-        """Write the settings as Hydra reads them."""
+        """Write the settings in Hydra's format."""
         from omegaconf import OmegaConf
 
         write_changed(OmegaConf.to_yaml(OmegaConf.create(run.config.to_dict())), run.out / "config.yaml")
@@ -170,7 +170,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         return report.decisions(run.config, data, trainer)
 
     def finish(self, run: Run[GraphsConfig], data: GraphDataset, trainer: GraphTrainer) -> Results:
-        """Test the best weights, compare them with baselines, and draw."""
+        """Test the best weights, compare them with baselines, and draw the plots."""
         from treadle.graphs import report
 
         load_model_state(trainer.model, load_weights(run.checkpoints / "best.pt"))
@@ -185,10 +185,10 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     # -- stored runs ----------------------------------------------------------------------------------------------
 
     def stored(self, home: Path, path: Path | None, tree: Mapping[str, Any] | None) -> tuple[GraphsConfig, int | None]:
-        """Return the settings of a checkpoint's run, and the threads it had: another number sums in another order.
+        """Return the settings of a checkpoint's run and its number of threads, which affects the order of summation.
 
         Raises:
-            ConfigError: the checkpoint is not of such a run.
+            ConfigError: the checkpoint is not from such a run.
             CheckpointError: no checkpoint is intact.
         """
         if path is None or tree is None:
@@ -200,13 +200,13 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         stored = tree.get("config", {}).get("run")
         if stored is None:
             raise ConfigError(
-                f"{path}: does not say how its data and model were built, as it is no checkpoint of "
+                f"{path}: does not say how its data and model were built, since it is not a checkpoint of "
                 "`treadle train graphs` or scripts/train.py; load it with your own GraphTrainer and call eval_epoch"
             )
         return GraphsConfig.from_values(stored), int(tree["config"]["threads"])
 
     def evaluate(self, opened: GraphsOpened, split: str, *, batch_size: int | None, num_workers: int) -> Evaluation:
-        """Return the metrics of the test, of a split."""
+        """Return the test metrics on a split."""
         from treadle.graphs.run_build import loader
 
         trainer, graphs = opened.trainer, _graphs_of(opened.data, split)
@@ -227,7 +227,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         )
 
     def predict(self, opened: GraphsOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Return the model's outputs for a split, and the targets where each output has one."""
+        """Return the model's outputs for a split, and the targets if each output has one."""
         import torch
 
         from treadle.graphs.run_build import loader
@@ -247,7 +247,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         batch_size: int | None,
         device: str | None,
     ) -> Predictions:
-        """Return the mean over runs for the molecules of a file, and their deviation as its uncertainty."""
+        """Return the mean over runs for the molecules of a file, with the standard deviation as uncertainty."""
         from treadle.graphs.smiles_runs import load_stored_model, predict_file
 
         models = []
@@ -268,7 +268,7 @@ def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
         by_hand = {text.partition("=")[0].strip().lstrip("+") for text in run.given}
         started = run.config.as_started(record.config, set_by_hand=by_hand)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return run.config  # faults of the record are named where the folder is opened
+        return run.config  # errors in the record are reported where the folder is opened
     before, now = flat(started.to_dict()), flat(run.config.to_dict())
     kept = [f"{key}={before.get(key)}" for key in now if before.get(key) != now[key]]
     if kept:

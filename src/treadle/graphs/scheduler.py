@@ -1,4 +1,4 @@
-"""The learning-rate schedules of the graph face, stepped once an epoch."""
+"""Learning-rate schedules of the graph trainer, stepped once per epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treadle.errors.arguments import check_least, checked
 from treadle.graphs.optimizer import say_what_is_idle
 from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
-# What each reads beside total_epochs, which belongs to the run and is no choice of a schedule.
+# Settings that each reads in addition to total_epochs, which belongs to the run rather than to a schedule.
 _READ = {
     "cosine_warmup": ("warmup_epochs", "min_lr", "warmup_start_lr", "warmup_offset"), "cosine": ("min_lr",),
     "linear": ("min_lr",), "step": ("step_size", "gamma"),
@@ -40,7 +40,7 @@ def get_scheduler(
     warmup_start_lr: float = 1e-7,
     warmup_offset: int = 0,
 ) -> LRScheduler | None:
-    """Build a schedule from the epoch index e = 0, 1, … to a learning rate, with the group's own rate b as its base.
+    """Build a schedule from the epoch index e = 0, 1, … to a learning rate, based on each group's rate b.
 
     With W = ``warmup_epochs``, T = ``total_epochs``, m = ``min_lr``, s = ``warmup_start_lr``, o = ``warmup_offset``:
 
@@ -51,21 +51,21 @@ def get_scheduler(
     - ``"warmup"``: the first part of cosine_warmup, then b. ``"none"``: no schedule; returns None.
 
     Args:
-        optimizer: its groups' learning rates are the base rates.
+        optimizer: the learning rates of its groups are the base rates.
         scheduler_type: one of the above.
-        total_epochs: T, the warm-up included, >= 1.
-        warmup_epochs: W >= 0; a warm-up that fills the run is legal and warns.
+        total_epochs: T, including the warm-up, >= 1.
+        warmup_epochs: W >= 0; a warm-up as long as the run is allowed with a warning.
         min_lr: m, from 0 to the base rate.
         step_size: epochs, >= 1.
         gamma: factor of ``"step"``, >= 0.
         warmup_start_lr: s >= 0.
-        warmup_offset: o, 0 or 1; with 0 the first epoch has the rate s, which learns nothing.
+        warmup_offset: o, 0 or 1; with 0 the first epoch has rate s, which learns nothing.
 
     Returns:
-        One of torch's schedulers, whose state holds plain numbers only.
+        A torch scheduler whose state holds only plain numbers.
 
     Raises:
-        ConfigError: the type is unknown (the nearest is named), or a number is out of range.
+        ConfigError: the type is unknown (the closest match is named), or a number is out of range.
 
     Example:
         >>> import torch
@@ -95,7 +95,7 @@ def get_scheduler_from_config(optimizer: Optimizer, config: Mapping[str, Any]) -
     """Build a schedule from the keys of a configuration.
 
     Args:
-        optimizer: its groups' learning rates are the base rates.
+        optimizer: the learning rates of its groups are the base rates.
         config: ``type`` (default ``"cosine_warmup"``), ``total_epochs`` or ``epochs``, and the other arguments of
             `get_scheduler` by name.
 
@@ -112,14 +112,14 @@ def get_scheduler_from_config(optimizer: Optimizer, config: Mapping[str, Any]) -
     values = dict(config)
     refuse_unknown("scheduler", values, ["type", "total_epochs", "epochs", *_DEFAULTS])
     if {"total_epochs", "epochs"} <= values.keys():
-        raise ConfigError("and total_epochs both say how long the run is; give one", argument="scheduler.epochs")
+        raise ConfigError("and total_epochs both set the length of the run; give one", argument="scheduler.epochs")
     total_epochs = values.pop("total_epochs", values.pop("epochs", 100))
     return get_scheduler(optimizer, values.pop("type", "cosine_warmup"), total_epochs, **values)
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """Factors of a base rate b in an epoch; W, T, s, m and o as in `get_scheduler`."""
+    """Learning-rate factor of a base rate b by epoch; W, T, s, m and o as in `get_scheduler`."""
 
     warmup: int
     total: int

@@ -1,4 +1,4 @@
-"""Stored runs that predict molecules of a file of SMILES; their data sets are not needed."""
+"""Prediction by stored runs for a file of SMILES, without their data sets."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treadle.cli")
 
-_SETS = ("smiles_csv", "nci", "zinc_clean_leads")  # whose atoms and bonds have the columns of graph_from_smiles
+_SETS = ("smiles_csv", "nci", "zinc_clean_leads")  # data sets with the atom and bond columns of graph_from_smiles
 _COLUMNS = ("mean", "std")  # of each target
 _MOST_NAMED = 20
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A trained model with what it predicts.
+    """Trained model with its targets.
 
     Attributes:
-        path: of its checkpoint.
+        path: path of its checkpoint.
         config: the settings of its run.
         targets: a name for each output.
         task_type: ``"regression"`` or ``"multilabel"``.
-        model: with the weights of the checkpoint.
+        model: the model with the weights of the checkpoint.
     """
 
     path: Path
@@ -59,11 +59,11 @@ def load_stored_model(config: GraphsConfig, path: Path, tree: Mapping[str, Any])
     Args:
         config: the settings of the run.
         path: the checkpoint.
-        tree: what it holds.
+        tree: its contents.
 
     Raises:
-        ConfigError: the run was trained on graphs that are not made of SMILES.
-        CheckpointError: the weights do not fit.
+        ConfigError: the run was trained on graphs that are not made from SMILES.
+        CheckpointError: the weights do not match.
     """
     name = str(config.dataset.get("name"))
     if name not in _SETS:
@@ -73,7 +73,7 @@ def load_stored_model(config: GraphsConfig, path: Path, tree: Mapping[str, Any])
         )
     trained = tree["config"]
     count = trained["num_classes"] or 1
-    # Checkpoints of before name no targets.
+    # Older checkpoints do not name targets.
     targets = tuple(trained.get("targets") or config.dataset.get("targets") or (f"target_{k}" for k in range(count)))
     pe = parse_pe_config(config.encodings)
     described = GraphDataset(
@@ -97,18 +97,18 @@ def predict_file(
     """Predict the molecules of a file, as the mean over models.
 
     Args:
-        stored: of one task, with the same targets and encodings.
-        file: of comma-separated values, with a line of names and a column of SMILES.
-        column: that of SMILES; None finds it by its name.
-        batch_size: None uses that of the training.
+        stored: models of one task, with the same targets and encodings.
+        file: CSV file with a header and a SMILES column.
+        column: name of the SMILES column; None finds it by name.
+        batch_size: None uses that of training.
         device: None selects CUDA, then MPS, then the CPU.
 
     Returns:
-        The columns of the file, for each target ``<name>_mean``, and with several models ``<name>_std``, their standard
-        deviation; NaN where a SMILES gives no graph, of which one warning names the lines.
+        The columns of the file, ``<name>_mean`` for each target, and with several models ``<name>_std``, their standard
+        deviation; NaN for a SMILES that cannot be converted, with one warning that names the lines.
 
     Raises:
-        ConfigError: the models predict not the same, or the file cannot be read.
+        ConfigError: the models do not predict the same targets, or the file cannot be read.
     """
     _refuse_mixed(stored)
     first, encodings = stored[0], parse_pe_config(stored[0].config.encodings)
@@ -135,7 +135,7 @@ def predict_file(
 
 
 def _refuse_mixed(stored: Sequence[StoredModel]) -> None:
-    """Raise ConfigError for models that do not predict the same of the same encodings."""
+    """Raise ConfigError for models with different targets or encodings."""
     for name, its in (
         ("targets", [each.targets for each in stored]),
         ("task", [each.task_type for each in stored]),

@@ -1,4 +1,4 @@
-"""Statistics of the training graphs that a model keeps: sizes, and the scale of each column of the node encoding.
+"""Statistics of training graphs stored in a model: sizes, and the scale of each node-encoding column.
 
 Shapes: N = nodes of all graphs, K = columns of the node encoding.
 """
@@ -18,28 +18,28 @@ from treadle.graphs.encodings.graphs import one_thread
 from treadle.seed import forked_rng
 
 _CONSTANT = 1e-6
-"""Deviation of a column below which it counts as constant; float32 encodings of about 1 round at 1e-7."""
+"""Standard deviation below which a column counts as constant; float32 encodings near 1 round at 1e-7."""
 
 
 @dataclass(frozen=True)
 class GraphStatistics:
-    """Statistics of the graphs of a training set, which `get_model` makes part of the model; see `graph_statistics`."""
+    """Statistics of a training set, which `get_model` stores in the model; see `graph_statistics`."""
 
     mean_nodes: float
-    """Nodes of a graph, on average."""
+    """Average number of nodes per graph."""
     node_pe_mean: Tensor | None = None
-    """(K,) float32, the mean of each column of ``node_pe``; None where graphs have none."""
+    """(K,) float32, mean of each column of ``node_pe``; None if graphs have none."""
     node_pe_scale: Tensor | None = None
-    """(K,) float32, 1 over the standard deviation of each column, and 1 for a constant column."""
+    """(K,) float32, reciprocal standard deviation of each column; 1 for a constant column."""
 
     @property
     def node_pe_dim(self) -> int | None:
-        """K; None where graphs have no ``node_pe``."""
+        """K; None if graphs have no ``node_pe``."""
         return None if self.node_pe_mean is None else len(self.node_pe_mean)
 
     @classmethod
     def unknown(cls, node_pe_dim: int | None) -> GraphStatistics:
-        """Return statistics of NaN, in the place of those that a checkpoint brings.
+        """Return NaN placeholders for statistics that a checkpoint provides.
 
         Example:
             >>> GraphStatistics.unknown(2).node_pe_mean
@@ -52,11 +52,11 @@ class GraphStatistics:
 
 @checked
 def graph_statistics(graphs: Iterable[Any]) -> GraphStatistics:
-    """Measure the graphs of a training set, once and the same to the bit in every process.
+    """Compute the statistics of a training set, bit-identical in every process.
 
     Args:
-        graphs: with ``num_nodes`` or ``x``, and ``node_pe`` (n, K) where encodings are used. A random transform of the
-            data draws from a fork of torch's generators, so the training does not notice.
+        graphs: graphs with ``num_nodes`` or ``x``, and ``node_pe`` (n, K) if encodings are used. A random transform of
+            the data draws from a fork of torch's generators, so training is not affected.
 
     Raises:
         ConfigError: there are no graphs, or their ``node_pe`` differ in width or are not finite.

@@ -1,4 +1,4 @@
-"""The graph task: a batch of graphs becomes a loss, with its weight and what the metrics of an epoch need."""
+"""Graph training task: loss of a batch of graphs, its weight, and the outputs for epoch metrics."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 
 
 class EpochMetrics(Protocol):
-    """Metrics over an epoch, such as `GraphMetrics` or a collection of torchmetrics."""
+    """Interface of metrics over an epoch, such as `GraphMetrics` or a torchmetrics collection."""
 
     def reset(self) -> Any:
-        """Forget everything."""
+        """Discard everything."""
         ...
 
     def update(self, pred: Tensor, target: Tensor) -> Any:
-        """Add a batch, without its padding."""
+        """Add the predictions of a batch, without padding."""
         ...
 
     def compute(self) -> Any:
@@ -50,7 +50,7 @@ class EpochMetrics(Protocol):
 
 
 def target_of(batch: Any) -> Tensor:
-    """Return ``batch.y``, or ``batch.target`` where there is no ``y``.
+    """Return ``batch.y``, or ``batch.target`` if there is no ``y``.
 
     Raises:
         ConfigError: the batch has neither.
@@ -68,10 +68,10 @@ def target_of(batch: Any) -> Tensor:
 
 
 class FedMetrics:
-    """Metrics that are fed the outputs of a task.
+    """Adapter that passes the outputs of a task to metrics.
 
     Args:
-        metrics: whom to feed.
+        metrics: the metrics to update.
     """
 
     def __init__(self, metrics: EpochMetrics):
@@ -79,7 +79,7 @@ class FedMetrics:
         self._fed = 0
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything."""
         self._metrics.reset()
         self._fed = 0
 
@@ -95,12 +95,12 @@ class FedMetrics:
         self._fed += 1
 
     def compute(self) -> Mapping[str, Any]:
-        """Return the metrics by name; none where no rank had an output, as with a model that returns no tensor."""
+        """Return the metrics by name; empty if no rank had an output, as for a model that returns no tensor."""
         return dict(self._metrics.compute()) if distributed.agree(self._fed) else {}
 
 
 def _known(pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out the entries whose target is NaN, for metrics that would be NaN by them."""
+    """Drop the entries whose target is NaN, for metrics that would become NaN."""
     if not target.is_floating_point() or pred.shape != target.shape:
         return pred, target
     known = ~target.isnan()
@@ -110,20 +110,20 @@ def _known(pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 class GraphTask:
     """Supervised learning on graphs, nodes or pairs.
 
-    A batch with a ``target_mask`` (bool, True = counted), as padded batches have, is counted by it. Of a batch with
+    If a batch has a ``target_mask`` (bool, True = counted), like padded batches, only its rows count. If it has
     ``train_mask``, ``val_mask`` and ``test_mask``, training counts the rows of the first, and an evaluation those of
-    the mask that it names. Targets that are NaN are unknown and do not count.
+    the mask it names. NaN targets are unknown and ignored.
 
     Args:
-        device: where batches are moved.
-        task_type: the kind of task.
+        device: device that batches are moved to.
+        task_type: task type.
         loss_fn: a `GraphLoss`, or any function (prediction, target) -> mean loss.
-        metrics: of an evaluation.
-        padding: pads the batches of a training; None: as the loader makes them.
+        metrics: metrics for evaluation.
+        padding: pads training batches; None: no padding.
 
     Attributes:
-        step_outputs: outputs of the training steps since they were last taken; see `TrainOutputsHook`.
-        reads_masks: True, as batches are counted by their masks.
+        step_outputs: outputs of the training steps since they were last collected; see `TrainOutputsHook`.
+        reads_masks: True, since batches are counted by their masks.
 
     Example:
         >>> # Engine(model, optimizer, GraphTask(device, "regression", loss_fn=loss_fn, metrics=metrics))
@@ -152,12 +152,12 @@ class GraphTask:
         self._tries_loss = not isinstance(loss_fn, GraphLoss)
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
-        """Return the loss of a batch, weighted by the entries that count."""
+        """Return the loss of a batch with the number of counted entries as its weight."""
         if isinstance(batch, PreparedGraphs):
             batch = batch.padded
         elif torch.is_grad_enabled():
             batch = self.padding.padded(batch)
-        # Counted, and labels checked, before anything is moved: on the host that waits for no device.
+        # Counting and label checks come before the move: on the host they do not synchronise.
         num_graphs = graphs_in(batch)
         kept = self._without_copies(batch, num_graphs)
         weight = self._weight(batch, kept)
@@ -182,7 +182,7 @@ class GraphTask:
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=outputs, num_samples=num_graphs)
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Pad a batch and count its targets where they lie on the host."""
+        """Pad a batch and count its targets if they are on the host."""
         padded = self.padding.padded(batch)
         if not isinstance(padded, PaddedGraphBatch):
             return batch, None
@@ -190,7 +190,7 @@ class GraphTask:
         return PreparedGraphs(padded), weight if isinstance(weight, float) else None
 
     def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
-        """Keep the outputs of a replayed step, as :meth:`step` does."""
+        """Record the outputs of a replayed step, like :meth:`step`."""
         if output.outputs is not None:
             self.step_outputs.append(output.outputs)
         num_graphs = graphs_in(batch.padded if isinstance(batch, PreparedGraphs) else batch)
@@ -207,7 +207,8 @@ class GraphTask:
 
     @contextlib.contextmanager
     def counting_once(self, loader: Any, *, mask: str = "val_mask") -> Iterator[None]:
-        """Count, inside the block, the rows of a mask, and leave out what a padding sampler repeats on this rank."""
+        """Inside the block, count the rows of a mask and skip the samples that a padding sampler repeats on this
+        rank."""
         self._graphs_left, self._evaluated_mask = real_samples(loader), mask
         try:
             yield
@@ -215,7 +216,7 @@ class GraphTask:
             self._graphs_left, self._evaluated_mask = None, "val_mask"
 
     def _without_copies(self, batch: Any, num_graphs: int | None) -> Tensor | None:
-        """Return the rows of the batch that are no copies; None for all."""
+        """Return the mask of rows that are not duplicates; None for all."""
         if self._graphs_left is None or num_graphs is None:
             return None
         real, self._graphs_left = self._graphs_left, max(0, self._graphs_left - num_graphs)
@@ -231,7 +232,7 @@ class GraphTask:
         return as_count(counted(target, mask).sum())
 
     def _same_shape(self, pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Give a 1-D target of a regression its last axis; classes are left to the loss."""
+        """Add a last axis to a 1-D regression target; classes are handled by the loss."""
         if self.task_type not in ("regression", "multilabel"):
             return pred, target
         return aligned(self.task_type, None, pred, target)
@@ -256,7 +257,7 @@ class GraphTask:
         return loss
 
     def _refuse_unknown(self, pred: Any, target: Tensor) -> None:
-        """Raise ConfigError, once and before a step is applied, if a loss does not leave out targets that are NaN."""
+        """Raise ConfigError, before the first step is applied, if a loss does not ignore NaN targets."""
         self._tries_loss = False
         if not isinstance(pred, Tensor):
             return
@@ -271,16 +272,16 @@ class GraphTask:
             )
 
     def new_metrics(self) -> FedMetrics:
-        """Return the metrics of an evaluation, emptied."""
+        """Return the evaluation metrics, reset."""
         self.metrics.reset()
         return self.metrics
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """Move a batch, and give the model the number of nodes of each graph, counted on the host before."""
-    if not _waits_for(device) or isinstance(batch, PaddedGraphBatch):  # whose shapes are known
+    """Move a batch, attaching the number of nodes of each graph, counted on the host."""
+    if not _waits_for(device) or isinstance(batch, PaddedGraphBatch):  # whose shapes are static
         return to_device(batch, device)
-    sizes = count_sizes(batch)  # before it is moved, which may happen in place
+    sizes = count_sizes(batch)  # before the move, which may be in place
     there = to_device(batch, device)
     if sizes is not None:
         note_sizes(there, sizes)
@@ -288,7 +289,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _has_unknown(batch: Any) -> bool:
-    """Whether targets on the host are NaN; those on a device are not looked at, which would wait for it."""
+    """Return whether targets on the host contain NaN; those on a device are not checked, which would synchronise."""
     target = host_of(target_of(batch))
     return target.is_floating_point() and target.device.type == "cpu" and bool(target.isnan().numpy().any())
 
@@ -298,7 +299,7 @@ def _waits_for(device: torch.device) -> bool:
 
 
 def raw_outputs(model: nn.Module, device: torch.device, batch: Any) -> Any:
-    """Return the outputs of a model for a batch, floating tensors in float32 and without the rows that are padding."""
+    """Return the outputs of a model for a batch, with floating tensors in float32 and padding rows removed."""
     batch = _moved(batch, device)
     without_padding = getattr(batch, "real", None)
 
@@ -310,10 +311,10 @@ def raw_outputs(model: nn.Module, device: torch.device, batch: Any) -> Any:
 
 
 def real_samples(loader: Any) -> int | None:
-    """Return how many samples of this rank are no copies, which come last; None where a loader has no copies.
+    """Return the number of this rank's samples before the duplicates at the end; None if there are no duplicates.
 
     Args:
-        loader: any iterable; a ``DataLoader`` with a ``DistributedSampler`` that drops nothing has copies.
+        loader: any iterable; a ``DataLoader`` with a ``DistributedSampler`` without ``drop_last`` has duplicates.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -329,7 +330,7 @@ def real_samples(loader: Any) -> int | None:
 
 
 def graphs_in(batch: Any) -> int | None:
-    """Return how many graphs a batch has, padding left out; None where only a device knows, or nobody.
+    """Return the number of graphs in a batch, without padding; None if it is unknown or only on a device.
 
     Example:
         >>> from types import SimpleNamespace
@@ -345,12 +346,12 @@ def graphs_in(batch: Any) -> int | None:
 
 
 def rows_of_first(batch: Any, target: Tensor, num_graphs: int) -> Tensor:
-    """Return which rows of a target belong to the first graphs of a batch, (rows,) bool.
+    """Return the mask of target rows that belong to the first graphs of a batch, (rows,) bool.
 
     Args:
-        batch: with ``num_graphs``, and ``batch`` and ``pair_index`` where rows are nodes or pairs.
-        target: one row for each graph, node or pair.
-        num_graphs: how many graphs.
+        batch: batch with ``num_graphs``, and ``batch`` and ``pair_index`` if rows are nodes or pairs.
+        target: one row per graph, node or pair.
+        num_graphs: number of graphs.
 
     Example:
         >>> from types import SimpleNamespace

@@ -1,6 +1,6 @@
-"""What each kind of task predicts: in which shape, from which column, and which targets count.
+"""Task types: shapes of predictions, column semantics, and targets that count.
 
-Losses and metrics read predictions through here, so they agree on them. Shapes: G = graphs (or nodes, or pairs of
+Losses and metrics interpret predictions through this module, so they agree. Shapes: G = graphs (or nodes, or pairs of
 nodes), T = targets of each, C = classes.
 """
 
@@ -17,7 +17,7 @@ TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edg
 
 
 def check_task_type(task_type: str) -> None:
-    """Raise ConfigError for a kind of task that does not exist, naming the nearest."""
+    """Raise ConfigError for an unknown task type, naming the closest match."""
     if task_type not in get_args(TaskType):
         raise ConfigError(
             f" is unknown; {nearest(str(task_type), get_args(TaskType))}", argument="task_type", value=task_type
@@ -25,10 +25,10 @@ def check_task_type(task_type: str) -> None:
 
 
 def outputs_of(task_type: str, num_classes: int | None) -> int | None:
-    """Return how many outputs a task needs: 2 for classification by default, 1 for pairs, else as given.
+    """Return the number of outputs of a task: 2 for classification by default, 1 for pairs, else as given.
 
     Raises:
-        ConfigError: the number is no integer >= 1, or the task cannot have it.
+        ConfigError: the number is not an integer >= 1, or the task does not allow it.
 
     Example:
         >>> outputs_of("classification", None), outputs_of("edge_prediction", None), outputs_of("regression", None)
@@ -48,20 +48,20 @@ def outputs_of(task_type: str, num_classes: int | None) -> int | None:
 
 
 def aligned(task_type: str, num_outputs: int | None, pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return prediction and target in one of three shapes, refusing what would have to be broadcast.
+    """Return the prediction and target in one of three shapes; raise if they would need broadcasting.
 
     - (G, T) and (G, T): regression and multilabel; a 1-D target of a 2-D prediction gets a last axis.
-    - (G,) and (G,): one logit for each graph.
+    - (G,) and (G,): one logit per graph.
     - (G, C) and (G,): two columns or more; the target is a class.
 
     Args:
-        task_type: the kind of task.
-        num_outputs: how many outputs the task has, None where that does not matter.
-        pred: what the model returned.
+        task_type: task type.
+        num_outputs: number of outputs of the task; None if irrelevant.
+        pred: output of the model.
         target: (G,), (G, 1) or (G, T).
 
     Raises:
-        ConfigError: the shapes do not fit; both are named.
+        ConfigError: the shapes do not match; both are named.
 
     Example:
         >>> [t.shape for t in aligned("classification", 2, torch.zeros(3, 1), torch.zeros(3, 1))]
@@ -87,7 +87,7 @@ def aligned(task_type: str, num_outputs: int | None, pred: Tensor, target: Tenso
 
 
 def margin(pred: Tensor) -> Tensor:
-    """Return the logit of class 1 (G,): the one there is, or the difference of two columns.
+    """Return the logit of class 1 (G,): the only column, or the difference of two.
 
     Example:
         >>> margin(torch.tensor([[1.0, 3.0]]))
@@ -97,14 +97,14 @@ def margin(pred: Tensor) -> Tensor:
 
 
 def counted(target: Tensor, mask: Tensor | None) -> Tensor:
-    """Return which entries of a target count, in its shape: those that are known (not NaN) and that the mask has.
+    """Return the mask of target entries that count, in its shape: those that are known (not NaN) and in ``mask``.
 
     Args:
         target: any shape (G, ...).
         mask: (G,) or the target's shape, bool, True = counted; None for all.
 
     Raises:
-        ConfigError: the mask is not bool or has another shape.
+        ConfigError: the mask is not bool or has the wrong shape.
 
     Example:
         >>> counted(torch.tensor([[1.0, torch.nan], [1.0, 1.0]]), torch.tensor([True, False]))
@@ -124,12 +124,12 @@ def counted(target: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:
-    """Raise ConfigError for labels that are no classes; those on a device are not looked at, which would wait for it.
+    """Raise ConfigError for labels that are not classes; those on a device are not checked, which would synchronise.
 
     Args:
-        num_labels: C, how many classes there are.
+        num_labels: C, the number of classes.
         target: labels, any shape; they must be 0, 1, … C - 1.
-        known: bool, the target's shape; which of them count.
+        known: bool, the target's shape; the labels that count.
     """
     if target.device.type != "cpu":
         return
@@ -139,7 +139,7 @@ def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:
         wrong |= labels != labels.floor()
     if wrong.numpy().any():
         raise ConfigError(
-            f"{labels[wrong][0].tolist()!r} is no class; the labels must be whole numbers from 0 to "
+            f"{labels[wrong][0].tolist()!r} is not a class; the labels must be whole numbers from 0 to "
             f"{num_labels - 1}. Give num_classes (1 or 2 for two classes), or correct the labels",
             argument="target",
         )

@@ -1,7 +1,7 @@
-"""The outputs of the training steps of an epoch, for the metrics of its record; exact over a resume.
+"""Collection of training outputs for the metrics of an epoch record, exact across a resume.
 
-The memory is bounded, however long an epoch is: older outputs of a regression are kept as sums, those of other tasks
-and metrics are left out, so that such metrics are over the latest values of the epoch.
+Memory is bounded regardless of epoch length: older outputs of a regression are stored as sums, those of other tasks and
+metrics are discarded, so such metrics cover the latest values of the epoch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class TrainOutputsHook(BaseHook):
-    """Hook that keeps the latest outputs of an epoch's steps, on the device, for the metrics of its record.
+    """Hook that keeps the latest outputs of an epoch's steps on the device, for the metrics of its record.
 
     Args:
-        task: whose outputs.
-        metrics: those of the task.
+        task: the task whose outputs are kept.
+        metrics: metrics of the task.
     """
 
     def __init__(self, task: GraphTask, metrics: EpochMetrics):
@@ -39,11 +39,11 @@ class TrainOutputsHook(BaseHook):
         self._left_out = False
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Forget what no step has counted."""
+        """Discard outputs that no step has counted."""
         self._task.step_outputs = []
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Keep what the step counted: of a step that was tried again, the last try."""
+        """Keep the outputs of the step; for a retried step, those of the last attempt."""
         taken, self._task.step_outputs = self._task.step_outputs, []
         counted = len(trainer.attempt.outputs)
         for outputs in taken[len(taken) - counted :] if counted else []:
@@ -53,7 +53,7 @@ class TrainOutputsHook(BaseHook):
             self._forget_oldest(trainer)
 
     def _forget_oldest(self, trainer: Engine) -> None:
-        """Keep the bound: sums the older outputs where the metrics are sums, and leave them out otherwise."""
+        """Enforce the bound: sum older outputs if the metrics are sums, otherwise discard them."""
         if self._older is not None:
             older = FedMetrics(self._older)
             for outputs in self._outputs[:-1]:
@@ -76,7 +76,7 @@ class TrainOutputsHook(BaseHook):
         return sum(outputs[0].numel() for outputs in self._outputs)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Start afresh."""
+        """Discard the outputs of the epoch."""
         self._clear()
 
     def _clear(self) -> None:
@@ -85,7 +85,7 @@ class TrainOutputsHook(BaseHook):
             self._older.reset()
 
     def measure(self) -> dict[str, float]:
-        """Return the task's metrics of what was kept."""
+        """Return the task's metrics of the kept outputs."""
         metrics = self._task.new_metrics()
         for outputs in self._outputs:
             metrics.update(outputs)
@@ -96,12 +96,12 @@ class TrainOutputsHook(BaseHook):
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
         """Store the outputs of every rank."""
         packed = map_nested_tensor(Tensor.cpu, _packed(self._outputs))
-        if self._older is not None and any(older := self._older.sums()):  # few epochs have more than is kept
+        if self._older is not None and any(older := self._older.sums()):  # few epochs have more than the limit
             packed["older"] = older
         state_dict["hooks"][self.state_key] = {"ranks": distributed.gather_objects(packed)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restore them; on another number of ranks, the first one takes all, since metrics are over all ranks."""
+        """Restore the outputs; with a different number of ranks, rank 0 takes all, since metrics are over all ranks."""
         self._task.step_outputs = []
         self._clear()
         saved = ((state_dict.get("hooks") or {}).get(self.state_key) or {}).get("ranks", [])
@@ -114,13 +114,13 @@ class TrainOutputsHook(BaseHook):
                 tuple(None if part is None else part.to(trainer.device) for part in outputs)  # type: ignore[misc]
                 for outputs in _unpacked(packed)
             ]
-            if self._older is not None and packed.get("older") is not None:  # files of before have none
+            if self._older is not None and packed.get("older") is not None:  # older files have none
                 self._older.add_sums(packed["older"])
         self._num_kept = self._total()
 
 
 def _latest(outputs: Outputs, most: int) -> Outputs:
-    """Return the last rows of an output that has more values than are kept."""
+    """Return the last rows of an output with more values than the limit."""
     rows = max(1, most * len(outputs[0]) // max(1, outputs[0].numel()))
     if outputs[0].numel() <= most or not all(part is None or len(part) == len(outputs[0]) for part in outputs):
         return outputs
@@ -129,7 +129,7 @@ def _latest(outputs: Outputs, most: int) -> Outputs:
 
 
 def _packed(outputs: Sequence[Sequence[Tensor | None]]) -> dict[str, Any]:
-    """Join outputs of equal kinds into few tensors: thousands of small ones are slow to write and to read."""
+    """Concatenate outputs of the same kind into a few tensors: thousands of small ones are slow to write and read."""
     kinds = {tuple(None if part is None else (part.dtype, part.shape[1:]) for part in parts) for parts in outputs}
     if len(kinds) != 1:
         return {"parts": [list(parts) for parts in outputs], "sizes": None}

@@ -1,4 +1,4 @@
-"""The graph face: trains graph models by epochs, keeps the best and the last checkpoint, returns two histories."""
+"""Graph trainer: epoch-based training of graph models, with best and last checkpoints and a history."""
 
 from __future__ import annotations
 
@@ -54,38 +54,38 @@ from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.trackers import TrackerChoice
 
 _log = logging.getLogger("treadle.graphs")
-_epoch_log = logging.getLogger("treadle.graphs.epochs")  # separate, for callers that show epochs in another way
+_epoch_log = logging.getLogger("treadle.graphs.epochs")  # separate, for callers that display epochs differently
 
 
 class GraphTrainer(EpochFace):
-    """Trainer of a model that takes a whole batch of graphs; the loop is that of ``treadle.hooks.base``.
+    """Trainer of models on batches of graphs; see ``treadle.hooks.base`` for the loop.
 
     Args:
         model: called with each batch; moved to the device in place.
-        optimizer: over its parameters.
-        scheduler: stepped at each ``scheduler_interval``.
-        loss_fn: a loss of `get_loss_fn`, or any function (prediction, target) -> mean; None: that of the task.
-        metrics: an object with ``reset``, ``update`` and ``compute``; None: those of the task.
+        optimizer: optimizer of its parameters.
+        scheduler: advanced at each ``scheduler_interval``.
+        loss_fn: a loss from `get_loss_fn`, or any function (prediction, target) -> mean; None: the task's default.
+        metrics: an object with ``reset``, ``update`` and ``compute``; None: the task's defaults.
         device: None selects CUDA, then MPS, then the CPU.
         task_type: ``"regression"``, ``"classification"``, ``"multilabel"`` or ``"edge_prediction"``.
-        num_classes: outputs of the model. None: any; of a classification ``model.num_classes`` if there is one, else 2.
-        grad_clip: total 2-norm to clip to; None or 0 off.
+        num_classes: number of model outputs. None: any; for classification ``model.num_classes`` if defined, else 2.
+        grad_clip: maximum gradient norm; None or 0 disables clipping.
         mixed_precision: False, True (bf16), ``"bf16"`` or ``"fp16"``.
-        log_every: steps between reports; None or 0 off.
-        checkpoint_dir: folder of ``last.pt``, ``best.pt`` and ``history.json``; None writes nothing.
-        experiment_name: names the run in log lines and checkpoints.
+        log_every: steps between reports; None or 0 disables them.
+        checkpoint_dir: folder for ``last.pt``, ``best.pt`` and ``history.json``; None writes nothing.
+        experiment_name: name of the run in log lines and checkpoints.
         accumulation_steps: micro-batches per optimizer step.
         scheduler_interval: ``"epoch"`` or ``"step"`` (applied steps).
-        max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None: none.
-        hooks: further hooks.
-        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
-        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
-        limits: of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its names.
-        eval_seed: seeds the random numbers of every evaluation.
-        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
-        pad_to: how many buckets to choose from the training data, or the buckets themselves: each batch that is
-            trained on is padded into the smallest that holds it. Training only; None: as the loader makes them.
+        max_non_finite_grad_retries: retries with fresh micro-batches before NonFiniteError; None: no retries.
+        hooks: additional hooks.
+        trackers: experiment trackers, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        progress: False shows no progress unless you configure a log handler, like ``TREADLE_PROGRESS=0``.
+        limits: limits of time and batches, and short trials: a :class:`treadle.Limits` or a mapping of its fields.
+        eval_seed: seed of the random numbers of every evaluation.
+        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig distributes the model over the ranks started by torchrun.
+        capture: whether to replay the step as one CUDA graph; ``"auto"`` warns if that is impossible, True raises.
+        pad_to: number of buckets to choose from the training data, or the buckets themselves; each training batch is
+            padded to the smallest that holds it. None: no padding.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see
             ``treadle.compile_model``.
 
@@ -190,24 +190,24 @@ class GraphTrainer(EpochFace):
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed; the same as ``epoch``."""
+        """Completed epochs; alias of ``epoch``."""
         return self.epoch
 
     @property
     def best_metric(self) -> float | None:
-        """The best value so far; None before the first improvement."""
+        """Best value so far; None before the first improvement."""
         known = self._epochs.selection
         return None if known is None or known["best_epoch"] is None else known["best"]
 
     @property
     def best_epoch(self) -> int | None:
-        """The 1-based epoch of the best value; None before the first improvement."""
+        """1-based epoch of the best value; None before the first improvement."""
         known = self._epochs.selection
         return None if known is None else known["best_epoch"]
 
     @property
     def checkpoint_dir(self) -> Path | None:
-        """The folder of checkpoints, or None."""
+        """Checkpoint folder, or None."""
         return self._folder.path
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -224,21 +224,21 @@ class GraphTrainer(EpochFace):
         min_delta: float = 0.0,
         resume_from: str | Path | None = None,
     ) -> dict[str, list[dict[str, Any]]]:
-        """Train until ``epochs`` epochs are completed or early stopping ends the run.
+        """Train until ``epochs`` epochs are complete or early stopping ends the run.
 
         Args:
             train_loader: batches; re-iterated for each epoch.
-            val_loader: batches to evaluate after each epoch, or None; of a dict each loader, as ``<name>_loss`` and so
-                on in the validation record.
-            epochs: absolute target; a run that has reached it returns its history at once.
+            val_loader: batches to evaluate after each epoch, or None; a dict is evaluated loader by loader, as
+                ``<name>_loss`` and so on in the validation record.
+            epochs: absolute target; a run that has reached it returns its history immediately.
             metric_for_best: a key of the validation record, or without ``val_loader`` of the training record. It
-                selects ``best.pt``, stops early, and moves a plateau scheduler. Of several loaders ``"far_mae"`` is
-                that of the one called ``far``, and ``"mae"`` that of the first.
-            minimize_metric: its direction; None: that of its name.
-            early_stopping: epochs without improvement until training stops; None never stops.
-            min_delta: smallest change that counts as an improvement.
-            resume_from: None, ``"auto"`` (the furthest intact checkpoint of ``checkpoint_dir`` and the folders of hooks
-                that load the latest), or a path, also in ``checkpoint_dir``.
+                selects ``best.pt`` and controls early stopping and plateau schedulers. With several loaders
+                ``"far_mae"`` is that of the loader ``far``, and ``"mae"`` that of the first.
+            minimize_metric: direction of the metric; None infers it from the name.
+            early_stopping: epochs without improvement before training stops; None disables early stopping.
+            min_delta: minimum change that counts as an improvement.
+            resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``checkpoint_dir`` and the folders of hooks
+                that load the latest), or a path, which may be relative to ``checkpoint_dir``.
 
         Returns:
             ``{"train": [...], "val": [...]}``. A training record has ``epoch`` (1-based), ``loss``, the metrics of the
@@ -246,7 +246,7 @@ class GraphTrainer(EpochFace):
 
         Raises:
             ConfigError: an argument is out of range, or the metric is not in the record.
-            CheckpointError: another process trains in ``checkpoint_dir``, or no checkpoint is intact.
+            CheckpointError: another process is training in ``checkpoint_dir``, or no checkpoint is intact.
         """
         check_epochs(epochs)
         check_loader(train_loader, "train_loader")
@@ -274,11 +274,11 @@ class GraphTrainer(EpochFace):
                 _epoch_log.info("  %-5s %s", prefix, described(part))
                 self._log_hooks.tell(part, self.global_step, prefix)
         changed = before is not None and not same(before, self._engine.state.signature(self._engine))
-        if changed and self._folder.path is not None:  # what a function counted is in the file, too
+        if changed and self._folder.path is not None:  # the state of functions is in the file, too
             self._folder.write_epoch(improved=self._epochs.improved)
 
     def train_epoch(self, train_loader: Iterable[Any]) -> dict[str, Any]:
-        """Train one more epoch: nothing is evaluated, selected or written.
+        """Train one epoch without evaluating, selecting or writing anything.
 
         Returns:
             ``loss``, the metrics of the outputs in training mode, ``lr`` and ``time`` (seconds).
@@ -286,24 +286,24 @@ class GraphTrainer(EpochFace):
         return self._epochs.train_epoch(train_loader)
 
     def eval_epoch(self, val_loader: Iterable[Any], *, mask: MaskName = "val_mask") -> dict[str, Any]:
-        """Return ``loss`` and the metrics over a loader, of the averaged weights if there is an average.
+        """Return ``loss`` and the metrics over a loader, with averaged weights if there are any.
 
         Args:
             val_loader: batches.
-            mask: of batches with ``train_mask``, ``val_mask`` and ``test_mask``, the one whose rows count. `fit` trains
-                on the rows of the first and validates on those of the second.
+            mask: for batches with ``train_mask``, ``val_mask`` and ``test_mask``, the one whose rows count. `fit`
+                trains on the rows of the first and validates on those of the second.
 
         Raises:
-            ConfigError: the loader is empty, or its batches have masks and not this one.
+            ConfigError: the loader is empty, or its batches have masks but not this one.
         """
         check_mask_name(mask)
         return self._epochs.evaluate(val_loader, mask=mask)
 
     def test(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
-        """Return ``loss`` and the metrics over the whole loader; of batches with masks, the rows of ``test_mask``.
+        """Return ``loss`` and the metrics over a whole loader; for batches with masks, over the rows of ``test_mask``.
 
         Raises:
-            ConfigError: a loader is empty, or its batches have masks and not this one.
+            ConfigError: a loader is empty, or its batches have masks but not this one.
         """
         with self._engine.evaluations_limited_to(None):
             return self._epochs.evaluate_each(loader, mask="test_mask")
@@ -312,8 +312,8 @@ class GraphTrainer(EpochFace):
         """Return the model's raw outputs (logits) for a loader, in eval mode, in the loader's order.
 
         Returns:
-            The outputs of all batches joined along dimension 0: float32 tensors (N, ...) on the CPU, nested as the
-            model returns them. Padding of a padded batch is left out.
+            The outputs of all batches concatenated along dimension 0: float32 tensors (N, ...) on the CPU, nested as
+            the model returns them. Padding is removed.
 
         Raises:
             ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
@@ -324,14 +324,15 @@ class GraphTrainer(EpochFace):
         """Add a function ``hook(metrics, step, prefix)``; ``step`` is always :attr:`global_step`.
 
         ``prefix`` is ``"step"`` every ``log_every`` steps, with the means since the last call, and ``"train"``, then
-        ``"val"``, at the end of every epoch. On several ranks the first one calls it. Its exceptions leave `fit`.
+        ``"val"``, at the end of every epoch. In distributed runs rank 0 calls it. Its exceptions propagate out of
+        `fit`.
         """
         self._log_hooks.hooks.append(hook)
 
     # -- files ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, filename: str | Path, metrics: Mapping[str, Any] | None = None) -> Path:
-        """Write everything that a run needs to resume exactly; all ranks take part.
+        """Write everything needed to resume the run exactly; a collective call.
 
         Args:
             filename: relative to ``checkpoint_dir``.
@@ -351,14 +352,14 @@ class GraphTrainer(EpochFace):
         """Restore a checkpoint in place.
 
         Args:
-            path: as given; if there is no such file, inside ``checkpoint_dir``.
-            load_optimizer: False takes the weights alone; scheduler, scaler and counters start fresh too.
+            path: used as given; if there is no such file, looked up in ``checkpoint_dir``.
+            load_optimizer: False loads only the weights; scheduler, scaler and counters also start fresh.
 
         Returns:
             The metrics stored in it.
 
         Raises:
-            CheckpointError: the file is missing, damaged, or of another model.
+            CheckpointError: the file is missing, damaged, or of a different model.
         """
         path = self._folder.find(path)
         tree = load_checkpoint(path)
@@ -368,12 +369,12 @@ class GraphTrainer(EpochFace):
 
 
 class BestAndLast(CheckpointFolder):
-    """The folder of ``best.pt`` and ``last.pt``."""
+    """Folder of ``best.pt`` and ``last.pt``."""
 
     loss_settings = ("task_type", "num_classes", "loss")
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Return both, also where they are not finite."""
+        """Return both, even if they are not finite."""
         names = (f"{stem}{aside}.pt" for stem in ("last", "best") for aside in ("", ".nonfinite"))
         return [folder / name for name in names]
 
@@ -383,7 +384,7 @@ class BestAndLast(CheckpointFolder):
             copy_checkpoint(source, self.path / "last.pt")
 
     def write_epoch(self, *, improved: bool) -> None:
-        """Write ``best.pt`` if it is the best, then ``last.pt``; all ranks take part."""
+        """Write ``best.pt`` if it is the best, then ``last.pt``; a collective call."""
         folder = self.path
         assert folder is not None
         self.before_write()
@@ -394,5 +395,5 @@ class BestAndLast(CheckpointFolder):
         self.record_written()
 
     def write_last(self) -> None:
-        """Write ``last.pt``; all ranks take part."""
+        """Write ``last.pt``; a collective call."""
         self.write_epoch(improved=False)

@@ -1,4 +1,4 @@
-"""Small helpers for hand-written loops, and what a model consists of."""
+"""Helpers for hand-written loops, and parameter counts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _log = logging.getLogger("treadle.graphs")
 
 
 class GradientAccumulator:
-    """Counter of micro-batches for a loop written by hand; `GraphTrainer` has ``accumulation_steps`` instead.
+    """Counter of micro-batches for hand-written loops; `GraphTrainer` has ``accumulation_steps`` instead.
 
     Args:
         accumulation_steps: micro-batches per optimizer step, >= 1.
 
     Raises:
-        ConfigError: it is below 1.
+        ConfigError: ``accumulation_steps`` is below 1.
 
     Example:
         >>> accumulator = GradientAccumulator(2)
@@ -37,7 +37,7 @@ class GradientAccumulator:
         self._seen = 0
 
     def should_step(self, is_last: bool = False) -> bool:
-        """Count one micro-batch and return whether the optimizer should step; after the last one it always should."""
+        """Count one micro-batch and return whether the optimizer should step; always True after the last one."""
         self._seen += 1
         if self._seen < self.accumulation_steps and not is_last:
             return False
@@ -55,7 +55,7 @@ class GradientAccumulator:
 
 @checked
 def count_parameters(model: nn.Module) -> dict[str, int]:
-    """Return how many parameters a model has; shared ones are counted once.
+    """Return the number of parameters of a model; shared ones are counted once.
 
     Returns:
         ``{"total", "trainable", "frozen"}``.

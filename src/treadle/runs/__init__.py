@@ -1,3 +1,3 @@
-"""Runs as the commands make them: folders, records, settings, replay, ranks; nothing here draws on a terminal."""
+"""Runs of the commands: folders, records, settings, replay, ranks; terminal output is in ``treadle.cli``."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A replayed step beside the record of its run, and the likely causes where the two differ."""
+"""Comparison of a replayed step with the record of its run, with likely causes of a difference."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _COMPARED = ("loss", "losses", "grad_norm", "lr", "applied")
 
 @dataclass(frozen=True)
 class Replay:
-    """A step of a run that was run again.
+    """Replayed step of a run.
 
     Attributes:
-        equal: whether the step equals its record, to the bit; None without a record.
+        equal: whether the step equals its record to the bit; None without a record.
         step: 1-based.
         loss: mean loss of the step.
         grad_norm: total norm of its gradient, before clipping.
         lr: learning rate of each parameter group.
-        start_step: step of the checkpoint that the replay started from; 0 for the run's beginning.
-        differences: what differs, as ``name -> [recorded, replayed]``.
+        start_step: step of the checkpoint that the replay started from; 0 for the beginning of the run.
+        differences: the values that differ, as ``name -> [recorded, replayed]``.
         first_difference: the first replayed step that differs from its record; None if all are equal.
-        likely_causes: what may have made the two differ, the likeliest first.
+        likely_causes: possible causes of the difference, most likely first.
         batches: the micro-batches of the step.
-        values: all of these but the batches, and more, as plain values.
+        values: all of the above except the batches, and more, as plain values.
     """
 
     equal: bool | None
@@ -66,10 +66,10 @@ def replay_and_compare(
     debug: bool,
     messages: Console,
 ) -> Replay:
-    """Run a step again and compare it with the record of the run.
+    """Replay a step and compare it with the record of the run.
 
     Raises:
-        ConfigError: an argument does not fit the others, or the run has no such step.
+        ConfigError: the arguments contradict each other, or the run has no such step.
     """
     if script is None and arguments:
         raise ConfigError(f"{arguments[0]!r}: only a script takes arguments; name it with --script")
@@ -92,7 +92,7 @@ def replay_and_compare(
 
 
 def _pack_of(run: Path) -> Pack[Any, Any, Any]:
-    """Return the pack of a run, by its folder or its newest checkpoint."""
+    """Return the pack of a run, found by its folder or its newest checkpoint."""
     if not run.is_dir():
         raise ConfigError("no such folder; give the folder of a run", argument="RUN", value=str(run))
     pack = pack_of_folder(run)
@@ -109,7 +109,7 @@ def _pack_of(run: Path) -> Pack[Any, Any, Any]:
 
 
 def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], Path] | None:
-    """Return the configuration in a file and the file's folder; None if it is a script."""
+    """Return the configuration in a file with the file's folder; None if it is a script."""
     found = resolve(str(script), arguments)
     if isinstance(found, PackRun):
         raise ConfigError(f"--script={str(script)!r}: names a pack; a run of a pack is replayed without --script")
@@ -117,7 +117,7 @@ def _config_of(script: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], 
 
 
 def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs by a bit or more, as ``name -> (recorded, replayed)``.
+    """Return the values that are not equal to the bit, as ``name -> (recorded, replayed)``.
 
     Example:
         >>> differences({"loss": 0.5, "applied": True}, {"loss": 0.25, "applied": True})
@@ -128,7 +128,7 @@ def differences(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> dic
 
 
 def same(recorded: Any, replayed: Any) -> bool:
-    """Return whether two values are equal to the bit; the record holds null for non-finite values.
+    """Return whether two values are equal to the bit; non-finite values are null in the record.
 
     Example:
         >>> same([0.5, None], [0.5, float("nan")]), same(0.0, -0.0)
@@ -150,7 +150,7 @@ def first_difference(records: Mapping[int, Mapping[str, Any]], replayed: Replaye
 
 
 def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, own: bool) -> list[str]:
-    """Name what may have made a replay differ, the likeliest first."""
+    """Return the likely causes of a difference, most likely first."""
     causes = []
     if "lr" in found:
         causes.append("the learning rate differs: the settings were changed on the way, such as the number of epochs")
@@ -182,7 +182,7 @@ def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, o
 
 
 def as_values(replayed: Replayed, records: Mapping[int, Mapping[str, Any]], *, own: bool) -> dict[str, Any]:
-    """Return the whole result as plain values; ``equal`` is None where there is nothing to compare with."""
+    """Return the whole result as plain values; ``equal`` is None if there is nothing to compare with."""
     row = replayed.row
     recorded = records.get(row["step"])
     found = {} if recorded is None else differences(recorded, row)

@@ -1,4 +1,4 @@
-"""Finished runs of configuration files, evaluated as those of a pack are: built again from ``run.json``."""
+"""Evaluation of finished runs of configuration files, rebuilt from ``run.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ConfiguredOpened = Opened[Any, None, Any]
 
 
 class ConfiguredRuns(Pack[Any, None, Any]):
-    """The runs of configuration files, whose trainer brings its own data; it is no command.
+    """Pack-like access to runs of configuration files, whose trainer brings its own data; not a command.
 
     Example:
         >>> ConfiguredRuns().default_split("")
@@ -32,7 +32,7 @@ class ConfiguredRuns(Pack[Any, None, Any]):
     def open(
         self, path: Path, tree: Mapping[str, Any], *, device: str | None, messages: Any
     ) -> Iterator[ConfiguredOpened]:
-        """Give a run with its trainer, which has its weights once it is asked; nothing of the run is touched.
+        """Yield a run with its trainer, which loads the weights on first use; the run folder is only read.
 
         Raises:
             ConfigError: the run has no record of its configuration.
@@ -58,22 +58,22 @@ class ConfiguredRuns(Pack[Any, None, Any]):
         """Return the means over ``build_eval_data_loader()``.
 
         Raises:
-            ConfigError: the trainer has no such method, or a size is given.
+            ConfigError: the trainer has no such method, or a batch size is given.
         """
         trainer = self._trainer_of(opened, ("build_eval_data_loader",), batch_size)
         return Evaluation(trainer.evaluate(trainer.build_eval_data_loader()))
 
     def predict(self, opened: ConfiguredOpened, split: str, *, batch_size: int | None, **options: Any) -> Predictions:
-        """Return the outputs of ``predict_step(input)`` for ``build_predict_data_loader()``, joined, by name.
+        """Return the outputs of ``predict_step(input)`` over ``build_predict_data_loader()``, concatenated, by name.
 
         Raises:
-            ConfigError: the trainer lacks one of them, or a size is given.
+            ConfigError: the trainer lacks one of the methods, or a batch size is given.
         """
         trainer = self._trainer_of(opened, ("predict_step", "build_predict_data_loader"), batch_size)
         return Predictions(predicted_arrays(trainer, trainer.build_predict_data_loader()))
 
     def _trainer_of(self, opened: ConfiguredOpened, needed: tuple[str, ...], batch_size: int | None) -> Any:
-        """Return the trainer with the weights that count in its model."""
+        """Return the trainer with the scored weights in its model."""
         if batch_size is not None:
             raise ConfigError(
                 f"--batch-size {batch_size}: the batches are those of the trainer's own data loader; set it there"

@@ -1,4 +1,4 @@
-"""The losses and the learning rate of a run, drawn by epoch."""
+"""Plots of a run's losses and learning rate by epoch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOG_SCALE_FROM = 4.0
 
 
 def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> Path:
-    """Draw training and validation loss by epoch, the best epoch marked, with the learning rate below.
+    """Plot training and validation loss by epoch, with the best epoch marked and the learning rate below.
 
     Args:
         history: one mapping per epoch with `epoch`, `train_loss`, `val_loss` and `lr`; numbers may be None or
             NaN. Losses share one axis, logarithmic once they span a factor of 4 and are all positive.
-        path: where to write, ending in `.png`.
+        path: the output file, ending in `.png`.
 
     Returns:
         The path.
@@ -50,7 +50,7 @@ def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.Pa
     for axes in (losses, rates):
         style_axes(axes)
     _epoch_axis(losses, epochs)
-    # A single epoch has no line to see, so short runs show their points.
+    # A single epoch has no visible line, so short runs show their points.
     marker = "o" if len(history) <= 15 else ""
     line: dict[str, Any] = {"linewidth": 1.8, "marker": marker, "markersize": 4}
     losses.plot(epochs, train, color=BLUE, label="training", **line)
@@ -62,7 +62,7 @@ def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.Pa
         _log_scale(losses)
     _mark_best(losses, epochs, val)
     if losses.get_legend_handles_labels()[0]:
-        # Above the axes, since curves and the mark of the best epoch may run anywhere inside them.
+        # Above the axes, since curves and the mark of the best epoch may be anywhere inside.
         losses.legend(frameon=False, fontsize=9, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.99))
     losses.tick_params(labelbottom=False)
     label_axes(losses, y="loss", title="Loss by epoch")
@@ -88,7 +88,7 @@ def _column(history: Sequence[Mapping[str, Any]], key: str) -> npt.NDArray[np.fl
 
 
 def _epoch_axis(axes: Axes, epochs: npt.NDArray[np.float64]) -> None:
-    """Whole epochs only, and no epoch 0, which no history has."""
+    """Set integer ticks, without epoch 0, which no history has."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
@@ -96,7 +96,7 @@ def _epoch_axis(axes: Axes, epochs: npt.NDArray[np.float64]) -> None:
 
 
 def _log_scale(axes: Axes) -> None:
-    """A logarithmic axis labelled in plain numbers (0.2, not 2 times ten to the minus one)."""
+    """Make an axis logarithmic with plain labels (0.2, not 2 times ten to the minus one)."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -106,7 +106,7 @@ def _log_scale(axes: Axes) -> None:
 
 
 def _mark_best(axes: Axes, epochs: npt.NDArray[np.float64], val: npt.NDArray[np.float64]) -> None:
-    """Mark the lowest finite validation loss; without one there is nothing to mark."""
+    """Mark the lowest finite validation loss, if there is one."""
     if not np.isfinite(val).any():
         return
     best = int(np.nanargmin(np.where(np.isfinite(val), val, np.nan)))

@@ -1,4 +1,4 @@
-"""Checks of exactness as functions: a whole training verified, one step of a run replayed."""
+"""Checks of exactness as functions: verification of a training, replay of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treadle.runs.compare import Replay, replay_and_compare
 from treadle.runs.target import PackRun, checked_target
 from treadle.runs.verify.runs import Verification, Verifier, two_servers
 
-_STEPS_OF_PACKS = 120  # more than two epochs, since their faces save after each; other targets are given a saving hook
+_STEPS_OF_PACKS = 120  # more than two epochs, since their faces save after each; other targets get a saving hook
 _STEPS = 24
 _CALL = """
 from __future__ import annotations
@@ -42,26 +42,27 @@ def verify(
     kills: int = 3,
     seed: int = 0,
 ) -> Verification:
-    """Train a target straight, twice, and again with kills, and compare every step to the bit.
+    """Train a target twice without a stop, and again with kills, and compare every step to the bit.
 
-    Of each step the samples, random states, loss, gradients, weights, optimizer, averages, schedule, metrics and log
-    are compared. The runs are separate processes; workspaces are moved into a temporary folder, and a trainer
-    without a saving hook is given one. ``treadle verify`` is the same as a command.
+    For each step, the samples, random states, loss, gradients, weights, optimizer, averages, schedule, metrics and log
+    are compared. The runs are separate processes; workspaces are moved into a temporary folder, and a trainer without a
+    saving hook gets one. ``treadle verify`` is the same as a command.
 
     Args:
         target: path of a script or a configuration, the name of a pack, or a function without parameters at the top
             of a module, which builds and trains.
-        arguments: of the script, or settings ``key=value``.
-        steps: steps of each run, >= 2; by default 24, of a pack 120.
-        kills: how often the run is killed, >= 1.
-        seed: decides at which steps and how it is killed.
+        arguments: arguments of the script, or settings ``key=value``.
+        steps: steps of each run, >= 2; by default 24, or 120 for a pack.
+        kills: number of kills, >= 1.
+        seed: seed of the steps and signals of the kills.
 
     Returns:
-        The result; ``result.verdict`` is ``"EXACT"``, ``"NOT EXACT"`` or ``"NOT CHECKED"``, ``str(result)`` the reason.
+        The result; ``result.verdict`` is ``"EXACT"``, ``"NOT EXACT"`` or ``"NOT CHECKED"``, and ``str(result)`` the
+        reason.
 
     Raises:
         ConfigError: a value is out of range, or there is no such target.
-        TreadleError: the target failed by itself.
+        TreadleError: the target itself failed.
 
     Example:
         >>> # assert treadle.verify("train.py").verdict == "EXACT"
@@ -83,21 +84,21 @@ def replay(
     arguments: Sequence[str] = (),
     device: str | None = None,
 ) -> Replay:
-    """Run one step of a finished or broken run again and compare it with the run's record, to the bit.
+    """Rerun one step of a finished or broken run and compare it with the run's record, to the bit.
 
-    It starts from the nearest checkpoint before the step. A run of ``treadle train`` is built again from what its
-    folder holds, which is only read; for a run of another script give the script. ``treadle replay`` is the same as a
+    The replay starts from the nearest checkpoint before the step. A run of ``treadle train`` is rebuilt from its
+    folder, which is only read; for a run of another script, give the script. ``treadle replay`` is the same as a
     command.
 
     Args:
         run: the run folder, or the workspace of a script's trainer.
         step: 1-based.
-        script: script or configuration, whose workspace or ``save_dir`` ``run`` is.
-        arguments: of the script.
-        device: of the run of a pack only; None takes CUDA, then MPS, then the CPU.
+        script: script or configuration whose workspace or ``save_dir`` is ``run``.
+        arguments: arguments of the script.
+        device: only for a run of a pack; None takes CUDA, then MPS, then the CPU.
 
     Raises:
-        ConfigError: an argument does not fit the others, or the run has no such step.
+        ConfigError: the arguments contradict each other, or the run has no such step.
         CheckpointError: a file that the step needs is missing or damaged.
 
     Example:
@@ -117,7 +118,7 @@ def _script_of(function: Callable[[], Any]) -> str:
     """Return a script that loads the module of a function and calls it.
 
     Raises:
-        ConfigError: the function is defined inside another one, or its module has no file.
+        ConfigError: the function is nested in another one, or its module has no file.
     """
     name, file = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
     if not name.isidentifier() or file is None:
@@ -140,14 +141,14 @@ def run_verification(
     seed: int,
     report: Callable[[str], None] = lambda text: None,
 ) -> Verification:
-    """Verify a target in a new temporary folder; of an exact one the checkpoints are removed, the records stay.
+    """Verify a target in a new temporary folder; if it is exact, its checkpoints are removed and its records kept.
 
     Args:
         target: path of a script or a configuration, or the name of a pack.
-        arguments: of the script, or settings.
+        arguments: arguments of the script, or settings.
         steps: steps of each run; None for the default.
-        kills: how often the run is killed.
-        seed: decides at which steps and how.
+        kills: number of kills.
+        seed: seed of the steps and signals of the kills.
         report: called with a line for each run.
 
     Raises:
@@ -167,7 +168,7 @@ def run_verification(
 
 
 def check_arguments(target: str, arguments: list[str], steps: int | None, kills: int) -> int:
-    """Refuse what cannot work before anything is started.
+    """Reject invalid arguments before anything is started.
 
     Returns:
         The default number of steps.

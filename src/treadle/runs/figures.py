@@ -1,7 +1,7 @@
-"""Parts shared by the pictures: a private figure, its colours, and an atomic write.
+"""Shared parts of the plots: private figures, colours and atomic writes.
 
-Only the object-oriented side of matplotlib is used. pyplot would choose a backend and keep every figure
-alive, and changing rcParams would change the pictures of the library's users.
+Only matplotlib's object-oriented interface is used. pyplot would choose a backend and keep every figure alive, and
+changing rcParams would affect the users' own plots.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MUTED = "#6b6b6b"
 PALE = "#c9c9c9"
 SHADE = "#e9e6df"
 BLUE, ORANGE = "#0072B2", "#D55E00"
-# Okabe and Ito's colours (told apart with every common kind of colour vision), without yellow, which is too
-# faint on white, and with a dark and a middle grey at the end.
+# Okabe and Ito's colours (distinguishable with every common kind of colour vision), without yellow, which is too faint
+# on white, and with a dark and a middle grey at the end.
 CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#222222", "#8C8C8C")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure of the given size in inches, drawn by Agg and not registered with pyplot.
+    """Create an empty figure of the given size in inches, drawn by Agg and not registered with pyplot.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -53,7 +53,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write a figure as PNG: the file appears complete or not at all.
+    """Write a figure as PNG, atomically.
 
     Args:
         figure: from `new_figure`.
@@ -64,7 +64,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
     Raises:
         ValueError: the path does not end in `.png`.
-        OSError: the folder cannot be written; an older picture is left as it was.
+        OSError: the folder cannot be written; an existing plot is left unchanged.
 
     Example:
         >>> import tempfile
@@ -75,14 +75,14 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     if target.suffix.lower() != ".png":
         raise ValueError(f"path is {str(path)!r}, it must end in '.png': pictures are written as PNG")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The same folder, since a rename is atomic only inside one file system.
+    # The same folder, since a rename is atomic only within one file system.
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
             figure.savefig(stream, format="png", dpi=DPI)
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes private files; a picture is meant to be seen like any other file of the run.
+        # mkstemp creates private files; a plot gets the permissions of any other file of the run.
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except BaseException:
@@ -92,7 +92,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def style_axes(axes: Axes, *, grid: bool = True) -> None:
-    """Give axes the look of all pictures: two spines, small ticks, a faint grid behind the data."""
+    """Style axes like all plots: two spines, small ticks, a faint grid behind the data."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -104,7 +104,7 @@ def style_axes(axes: Axes, *, grid: bool = True) -> None:
 
 
 def label_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
-    """Write axis labels and a left-aligned title in the sizes of all pictures."""
+    """Set axis labels and a left-aligned title in the font sizes of all plots."""
     axes.set_xlabel(x, fontsize=10, color=INK)
     axes.set_ylabel(y, fontsize=10, color=INK)
     if title:
@@ -112,12 +112,12 @@ def label_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None
 
 
 def category_style(index: int) -> tuple[str, str]:
-    """The colour and marker of a category; colours repeat after 8 with another marker."""
+    """Return the colour and marker of a category; colours repeat after 8 with another marker."""
     return CATEGORIES[index % len(CATEGORIES)], MARKERS[(index // len(CATEGORIES)) % len(MARKERS)]
 
 
 def as_matrix(name: str, array: npt.ArrayLike, *, num_rows: int | None = None) -> npt.NDArray[np.float64]:
-    """Check that an array is (rows, columns), not empty, finite and, if asked, of so many rows.
+    """Check that an array is (rows, columns), not empty, finite and, if given, has ``num_rows`` rows.
 
     Raises:
         ValueError: it is not.
@@ -139,7 +139,7 @@ def as_matrix(name: str, array: npt.ArrayLike, *, num_rows: int | None = None) -
 def project_to_2d(
     latent: npt.ArrayLike,
 ) -> tuple[npt.NDArray[np.float64], tuple[float, float] | None]:
-    """Project rows on their first two principal components, signs fixed.
+    """Project rows on their first two principal components, with fixed signs.
 
     Args:
         latent: (N, D) with D of at least 2; for D = 2 the rows are returned as they are.
@@ -163,7 +163,7 @@ def project_to_2d(
     centred = rows - rows.mean(axis=0)
     variances, axes = np.linalg.eigh(centred.T @ centred)
     first_two = axes[:, [-1, -2]]
-    # An eigenvector's sign is arbitrary: its largest entry is made positive, so maps do not flip by chance.
+    # An eigenvector's sign is arbitrary: its largest entry is made positive, so that maps do not flip at random.
     largest = first_two[np.abs(first_two).argmax(axis=0), [0, 1]]
     first_two = first_two * np.where(largest < 0, -1.0, 1.0)
     total = max(float(variances.sum()), np.finfo(np.float64).tiny)
@@ -173,7 +173,7 @@ def project_to_2d(
 def spread_apart(
     places: npt.NDArray[np.float64], *, distance: float = 0.07, num_rounds: int = 50
 ) -> npt.NDArray[np.float64]:
-    """Push places closer than `distance` (in sizes of the map) apart, so that numbers do not overlap."""
+    """Move points closer than `distance` (relative to the size of the map) apart, so that numbers do not overlap."""
     places = places.copy()
     for _ in range(num_rounds):
         for first in range(len(places)):
@@ -181,7 +181,7 @@ def spread_apart(
                 gap = places[first] - places[second]
                 length = float(np.hypot(*gap))
                 if length < distance:
-                    # Two equal places have no direction between them: they part sideways.
+                    # Two equal points have no direction between them, so they move apart sideways.
                     push = gap / length if length > 0 else np.array([1.0, 0.0])
                     places[first] += push * (distance - length) / 2
                     places[second] -= push * (distance - length) / 2

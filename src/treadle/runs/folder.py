@@ -1,4 +1,4 @@
-"""The folder of a pack's run: the settings it was started with, and what a rerun with others means."""
+"""The run folder of a pack: its settings, and the handling of a rerun with different ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger("treadle.cli")
 
 
 def stored_json(path: Path) -> dict[str, Any] | None:
-    """Read one of a run's JSON files; a damaged one is named and counts as absent, as one that is not there.
+    """Read a JSON file of a run; None if it is missing, or damaged, with a warning.
 
     Example:
         >>> stored_json(Path("no_such_run", "config.json")) is None
@@ -38,12 +38,12 @@ def stored_json(path: Path) -> dict[str, Any] | None:
 
 
 def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collection[str] = ()) -> dict[str, Any] | None:
-    """Return what ``metrics.json`` holds if the run of a folder is finished and is of these settings, else None.
+    """Return the content of ``metrics.json`` if the folder's run is finished and has these settings, else None.
 
     Args:
         out: the run folder.
-        settings: nested plain values, as ``metrics.json`` has them under ``config``.
-        needed: files of the folder that must be there too.
+        settings: nested plain values, as under ``config`` in ``metrics.json``.
+        needed: other files that must exist in the folder.
 
     Example:
         >>> finished_metrics(Path("no_such_run"), {}) is None
@@ -52,7 +52,7 @@ def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collecti
     found = stored_json(out / "metrics.json")
     if found is None or not all((out / name).exists() for name in needed):
         return None
-    if changes(found.get("config") or {}, settings):  # a setting that is newer than the run counts as None
+    if changes(found.get("config") or {}, settings):  # a setting introduced after the run counts as None
         return None
     _log.info("%s is finished; --no-resume would start it afresh", out)
     return found
@@ -60,14 +60,15 @@ def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collecti
 
 @dataclass(frozen=True)
 class Record:
-    """Record of a run in its folder: ``run.json``, or one of the files that preceded it.
+    """Record of a run in its folder: ``run.json``, or one of its predecessors.
 
     Attributes:
         face: the pack, or the face of a configuration file's trainer.
         config: nested plain values.
-        version: the treadle that wrote it; None for the older files.
-        identity: what else a resumed run must share, such as the fingerprint of a text.
-        entries: of a run of a configuration file, one for each configuration that it was started with; None for a pack.
+        version: the version of treadle that wrote it; None for older files.
+        identity: further values that a resumed run must share, such as the fingerprint of a text.
+        entries: for a run of a configuration file, one for each configuration that it was started with; None for a
+            pack.
         file: the name of the file.
     """
 
@@ -80,10 +81,10 @@ class Record:
 
 
 def read_record(run: Path) -> Record | None:
-    """Read the record of a run folder; None if there is none, or if it is damaged, with a warning.
+    """Read the record of a run folder; None if it is missing, or damaged, with a warning.
 
-    Besides ``run.json``, the forms of older runs are read: a ``run.json`` that is a list (configuration files),
-    ``config.yaml`` (graphs), ``config.json`` with a ``face`` (text, astro) and without one (spectra).
+    Formats of older runs are read too: a ``run.json`` that is a list (configuration files), ``config.yaml`` (graphs),
+    ``config.json`` with a ``face`` (text, astro) and without one (spectra).
 
     Example:
         >>> read_record(Path("no_such_run")) is None
@@ -98,7 +99,7 @@ def read_record(run: Path) -> Record | None:
     if (run / "config.yaml").is_file():
         return Record("graphs", _loaded_yaml(run / "config.yaml"), file="config.yaml")
     stored = stored_json(run / "config.json") or {}
-    # Only the spectra pack left its name out; other programs have files of this name too, such as transformers.
+    # Only the spectra pack omitted its name; other programs, such as transformers, have files of this name too.
     face = stored.pop("face", "spectra" if {"epochs", "data", "model"} <= stored.keys() else None)
     if not isinstance(face, str):
         return None
@@ -121,7 +122,7 @@ def write_record(run: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_changed(text: str, path: Path) -> None:
-    """Write a text file, unless it holds the text already.
+    """Write a text file, unless it already holds the text.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -136,7 +137,7 @@ def _loaded(path: Path) -> Any:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        _log.warning("%s is damaged (%s) and will be rewritten", path, error)
         return None
 
 
@@ -144,19 +145,19 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
     try:
         return parse(path.read_bytes(), path)
     except (ConfigError, ImportError) as error:
-        _log.warning("%s is damaged (%s) and will be written anew", path, error)
+        _log.warning("%s is damaged (%s) and will be rewritten", path, error)
         return {}
 
 
 def refuse_other_run(out: Path, face: str) -> None:
-    """Refuse a folder that holds a run of another kind: neither could be resumed or replayed after the other.
+    """Raise for a folder with a run of another kind, since neither could then be resumed or replayed.
 
     Args:
-        out: the run folder; it may not be there.
-        face: the pack whose run is to be written there.
+        out: the run folder; it may be missing.
+        face: the pack whose run will be written there.
 
     Raises:
-        ConfigError: the folder's run is of another pack or of a configuration file.
+        ConfigError: the folder's run belongs to another pack or a configuration file.
     """
     record = read_record(out)
     if record is None or (record.entries is None and record.face == face):
@@ -167,7 +168,7 @@ def refuse_other_run(out: Path, face: str) -> None:
 
 @contextmanager
 def readable(out: Path, *, verb: str = "read") -> Iterator[None]:
-    """Raise a ConfigError that names ``--out`` for an error of reading or writing a run folder."""
+    """Raise a ConfigError that names ``--out`` for errors in reading or writing a run folder."""
     try:
         yield
     except (CheckpointError, OSError) as error:
@@ -177,7 +178,7 @@ def readable(out: Path, *, verb: str = "read") -> Iterator[None]:
 
 
 def writable(out: Path) -> AbstractContextManager[None]:
-    """Return :func:`readable` for a folder that is written to."""
+    """Return :func:`readable` for a folder that is written."""
     return readable(out, verb="written")
 
 
@@ -187,7 +188,7 @@ def _cause(error: Exception) -> str:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a file or folder of an earlier run; an empty folder, of one that was killed early, stays."""
+    """Move a file or folder of an earlier run aside; an empty folder, left by an early kill, stays."""
     if folder.exists() and not (folder.is_dir() and all(path.name.startswith(".") for path in folder.iterdir())):
         from treadle.hooks.files import next_free
 
@@ -197,14 +198,14 @@ def set_aside(folder: Path) -> None:
 
 
 def set_run_aside(out: Path, *, parts: Collection[str] = ()) -> None:
-    """Move the whole run of a folder into ``earlier.N`` inside it: settings, results, pages, pictures, states, logs.
+    """Move the whole run in a folder into ``earlier.N`` inside it: settings, results, pages, pictures, states, logs.
 
-    The folder it becomes is a run folder. Log files that other programs may be writing stay, and so does what a run
-    left that was killed before it had a state. A move that was cut off is ended by the next call.
+    The new folder is a run folder too. Log files that other programs may be writing stay, and so do the files of a run
+    that was killed before its first state. An interrupted move is completed by the next call.
 
     Args:
-        out: the run folder; it may not be there.
-        parts: further names that only a run with a state or results has, beside ``checkpoints`` and ``metrics.json``.
+        out: the run folder; it may be missing.
+        parts: further names that only a run with a state or results has, besides ``checkpoints`` and ``metrics.json``.
     """
     moving = out / _MOVING
     if not (moving.is_dir() or any(_has_content(out / name) for name in ("checkpoints", "metrics.json", *parts))):
@@ -217,11 +218,11 @@ def set_run_aside(out: Path, *, parts: Collection[str] = ()) -> None:
 
 
 def set_results_aside(out: Path, names: Collection[str]) -> None:
-    """Move results of a run, which continues with other settings, into ``earlier.N``, with a copy of its settings.
+    """Move the results of a run that continues with other settings into ``earlier.N``, with a copy of its settings.
 
     Args:
         out: the run folder.
-        names: of its results.
+        names: the names of its results.
     """
     found = [out / name for name in names if _has_content(out / name)]
     if not (found or (out / _MOVING).is_dir()):
@@ -254,15 +255,15 @@ def _has_content(path: Path) -> bool:
 
 
 def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, free: Collection[str]) -> list[str]:
-    """Say in words what a rerun changes.
+    """Describe the changes of a rerun.
 
     Args:
-        differences: what :func:`treadle.runs.settings.changes` returned.
+        differences: from :func:`treadle.runs.settings.changes`.
         folder: the run folder, for the advice.
-        free: the settings that a run may change on its way.
+        free: the settings that a run may change on resuming.
 
     Returns:
-        One sentence per change that the run can take up on its way.
+        One sentence per change that the run can make on resuming.
 
     Raises:
         ConfigError: a change would need another model, other data, or a state that the checkpoint overrides.
@@ -288,7 +289,7 @@ def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, 
 
 
 def run_folder_of(path: Path) -> Path:
-    """Return the folder of the run that a checkpoint is of.
+    """Return the run folder of a checkpoint.
 
     Example:
         >>> run_folder_of(Path("runs/a/checkpoints/best.pt")).name, run_folder_of(Path("runs/a/best.pt")).name
@@ -298,10 +299,10 @@ def run_folder_of(path: Path) -> Path:
 
 
 def known_split(split: str, known: Collection[str]) -> str:
-    """Return the name of a split.
+    """Validate and return the name of a split.
 
     Raises:
-        ConfigError: it is not among the known ones.
+        ConfigError: the split is unknown.
 
     Example:
         >>> known_split("val", SPLITS)
@@ -313,7 +314,7 @@ def known_split(split: str, known: Collection[str]) -> str:
 
 
 def part_of(data: Any, split: str) -> Any:
-    """Return one part of a pack's data.
+    """Return one split of a pack's data.
 
     Raises:
         ConfigError: there is no such split.

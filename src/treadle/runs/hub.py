@@ -1,4 +1,4 @@
-"""Upload of a run to the Hugging Face Hub: its weights, its records, and a model card made of them."""
+"""Upload of a run to the Hugging Face Hub: weights, records, and a model card generated from them."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def push_to_hub(
     """Upload the best weights of a run, its records and a model card to the Hugging Face Hub.
 
     Weights go as ``model.safetensors``, or as the run's ``pretrained`` folder where the model has ``save_pretrained``,
-    so that ``from_pretrained`` loads it. Checkpoints and logs of steps stay here.
+    so that ``from_pretrained`` loads it. Checkpoints and step logs are not uploaded.
 
     Args:
-        source: a run folder, of which the best checkpoint counts, or a checkpoint file.
-        repo_id: ``"owner/name"``; made where it is not there.
-        private: whether a new repository is; None leaves it to the owner's settings.
-        token: as huggingface_hub takes it; None uses the one that ``hf auth login`` stored.
+        source: a run folder, whose best checkpoint is taken, or a checkpoint file.
+        repo_id: ``"owner/name"``; created if missing.
+        private: whether a new repository is private; None leaves it to the owner's settings.
+        token: token for huggingface_hub; None uses the one stored by ``hf auth login``.
         revision: branch to commit to; None takes the main one.
-        message: of the commit.
-        card: text of ``README.md``; None makes one of the records, see :func:`model_card`.
-        endpoint: address of the Hub; None takes huggingface_hub's.
+        message: commit message.
+        card: text of ``README.md``; None generates one from the records, see :func:`model_card`.
+        endpoint: URL of the Hub; None takes huggingface_hub's default.
 
     Returns:
-        The address of the repository.
+        The URL of the repository.
 
     Raises:
         ConfigError: there is no such source, or ``repo_id`` is not ``"owner/name"``.
@@ -80,9 +80,9 @@ def stage_upload(
 
     Args:
         source: a run folder or a checkpoint file.
-        folder: is there and empty.
-        card: text of ``README.md``; None makes one.
-        title: of that; None takes the name of the source.
+        folder: an existing empty folder.
+        card: text of ``README.md``; None generates one.
+        title: title of a generated card; None takes the name of the source.
     """
     asked = Path(source)
     exported = export_weights(asked, "safetensors", out=folder / "model.safetensors")
@@ -98,12 +98,12 @@ def stage_upload(
 
 
 def model_card(run: Path, source: Source, *, title: str) -> str:
-    """Return the text of a model card: results, settings, versions, and how the weights are loaded.
+    """Return the text of a model card: results, settings, versions, and how to load the weights.
 
     Args:
-        run: the run folder; what it lacks is left out.
-        source: where the weights come from.
-        title: of the card.
+        run: the run folder; missing records are omitted.
+        source: the origin of the weights.
+        title: title of the card.
     """
     settings = _json(run / "settings.json")
     where = ", ".join(f"{name} {value}" for name in ("step", "epoch") if (value := getattr(source, name)) is not None)
@@ -151,7 +151,7 @@ def _results(run: Path) -> dict[str, tuple[float | None, float]]:
 
 
 def _best(name: str, values: Sequence[float]) -> float | None:
-    """Return the best value of a metric, or None where its name does not tell its direction."""
+    """Return the best value of a metric, or None if its name does not imply a direction."""
     try:
         mode = BestRule(name).mode
     except ConfigError:

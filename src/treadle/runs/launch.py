@@ -1,4 +1,4 @@
-"""What the commands do when torchrun launched them: the process group, who may print, where an error is left."""
+"""Support for commands launched by torchrun: process group, printing rank, error file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from treadle.errors import ConfigError
 
 _log = logging.getLogger("treadle.cli")
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-TIMEOUT = 600.0  # seconds; of every process group that a command starts, whatever its backend
+TIMEOUT = 600.0  # seconds; for every process group that a command starts, with any backend
 
 
 def launched() -> bool:
-    """Return whether torchrun launched this process; import nothing.
+    """Return whether torchrun launched this process, without importing torch.
 
     Example:
         >>> launched()
@@ -27,7 +27,7 @@ def launched() -> bool:
 
 
 def launched_rank() -> int:
-    """Return the rank that torchrun gave this process, 0 without it.
+    """Return the rank that torchrun assigned to this process, or 0.
 
     Example:
         >>> launched_rank()
@@ -37,7 +37,7 @@ def launched_rank() -> int:
 
 
 def leave_for_torchrun(error: BaseException) -> None:
-    """Leave an error where the summary of torchrun looks for it, if torchrun launched this process."""
+    """Record an error for torchrun's summary, if torchrun launched this process."""
     if launched():
         from treadle.engine.failure import leave_error
 
@@ -46,15 +46,15 @@ def leave_for_torchrun(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
-    """Start the process group of a process that torchrun launched, on its own GPU where there are some, and end it.
+    """Start the process group of a process launched by torchrun, on its own GPU if there are any, and end it.
 
-    NCCL where there are GPUs, with one of them for each rank of a machine, else gloo.
+    Uses NCCL with one GPU per local rank if there are GPUs, else gloo.
 
     Args:
         timeout: seconds after which a collective that waits for another rank fails, > 0.
 
     Raises:
-        ConfigError: the timeout is out of its range, or a machine has fewer GPUs than ranks.
+        ConfigError: the timeout is out of range, or a machine has fewer GPUs than ranks.
 
     Example:
         >>> with process_group():  # not launched by torchrun
@@ -87,23 +87,23 @@ def process_group(timeout: float = TIMEOUT) -> Iterator[None]:
     limit = timedelta(seconds=timeout)
     store, rank, size = _meeting_point(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device)
-    control_group(limit)  # where NCCL carries the gradients, decisions have a separate group
+    control_group(limit)  # with NCCL for the gradients, decisions have a separate group
     try:
         yield
-    except BaseException as error:  # no collective any more: the process ends, and so does its part of the group
+    except BaseException as error:  # no further collective: the process ends, and with it its part of the group
         if not isinstance(error, SystemExit):
             leave_for_torchrun(error)
         raise
-    if dist.is_initialized():  # the command of a pack ends it after its training
+    if dist.is_initialized():  # the command of a pack ends it after training
         dist.destroy_process_group()
 
 
 def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:
     """Return torchrun's store, this rank and the number of ranks.
 
-    torchrun keeps its store over a restart, and with it the addresses of ranks that are gone, so that those of the
-    restart would knock there (pytorch#135712). On one machine, the number of the restart keeps them apart. On several,
-    where that number may differ, only a variable that is set for torchrun itself helps.
+    torchrun keeps its store over a restart, and with it the addresses of dead ranks, to which the restarted ranks would
+    connect (pytorch#135712). On one machine, the restart count separates them. On several, where that count may differ,
+    only a variable set for torchrun itself helps.
     """
     import torch.distributed as dist
 
@@ -119,14 +119,14 @@ def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:
 
 
 def refuse_ranks(script: str, *, instead: str) -> None:
-    """Raise where several ranks would each do the work of a script that trains in one process.
+    """Raise if several ranks would each run a script that trains in one process.
 
     Args:
-        script: its name.
-        instead: what to launch by torchrun.
+        script: the name of the script.
+        instead: what to launch with torchrun.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several ranks.
     """
     size = int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
     if size > 1:

@@ -1,4 +1,4 @@
-"""A run opened again as a trainer: built from its folder's record, or loaded into what a script gives."""
+"""Reopening of a run as a trainer: rebuilt from its folder's record, or loaded into a given trainer or model."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def open_run(
 ) -> Any:
     """Reopen a run as a trainer that validates, tests, predicts and saves.
 
-    The run of a pack or of a configuration file is built again from what its folder holds; that of a script takes the
-    trainer as the script makes it, or the model. A run folder is only read unless ``read_only`` is False.
+    A run of a pack or of a configuration file is rebuilt from its folder; a run of a script needs the trainer as the
+    script makes it, or the model. The run folder is only read unless ``read_only`` is False.
 
     Args:
         run: the run folder, or one of its checkpoints.
-        trainer: of a script: a new ``BaseTrainer``, trainer of epochs or ``EpochTrainer``, into which the state is
-            loaded; or a model, into which the weights that were scored are loaded.
-        checkpoint: ``"best"``, ``"last"``, or a file, also in the folder. None takes the best, or the last where the
-            run keeps no best or is to train on.
-        device: of a pack or a configuration; None takes CUDA, then MPS, then the CPU.
-        read_only: True opens a trainer that refuses to train and writes nothing by itself. False lets it train on in
-            the run's folder; the run of a pack trains on by its command.
+        trainer: for a script: a new ``BaseTrainer``, trainer of epochs or ``EpochTrainer``, into which the state is
+            loaded; or a model, into which the scored weights are loaded.
+        checkpoint: ``"best"``, ``"last"``, or a file, which may be relative to the folder. None takes the best, or the
+            last if the run keeps no best or is to continue training.
+        device: for a pack or a configuration; None takes CUDA, then MPS, then the CPU.
+        read_only: True opens a trainer that refuses to train and writes nothing on its own. False lets it continue
+            training in the run's folder; a run of a pack is continued by its command.
 
     Returns:
         The trainer, or the model that was given.
@@ -94,7 +94,8 @@ def find_checkpoint(run: Path, wanted: str | os.PathLike[str] | None = "best") -
 
     Args:
         run: the run folder, or one of its checkpoints, which is returned.
-        wanted: ``"best"``, which is the last where there is none, ``"last"`` or None, or a file, also in the folder.
+        wanted: ``"best"``, or the last if there is none, ``"last"`` or None, or a file, which may be relative to the
+            folder.
 
     Raises:
         ConfigError: there is none.
@@ -130,7 +131,7 @@ def _furthest(places: Iterable[Path]) -> Path | None:
 
 
 def _loaded(trainer: Any, tree: Mapping[str, Any], path: Path, *, folder: Path, read_only: bool) -> Any:
-    """Load a state into a trainer and points it to the run's folder, or to none."""
+    """Load a state into a trainer, and point the trainer to the run's folder or to none."""
     engine = _engine_of(trainer)
     if engine is None:
         raise ConfigError(
@@ -143,7 +144,7 @@ def _loaded(trainer: Any, tree: Mapping[str, Any], path: Path, *, folder: Path, 
     except CheckpointError:
         if not read_only:
             raise
-        # The state is checked before anything is loaded; a model that is only used needs no optimizer that fits.
+        # The state is checked before anything is loaded; for inference, the optimizer need not fit.
         _load(trainer, engine, {**tree, "optimizer": None, "scheduler": None}, path, folder=None)
     if read_only:
         engine.refuse_training(f"the run in {folder} was opened to be used: open it with read_only=False to train on")

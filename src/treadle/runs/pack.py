@@ -1,4 +1,4 @@
-"""A pack: one kind of training with its own data, settings and report; the base class runs, resumes and replays it."""
+"""Base class of packs: a kind of training with its own data, settings and report, which can run, resume and replay."""
 
 from __future__ import annotations
 
@@ -55,29 +55,29 @@ _log = logging.getLogger("treadle.cli")
 
 
 class Pack(Generic[Config, Data, Trainer]):
-    """One kind of training: how its data, trainer and results are made.
+    """Pack: one kind of training, with its data, trainer and results.
 
-    A subclass gives :attr:`name` and :attr:`config`, and overrides :meth:`prepare`, :meth:`build`, :meth:`fit` and
-    :meth:`finish`; everything else has a default. It is found by the entry point ``treadle.packs``, whose name is the
+    A subclass sets :attr:`name` and :attr:`config`, and overrides :meth:`prepare`, :meth:`build`, :meth:`fit` and
+    :meth:`finish`; everything else has a default. It is found by an entry point in ``treadle.packs``, whose name is the
     command: ``treadle train NAME``.
 
     Attributes:
-        name: of the command, and in ``run.json``.
+        name: the name of the command, also written to ``run.json``.
         summary: one line for the list of commands.
         help: the help of the command.
         config: the dataclass of the settings; sections are dataclasses too. A field ``threads`` sets torch's threads.
-        example: settings for the help.
-        flags: settings that are no settings of the command -> what to use instead.
-        free: settings that a run may change when it resumes.
-        needed: files that a finished run must have beside ``metrics.json``.
-        made: folders and files of a training, by which a fresh start finds that there was one.
-        results: files of the end of a run, set aside when it continues with other settings.
-        parts: folders inside of a run that hold further trainings of it.
-        splits: parts of the data that can be evaluated.
-        takes: options of ``treadle predict`` that have an effect.
-        without: why the others have none.
-        loads_in_processes: whether ``--num-workers`` has an effect on evaluations.
-        afterwards: what comes after the training, for the log.
+        example: example settings for the help.
+        flags: fields that are not settings of the command -> what to use instead.
+        free: settings that a run may change on resuming.
+        needed: files that a finished run must have besides ``metrics.json``.
+        made: folders and files by which a fresh start detects an earlier training.
+        results: files written at the end of a run, moved aside when it continues with other settings.
+        parts: folders inside a run with its further trainings.
+        splits: the splits that can be evaluated.
+        takes: supported options of ``treadle predict``.
+        without: why the others are not supported.
+        loads_in_processes: whether evaluations support ``--num-workers``.
+        afterwards: what follows the training, for the log.
         warm: modules that a process may import once for many runs.
 
     Example:
@@ -108,14 +108,14 @@ class Pack(Generic[Config, Data, Trainer]):
     # -- settings -------------------------------------------------------------------------------------------------
 
     def defaults(self, device: torch.device) -> Config:
-        """Return the settings for a device before any is given."""
+        """Return the default settings for a device."""
         return self.config()
 
     def read_settings(self, settings: Sequence[str], device: str | None = None) -> Config:
-        """Return the defaults of a device with texts ``key=value`` applied.
+        """Return the defaults for a device with strings ``key=value`` applied.
 
         Raises:
-            ConfigError: a key is unknown, or a value is wrong.
+            ConfigError: a key is unknown, or a value is invalid.
         """
         return apply_overrides(self.defaults(get_device(device)), settings, elsewhere=self.flags)
 
@@ -124,11 +124,11 @@ class Pack(Generic[Config, Data, Trainer]):
         return without(config, self.flags)
 
     def from_values(self, values: Mapping[str, Any]) -> Config:
-        """Return settings from nested plain values, as a run folder has them."""
+        """Return settings from nested plain values, as stored in a run folder."""
         return with_values(self.config(), values)
 
     def shown(self, config: Config) -> Iterable[tuple[str, Any]]:
-        """Yield every setting with its value, under dotted keys."""
+        """Yield every setting as a dotted key with its value."""
         return ((key, value) for key, value in leaves(config) if key not in self.flags)
 
     def parallel(self, config: Config) -> str | None:
@@ -138,19 +138,19 @@ class Pack(Generic[Config, Data, Trainer]):
     # -- a run, by subclasses ---------------------------------------------------------------------------------------
 
     def prepare(self, run: Run[Config]) -> Data:
-        """Return the data; ``run.home`` holds what a resumed run must read, such as fitted tokenizers."""
+        """Return the data; a resumed run reads fitted parts, such as tokenizers, from ``run.home``."""
         raise NotImplementedError
 
     def build(self, run: Run[Config], data: Data) -> Trainer:
-        """Seed, and return a new trainer that writes to ``run.folder`` and has ``run.hooks()``."""
+        """Seed, and return a new trainer with ``run.hooks()`` that writes to ``run.folder``."""
         raise NotImplementedError
 
     def fit(self, run: Run[Config], data: Data, trainer: Trainer) -> None:
-        """Train to the end; do nothing where a run is at its end."""
+        """Train to the end; do nothing if the run is already at its end."""
         raise NotImplementedError
 
     def finish(self, run: Run[Config], data: Data, trainer: Trainer) -> Results:
-        """Test a trained model, draw, and write what else a run leaves; in one process, after all ranks trained."""
+        """Test the trained model, plot, and write all other results; in one process, after all ranks trained."""
         raise NotImplementedError
 
     def resume(self, run: Run[Config], trainer: Trainer) -> str:
@@ -158,20 +158,20 @@ class Pack(Generic[Config, Data, Trainer]):
         return newest_checkpoint(run.out, ("", *self.parts))
 
     def describe(self, run: Run[Config], data: Data, trainer: Trainer) -> dict[str, str]:
-        """Return what was decided, as name -> text, for the start block and the page."""
+        """Return the decisions, as name -> description, for the start block and the page."""
         return {}
 
     def identity(self, data: Data) -> dict[str, Any]:
-        """Return plain values of the data that a resumed run must share; kept in ``run.json``."""
+        """Return plain values that identify the data, which a resumed run must share; stored in ``run.json``."""
         return {}
 
     def keep(self, run: Run[Config], data: Data) -> None:
-        """Write what a later process needs beside the settings, such as fitted tokenizers, into ``run.out``."""
+        """Write whatever a later process needs besides the settings, such as fitted tokenizers, into ``run.out``."""
         text = json.dumps({"face": self.name, **self.values(run.config), **self.identity(data)}, indent=2) + "\n"
         folders.write_changed(text, run.out / "config.json")
 
     def outdated(self, run: Run[Config], differences: Mapping[str, tuple[Any, Any]]) -> Sequence[str]:
-        """Return what a resumed run must set aside since its settings changed, names in its folder.
+        """Return the names of files that a resumed run must move aside because its settings changed.
 
         Raises:
             ConfigError: it cannot resume with these settings.
@@ -179,11 +179,11 @@ class Pack(Generic[Config, Data, Trainer]):
         return ()
 
     def environment(self, config: Config) -> contextlib.AbstractContextManager[None]:
-        """Have errors name the settings, and set what belongs to a process while a run is built and trained."""
+        """Make errors name the settings, and apply process-wide settings while a run is built and trained."""
         return settings_named(dict(leaves(config)))
 
     def held(self, run: Run[Config]) -> contextlib.AbstractContextManager[None]:
-        """Hold the run folder beyond the time that the trainer holds it."""
+        """Hold the lock of the run folder longer than the trainer does."""
         return contextlib.nullcontext()
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
@@ -202,19 +202,19 @@ class Pack(Generic[Config, Data, Trainer]):
     # -- stored runs, by subclasses ---------------------------------------------------------------------------------
 
     def default_split(self, part: str) -> str:
-        """Return the split that a run's own report is about."""
+        """Return the split of a run's own report."""
         return "test"
 
     def stored(self, home: Path, path: Path | None, tree: Mapping[str, Any] | None) -> tuple[Config, int | None]:
-        """Return the settings of a run and the threads it had.
+        """Return the settings of a run and its number of threads.
 
         Args:
-            home: its folder, only read.
-            path: the checkpoint that is meant, or None.
-            tree: what it holds.
+            home: its folder, which is only read.
+            path: the checkpoint, or None.
+            tree: the content of the checkpoint.
 
         Raises:
-            ConfigError: there are none, or they are of another version.
+            ConfigError: there are no settings, or they are from another version.
         """
         record = folders.read_record(home)
         if not home.is_dir():
@@ -234,7 +234,7 @@ class Pack(Generic[Config, Data, Trainer]):
         return config, _threads(config)
 
     def load(self, run: Run[Config], trainer: Trainer, path: Path, tree: Mapping[str, Any]) -> None:
-        """Load the weights that count of a checkpoint into a new trainer's model."""
+        """Load the scored weights of a checkpoint into a new trainer's model."""
         model: Any = trainer
         if isinstance(trainer, BaseTrainer):
             trainer.workspace = None
@@ -242,7 +242,7 @@ class Pack(Generic[Config, Data, Trainer]):
         load_model_state(model.unwrapped_model if isinstance(trainer, BaseTrainer) else model.model, load_weights(path))
 
     def loader(self, run: Run[Config], data: Data, split: str, *, batch_size: int | None, num_workers: int) -> Any:
-        """Return the batches of a split in its order, for the default :meth:`evaluate` and :meth:`predict`."""
+        """Return the batches of a split in order, for the default :meth:`evaluate` and :meth:`predict`."""
         raise ConfigError(f"the pack {self.name!r} has no loader(): its runs cannot be evaluated")
 
     def evaluate(
@@ -256,7 +256,7 @@ class Pack(Generic[Config, Data, Trainer]):
     def predict(
         self, opened: Opened[Config, Data, Trainer], split: str, *, batch_size: int | None, **options: Any
     ) -> Predictions:
-        """Return arrays by name; by default what the trainer's ``predict_step(batch)`` returns, joined."""
+        """Return arrays by name; by default the concatenated outputs of the trainer's ``predict_step(batch)``."""
         trainer: Any = opened.trainer
         if not hasattr(trainer, "predict_step"):
             raise ConfigError(f"{type(trainer).__name__}: has no predict_step(); add it to the trainer")
@@ -272,19 +272,19 @@ class Pack(Generic[Config, Data, Trainer]):
         batch_size: int | None,
         device: str | None,
     ) -> Predictions:
-        """Return predictions for the molecules of a file, of one run or of several as an ensemble.
+        """Return predictions for the molecules in a file, from one run or an ensemble of runs.
 
         Args:
-            stored: a checkpoint of each run, and what it holds.
-            file: of comma-separated values with a column of SMILES.
-            column: that of SMILES; None finds it by its name.
-            batch_size: None takes that of the training.
+            stored: a checkpoint of each run, and its content.
+            file: a CSV file with a column of SMILES.
+            column: the column of SMILES; None finds it by its name.
+            batch_size: None takes the one used in training.
             device: None takes CUDA, then MPS, then the CPU.
         """
         raise ConfigError(f"--smiles {file}: a run of the face {self.name} reads no SMILES")
 
     def predictions_file(self, split: str) -> str:
-        """Return the name of the file that ``treadle predict`` writes without ``--out``."""
+        """Return the default output file name of ``treadle predict``."""
         return f"predictions_{split}.npz"
 
     # -- what a subclass gets ---------------------------------------------------------------------------------------
@@ -300,25 +300,26 @@ class Pack(Generic[Config, Data, Trainer]):
         show: Show = lambda report, out: None,
         paused: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any] | None:
-        """Train, or resume training, evaluate and write the run folder; a finished run shows its results.
+        """Train or resume, evaluate, and write the run folder; a finished run shows its results.
 
         Args:
-            settings: texts ``key=value``.
+            settings: strings ``key=value``.
             out: the run folder.
             device: None takes CUDA, then MPS, then the CPU.
-            resume: resume from the folder's newest checkpoint; else the files of an earlier run are set aside.
-            messages: the console of progress.
+            resume: resume from the folder's newest checkpoint; otherwise the files of an earlier run are moved aside.
+            messages: console for progress.
             show: prints the results.
-            paused: returns, after the training, whether it will be continued later; the run is not evaluated then.
+            paused: called after the training, returns whether it will be continued later; the run is then not
+                evaluated.
 
         Returns:
-            The content of ``metrics.json``; None on other ranks than the first, and of a run that is paused.
+            The content of ``metrics.json``; None on ranks other than the first, and for a paused run.
 
         Raises:
-            ConfigError: a setting is wrong, or not that of the run in this folder.
-            CheckpointError: no checkpoint of the folder is intact, or a file cannot be written.
+            ConfigError: a setting is invalid, or differs from that of the run in this folder.
+            CheckpointError: no checkpoint in the folder is intact, or a file cannot be written.
             NonFiniteError: training diverged.
-            ImportError: a package is missing; the message names what to install.
+            ImportError: a package is missing; the message names it.
         """
         where = device_of_rank(device)
         config = self.read_settings(settings, device)
@@ -327,7 +328,7 @@ class Pack(Generic[Config, Data, Trainer]):
         return self.run(run, show)
 
     def run(self, run: Run[Config], show: Show) -> dict[str, Any] | None:
-        """Do what :meth:`train` does, for settings that are read already."""
+        """Train like :meth:`train`, from parsed settings."""
         values = self.values(run.config)
         finished = by_rank_0(
             lambda: folders.finished_metrics(run.out, values, needed=self.needed) if run.resume else None
@@ -361,7 +362,7 @@ class Pack(Generic[Config, Data, Trainer]):
             return None if trained is None else self._conclude(alone, data, trained, decided)
 
     def _reopen(self, run: Run[Config], data: Data) -> Trainer:
-        """Return the trainer of a run that has ended on several ranks, in one process; nothing is left to train."""
+        """Return, in one process, the trainer of a run that finished on several ranks."""
         trainer = self.build(run, data)
         self.resume(run, trainer)
         self.fit(run, data, trainer)
@@ -375,12 +376,12 @@ class Pack(Generic[Config, Data, Trainer]):
         report = self.report(metrics, run.out)
         if report.title:
             write_page(run.out / "page.html", dataclasses.replace(report, pictures=results.pictures, facts=facts))
-        # The last file of a run: where it is and has these settings, nothing is left to do.
+        # The last file of a run: if it exists and has these settings, nothing is left to do.
         write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n", run.out / "metrics.json")
         return metrics
 
     def fit_logged(self, run: Run[Config], data: Data, trainer: Trainer) -> None:
-        """Train, and log how long it took, or that it was saved before a signal ended it."""
+        """Train, and log the duration, or that the run was saved before a signal ended it."""
         started = time.perf_counter()
         try:
             with without_epoch_lines(self.name):
@@ -395,17 +396,17 @@ class Pack(Generic[Config, Data, Trainer]):
             _log.info("trained %d epochs in %s; now %s", done, seconds, self.afterwards)
 
     def replay(self, run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
-        """Run a step again from what a run folder holds; the folder is only read.
+        """Rerun a step from a run folder, which is only read.
 
         Args:
-            run: the run folder, or that of one of its :attr:`parts`.
+            run: the run folder, or the folder of one of its :attr:`parts`.
             step: 1-based.
             device: None takes CUDA, then MPS, then the CPU.
             debug: stop inside the step.
-            messages: the console of progress.
+            messages: console for progress.
 
         Raises:
-            ConfigError: the folder is none of such a run, or the run has no such step.
+            ConfigError: the folder is not of such a run, or the run has no such step.
             CheckpointError: a file that the step needs is missing or damaged.
         """
         home, part = self.home_of(run)
@@ -423,17 +424,17 @@ class Pack(Generic[Config, Data, Trainer]):
     def open(
         self, path: Path, tree: Mapping[str, Any], *, device: str | None, messages: Console
     ) -> Iterator[Opened[Config, Data, Trainer]]:
-        """Give a run built again from its folder, with the weights of a checkpoint; the folder is only read.
+        """Yield a run rebuilt from its folder, with the weights of a checkpoint; the folder is only read.
 
         Args:
             path: the checkpoint.
-            tree: what it holds.
+            tree: the content of the checkpoint.
             device: None takes CUDA, then MPS, then the CPU.
-            messages: the console of progress.
+            messages: console for progress.
 
         Raises:
-            ConfigError: the folder is none of such a run.
-            CheckpointError: a file that the weights need is missing or damaged.
+            ConfigError: the folder is not of such a run.
+            CheckpointError: a file needed for the weights is missing or damaged.
         """
         home, part = self.home_of(folders.run_folder_of(path))
         config, threads = self.stored(home, path, tree)
@@ -446,7 +447,7 @@ class Pack(Generic[Config, Data, Trainer]):
             yield Opened(run, data, trainer, path, tree)
 
     def home_of(self, run: Path) -> tuple[Path, str]:
-        """Return the folder of a whole run, and the part that a folder inside of it holds.
+        """Return the run folder of a folder, and the part of the run that the folder holds.
 
         Example:
             >>> Pack().home_of(Path("runs/waves"))[1]
@@ -465,17 +466,17 @@ class Pack(Generic[Config, Data, Trainer]):
     # -- the run folder ---------------------------------------------------------------------------------------------
 
     def holds_another(self, run: Run[Config]) -> bool:
-        """Return whether the folder of a run holds one of this pack that it could not continue."""
+        """Return whether the folder of a run holds an earlier run of this pack that it could not continue."""
         record = folders.read_record(run.out)
         differences = {} if record is None else changes(record.config, self.values(run.config))
         return any(key not in self.free for key in differences)
 
     def _look_into(self, run: Run[Config]) -> tuple[bool, Callable[[], None]]:
-        """Return whether the folder's run resumes, and what sets it aside; warn of changes, and write nothing."""
+        """Return whether the folder's run resumes, and what must be moved aside; warn of changes, and write nothing."""
         out = run.out
         folders.refuse_other_run(out, self.name)
         for place in (out, out / "checkpoints"):
-            check_free(place)  # before run.json is written: it may be that of a run that another process trains
+            check_free(place)  # before run.json is written, since another process may be training this run
         with folders.readable(out):
             record = folders.read_record(out)
             begun = any(not name.startswith(".") for name in _names(out / "checkpoints"))
@@ -494,10 +495,10 @@ class Pack(Generic[Config, Data, Trainer]):
             folders.set_aside(out / name)
 
     def _ready(self, run: Run[Config], data: Data, set_aside: Callable[[], None]) -> None:
-        """Write the settings, and set aside what an earlier run left."""
+        """Write the settings, and move leftovers of an earlier run aside."""
         with folders.writable(run.out):
             run.out.mkdir(parents=True, exist_ok=True)
-            # Else a killed fresh start would be taken for the finished run that was here before.
+            # Otherwise a killed fresh start would be taken for the earlier finished run.
             set_aside()
             record = {"face": self.name, "config": self.values(run.config), **self.identity(data)}
             folders.write_record(run.out, record)
@@ -517,7 +518,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def predicted_arrays(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
-    """Return what a BaseTrainer's ``predict_step`` gives for batches, joined, by name."""
+    """Return the concatenated outputs of a BaseTrainer's ``predict_step`` over batches, by name."""
     outputs: list[Any] = []
     for_each_batch(
         trainer.model, batches, lambda batch: outputs.append(kept_outputs(trainer.predict_step(batch))),

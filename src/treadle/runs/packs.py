@@ -1,4 +1,4 @@
-"""The packs by name: those of treadle, and those of other packages by the entry point ``treadle.packs``."""
+"""Registry of packs by name: treadle's own, and those of other packages by the entry point ``treadle.packs``."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SUMMARIES = {
     "text": "A small GPT-2 on Python's manual, then LoRA.",
     "graphs": "A graph transformer on molecules.",
     "astro": "A transformer on tokens of pictures, spectra and tables.",
-}  # of the packs here, for a list that imports none of them
+}  # of treadle's own packs, listed without importing them
 GROUP = "treadle.packs"
 
 
 def _places() -> dict[str, EntryPoint]:
     own = {name: EntryPoint(name, place, GROUP) for name, place in PACKS.items()}
-    return {entry.name: entry for entry in entry_points(group=GROUP)} | own  # no package replaces a pack of treadle
+    return {entry.name: entry for entry in entry_points(group=GROUP)} | own  # no package can replace a pack of treadle
 
 
 def pack_names() -> list[str]:
-    """Return the names of all packs, those of treadle first; nothing is imported.
+    """Return the names of all packs, treadle's own first, without importing them.
 
     Example:
         >>> pack_names()[:4]
@@ -44,7 +44,7 @@ def pack_names() -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module of a pack.
+    """Return the module name of a pack.
 
     Example:
         >>> module_of("spectra")
@@ -57,7 +57,7 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
     """Import and return a pack.
 
     Raises:
-        ConfigError: there is no such pack, its module cannot be imported, or its entry point names something else.
+        ConfigError: there is no such pack, its module cannot be imported, or its entry point is not a pack.
 
     Example:
         >>> find_pack("spectra").name
@@ -91,7 +91,7 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
 
 
 def pack_of_folder(run: Path) -> Pack[Any, Any, Any] | None:
-    """Return the pack of a run folder, or of one inside that holds a part of the run; None if it is of none.
+    """Return the pack of a run folder or of the folder of a part of the run; None if there is none.
 
     Raises:
         ConfigError: its pack is not installed.

@@ -1,7 +1,7 @@
-"""Fixture for test suites of users: ``treadle_exact`` fails a test whose training does not resume to the bit.
+"""Pytest fixture ``treadle_exact``, which fails a test whose training does not resume to the bit.
 
-Enabled by ``pytest_plugins = ["treadle.runs.pytest_plugin"]`` in ``conftest.py``. It is no entry point, since pytest
-would rewrite the assertions of every module of the package then.
+Enabled by ``pytest_plugins = ["treadle.runs.pytest_plugin"]`` in ``conftest.py``. It is not an entry point, since
+pytest would then rewrite the assertions of every module of the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ExactCheck(Protocol):
-    """Function that the fixture ``treadle_exact`` gives."""
+    """Value of the fixture ``treadle_exact``: a callable check."""
 
     def __call__(
         self,
@@ -28,13 +28,13 @@ class ExactCheck(Protocol):
         kills: int = ...,
         seed: int = ...,
     ) -> Verification:
-        """Verify a target as :func:`treadle.verify` does; fails the test unless it is exact."""
+        """Verify a target with :func:`treadle.verify` and fail the test unless it is exact."""
         ...
 
 
 @pytest.fixture
 def treadle_exact() -> ExactCheck:
-    """Give a function that fails the test unless a training resumes to the bit after kills.
+    """Return a function that fails the test unless a training resumes to the bit after kills.
 
     Example:
         >>> # def test_my_training_resumes_exactly(treadle_exact):

@@ -1,4 +1,4 @@
-"""What the commands of packs do on several ranks: who decides, how data and model are spread, who writes the report."""
+"""Pack commands on several ranks: decisions, distribution of data and model, the report."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NEWS_OF_FEWER_RANKS = ("number of ranks", "resumed position")  # topics of log 
 
 
 def device_of_rank(asked: str | None) -> torch.device:
-    """Return where this rank computes: of several on one machine, each has its own GPU.
+    """Return the device of this rank: each of several on one machine has its own GPU.
 
     Args:
-        asked: as the option ``--device`` gives it.
+        asked: the value of the option ``--device``.
 
     Raises:
-        ConfigError: the device is not there, or is not that of this rank.
+        ConfigError: the device does not exist, or belongs to another rank.
 
     Example:
         >>> device_of_rank("cpu")
@@ -51,7 +51,7 @@ def device_of_rank(asked: str | None) -> torch.device:
 
 
 def parallel_of(asked: str | None) -> str | None:
-    """Return how a model is spread: as asked, and as replicas where nothing is asked and there are several ranks.
+    """Return how a model is distributed: as requested, or by default as replicas on several ranks.
 
     Args:
         asked: ``"ddp"``, ``"fsdp"`` or None.
@@ -64,7 +64,7 @@ def parallel_of(asked: str | None) -> str | None:
 
 
 def ranks_line(parallel: str | None) -> dict[str, str]:
-    """Return the line of the start block about ranks; nothing without a process group.
+    """Return the start block's line about ranks; nothing without a process group.
 
     Args:
         parallel: the setting.
@@ -83,16 +83,16 @@ def ranks_line(parallel: str | None) -> dict[str, str]:
 
 
 def shared_batches(data: Sized, batch_size: int, *, shuffle: bool = False, seed: int = 0) -> dict[str, Any]:
-    """Return the arguments by which a ``DataLoader`` cuts batches: under torchrun, each rank reads its part of each.
+    """Return the batching arguments of a ``DataLoader``: under torchrun, each rank reads its part of each batch.
 
-    The batch is that of all ranks together. Under torchrun the order is one for any number of ranks; elsewhere it is
-    drawn from torch's global generator.
+    A batch is shared by all ranks. Under torchrun the order is the same for any number of ranks; otherwise it is drawn
+    from torch's global generator.
 
     Args:
         data: the data set.
         batch_size: samples in a batch, >= the number of ranks.
-        shuffle: a new order for each epoch.
-        seed: seeds the orders of ranks.
+        shuffle: reshuffle in each epoch.
+        seed: seed of the order on ranks.
 
     Raises:
         ConfigError: there are more ranks than samples, in a batch or in the data.
@@ -119,14 +119,14 @@ def shared_rows(
 ) -> TensorLoader:
     """Return a loader over whole tensors; under torchrun, each rank reads its part of each batch.
 
-    The order is one for any number of ranks and every device.
+    The order is the same for any number of ranks and on every device.
 
     Args:
         tensors: (N, ...) one tensor, or several by name.
         batch_size: rows in a batch of all ranks together, >= the number of ranks.
-        shuffle: a new order for each epoch.
-        seed: seeds the orders.
-        device: where the tensors are kept and batches come from; None leaves them where they are.
+        shuffle: reshuffle in each epoch.
+        seed: seed of the order.
+        device: device of the tensors and batches; None leaves them where they are.
 
     Raises:
         ConfigError: there are more ranks than rows, in a batch or in the data.
@@ -153,10 +153,10 @@ def _check_shared(batch_size: int) -> None:
 
 
 def by_rank_0(work: Callable[[], Result]) -> Result:
-    """Do a piece of work on rank 0 while the others wait, and return its result on all.
+    """Run a function on rank 0 while the others wait, and return its result on all ranks.
 
     Args:
-        work: what to do; its result travels as a pickle.
+        work: the function; its result is sent as a pickle.
 
     Raises:
         ConfigError: rank 0 did; on all ranks.
@@ -182,7 +182,7 @@ def by_rank_0(work: Callable[[], Result]) -> Result:
 
 
 def rank_0_first(work: Callable[[], Result]) -> Result:
-    """Do a piece of work on every rank, on the first one before the others: they find what it has written.
+    """Run a function on every rank, first on rank 0, so that the others find the files it writes.
 
     Raises:
         ConfigError: rank 0 did; on all ranks.
@@ -198,14 +198,14 @@ def rank_0_first(work: Callable[[], Result]) -> Result:
 
 
 def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
-    """End the process group after the training, so that the report needs no other rank and keeps none waiting.
+    """End the process group after training, so that the report needs no other rank and none waits for it.
 
     Args:
-        trainer: the one that trained.
+        trainer: the trainer of the run.
         reopen: rebuilds it in one process, from the files of the run.
 
     Returns:
-        In one process the trainer; on the first rank the one of ``reopen``; None on the others, which are done.
+        In one process the trainer; on the first rank the result of ``reopen``; None on the others, which are done.
 
     Example:
         >>> after_ranks("trained", lambda: "reopened")
@@ -224,7 +224,7 @@ def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
 
 @contextmanager
 def _silent_about_fewer_ranks() -> Iterator[None]:
-    """Leave out the log lines about resuming with fewer ranks: this run has ended."""
+    """Suppress the log lines about resuming with fewer ranks, since this run has ended."""
 
     def passes(record: logging.LogRecord) -> bool:
         return record.levelno > logging.INFO and getattr(record, "topic", None) not in _NEWS_OF_FEWER_RANKS

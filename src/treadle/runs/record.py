@@ -1,4 +1,4 @@
-"""How a run was started, read from its folder: ``treadle replay`` builds the run again from it. Loads no torch."""
+"""Reading of the record of how a run was started, from which ``treadle replay`` rebuilds it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SESSIONS = "sessions.jsonl"
 
 
 def from_literal(lines: Sequence[str]) -> Any:
-    """Return the configuration that lines of literals spell."""
+    """Parse a configuration from lines of literals."""
     return ast.literal_eval("\n".join(lines))
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Read a record; one that is damaged is named and counts as absent."""
+    """Read the entries of a record; a damaged one counts as absent, with a warning."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         entries = found.get("entries", []) if isinstance(found, dict) else found  # a list in earlier versions
@@ -35,7 +35,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
 
 
 def last_config(run: Path) -> Any:
-    """Return the configuration that a run was last started with; None if none of plain values was recorded."""
+    """Return the configuration that a run was last started with; None if no plain values were recorded."""
     entries = read_entries(run / RUN_FILE)
     try:
         return from_literal(entries[-1]["config"]) if entries and entries[-1]["config"] is not None else None
@@ -45,10 +45,10 @@ def last_config(run: Path) -> Any:
 
 
 def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
-    """Return the configuration that a step of a run was made with, and the folder of its file.
+    """Return the configuration in effect at a step of a run, and the folder of its file.
 
-    A configuration of plain values is taken from the record, so that a file edited since then changes nothing; one
-    that holds objects is loaded again.
+    A configuration of plain values is taken from the record, so that later edits of the file have no effect; one with
+    objects is loaded again.
 
     Raises:
         ConfigError: the folder of the file is gone.

@@ -1,4 +1,4 @@
-"""Hooks that keep how a run was started and its sessions, for the commands below ``treadle train``."""
+"""Hooks that record how a run was started and its sessions, for the commands below ``treadle train``."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _log = logging.getLogger("treadle.cli")
 
 
 class RunRecordHook(BaseHook):
-    """File ``run.json`` of the workspace: file, settings of the command line, and the configuration they gave.
+    """Hook that writes ``run.json``: the configuration file, the command-line settings and the resulting configuration.
 
-    A run resumed with another configuration logs the changes, and keeps an entry for each, with the step from
-    which it holds. The last of the hooks: by then the folder is known to belong to this process.
+    A run resumed with another configuration logs the changes and keeps an entry for each, with the step from which it
+    applies. The last of the hooks, when the folder is known to belong to this process.
 
     Args:
         file: the configuration file.
         arguments: the settings of the command line.
-        config: what they gave.
+        config: the resulting configuration.
     """
 
     state_key = "run record"
@@ -57,7 +57,7 @@ class RunRecordHook(BaseHook):
             write_record(trainer.workspace, {"face": trainer.face, "config": config, "entries": entries})
 
     def warn_of_unused(self, trainer: Engine) -> None:
-        """Warn of settings that differ from those of a finished run, which was left as it was."""
+        """Warn of settings that differ from those of a finished run, which is left unchanged."""
         if distributed.rank() != 0 or trainer.workspace is None:
             return
         entries = read_entries(trainer.workspace / RUN_FILE)
@@ -66,13 +66,13 @@ class RunRecordHook(BaseHook):
 
 
 class SessionKeeper:
-    """Observer of the trainers of a command: each with a folder gets a SessionLogHook, unless it has one."""
+    """Observer that adds a SessionLogHook to each trainer of a command with a folder, unless it has one."""
 
     def before_building(self, engine: Engine) -> None:
-        """Leave everything as it is."""
+        """Do nothing."""
 
     def before_running(self, engine: Engine) -> None:
-        """Add the hook behind the others; its file is in the run folder, above the folder of checkpoints."""
+        """Append the hook; its file is in the run folder, above the folder of checkpoints."""
         folder = engine.workspace
         if folder is not None and not any(isinstance(hook, SessionLogHook) for hook in engine.hooks):
             folder = folder.parent if folder.name == CHECKPOINTS else folder
@@ -80,7 +80,7 @@ class SessionKeeper:
 
 
 def _same(last: Mapping[str, Any], entry: Mapping[str, Any]) -> bool:
-    # Which settings came from the command line does not matter where the whole is known.
+    # If the whole configuration is known, it does not matter which settings came from the command line.
     if entry["config"] is None or last["config"] is None:
         return all(last[key] == entry[key] for key in ("file", "config", "arguments"))
     before = format_config(from_literal(last["config"])).split("\n")  # an earlier version wrote other quotes
@@ -96,7 +96,7 @@ def _say_changes(last: Mapping[str, Any], entry: Mapping[str, Any], folder: str)
 
 
 def _as_literal(config: Mapping[str, Any]) -> list[str] | None:
-    """Return a configuration as lines that can be read without running anything; None if it holds objects."""
+    """Format a configuration as literals that can be read without executing code; None if it holds objects."""
     lines = format_config(config).split("\n")
     try:
         return lines if from_literal(lines) == config else None

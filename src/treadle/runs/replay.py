@@ -1,4 +1,4 @@
-"""How a step is run again: the run's own code, from the nearest state before the step, with nothing that writes."""
+"""Replay of a step: the run's own code, from the nearest state before the step, without any writing hook."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from treadle.runs.script import run_as_main, train_from
 
 
 class StepReached(BaseException):
-    """The step was run again and the rest of the run is of no interest; no ``except Exception`` holds it up."""
+    """Signal that the step was replayed and the run can end; not caught by ``except Exception``."""
 
 
 @dataclass
 class Replayed:
-    """What was seen of a step that was run again.
+    """Observations of a replayed step.
 
     Attributes:
-        start: from where, in words.
-        start_step: the step of that state; 0 is the run's beginning.
-        rows: one for each step that was run, as StepLogHook writes them.
-        sample_ids: of each micro-batch, None where the loader does not say.
+        start: the starting point, in words.
+        start_step: the step of that state; 0 is the beginning of the run.
+        rows: one for each replayed step, as StepLogHook writes them.
+        sample_ids: of each micro-batch; None if the loader does not report them.
         batches: the micro-batches as they were after the backward pass.
         layer_norms: 2-norm of the gradient for each layer, before clipping.
-        versions: those that the state was written with.
-        device: where it ran.
+        versions: the versions that wrote the state.
+        device: the device of the replay.
         left_out: the hooks that were left out.
     """
 
@@ -63,7 +63,7 @@ class Replayed:
 
 
 class ReplayHook(BaseHook):
-    """The last hook of a replay: chooses the start, watches every step, and ends the run at the requested one."""
+    """Last hook of a replay: chooses the start, observes every step, and ends the run at the requested one."""
 
     state_key = "treadle replay"
     replays = True
@@ -96,7 +96,7 @@ class ReplayHook(BaseHook):
 
     @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Read the gradients of the step, and stop inside it when asked to."""
+        """Read the gradients of the step, and stop inside it if requested."""
         if trainer.step != self.step:
             return
         norms = layer_norms(trainer)
@@ -106,7 +106,7 @@ class ReplayHook(BaseHook):
             _stop_inside(trainer)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Note the step; at the one asked for, end the run."""
+        """Record the step, and end the run at the requested one."""
         self._rows.add(trainer)
         if len(self._rows) >= 1000:
             self.seen.rows += self._rows.read()
@@ -115,7 +115,7 @@ class ReplayHook(BaseHook):
             raise StepReached
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Note a step that ended the run as not finite."""
+        """Record a step that ended the run as non-finite."""
         if isinstance(error, NonFiniteError) and error.step == trainer.step:
             self._rows.add(trainer)
         self.seen.rows += self._rows.read()
@@ -126,7 +126,7 @@ class ReplayHook(BaseHook):
 
 
 def _stop_inside(trainer: Engine) -> None:
-    """The gradients are final but for clipping; ``model``, ``batch`` and ``grads`` are at hand."""
+    """Stop in the debugger, with ``model``, ``batch`` and ``grads``, which are final except for clipping."""
     model, batch = trainer.model, trainer.attempt.group.batches
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     breakpoint()
@@ -134,7 +134,7 @@ def _stop_inside(trainer: Engine) -> None:
 
 
 class ReplaySetup:
-    """Setup that makes a run a replay: other folders, no hook that writes, the witness at the end."""
+    """Setup that turns a run into a replay: other folders, no writing hooks, the replay hook last."""
 
     def __init__(self, witness: ReplayHook, folder: Path):
         self.witness = witness
@@ -145,7 +145,7 @@ class ReplaySetup:
         engine.workspace = self.folder
 
     def before_running(self, engine: Engine) -> None:
-        """Take out what would write; averages, the policy for non-finite steps and the user's own hooks stay."""
+        """Remove hooks that write; averages, the policy for non-finite steps and the user's own hooks stay."""
         engine.workspace = self.folder
         kept = [hook for hook in engine.hooks if not _writes(hook)]
         self.witness.seen.left_out = [hook.state_key for hook in engine.hooks if _writes(hook)]
@@ -156,17 +156,17 @@ class ReplaySetup:
 
 
 def _writes(hook: BaseHook) -> bool:
-    return hook.writes and not isinstance(hook, NonFiniteHook)  # that one writes into the replay's folder
+    return hook.writes and not isinstance(hook, NonFiniteHook)  # this one writes into the replay's folder
 
 
 @contextmanager
 def _quiet_about_left_out_hooks() -> Iterator[None]:
-    """Keep the log from warning that the state of the hooks which were left out is not used."""
+    """Suppress warnings about unused state of the removed hooks."""
 
     def passes(record: logging.LogRecord) -> bool:
         return getattr(record, "topic", None) != "ignored hook state"
 
-    # Every face has its own logger, also that of another package's trainer.
+    # Every face has its own logger, including trainers of other packages.
     loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     for logger in loggers:
         logger.addFilter(passes)
@@ -189,10 +189,10 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def refuse_run_of_ranks(run: Path) -> None:
-    """Refuse the run of a pack's command that was trained under torchrun.
+    """Raise for a run of a pack's command that was trained under torchrun.
 
-    Its ranks drew different random numbers, and may have read the samples in another order than one process, so one
-    process would run other steps.
+    Its ranks drew different random numbers and may have read the samples in a different order, so a single process
+    would compute different steps.
 
     Raises:
         ConfigError: it was.
@@ -210,10 +210,10 @@ def refuse_run_of_ranks(run: Path) -> None:
 
 
 def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
-    """Run a step of a user's own script again: everything up to its training, then from the nearest state.
+    """Rerun a step of a user's script: everything before its training, then from the nearest state.
 
-    The trainer's workspace is a temporary folder meanwhile, and a folder of checkpoints is neither read nor
-    written. What the script itself writes, it writes again.
+    Meanwhile the trainer's workspace is a temporary folder, and a folder of checkpoints is neither read nor written.
+    The script's own output files are written again.
 
     Raises:
         ConfigError: there is no such script or folder, it trains with no trainer of treadle, or the run has no such
@@ -233,13 +233,13 @@ def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str
 
 
 def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path, debug: bool) -> Replayed:
-    """Run a step of a trainer again that a configuration describes, with its workspace in a temporary folder.
+    """Rerun a step of a configured trainer, with its workspace in a temporary folder.
 
     Args:
         run: the workspace of the run.
         step: 1-based.
         config: the configuration.
-        folder: that of its file.
+        folder: the folder of its file.
         debug: stop inside the step.
 
     Raises:
@@ -257,7 +257,7 @@ def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path,
 
 
 def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
-    """Train until the witness has seen its step.
+    """Train until the replay hook has seen its step.
 
     Raises:
         ConfigError: the run has no such step.
@@ -272,7 +272,7 @@ def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
             raise
     rows = witness.seen.rows
     if not rows or rows[-1]["step"] != witness.step:
-        end = rows[-1]["step"] if rows else witness.seen.start_step  # a state at its end leaves nothing to train
+        end = rows[-1]["step"] if rows else witness.seen.start_step  # nothing is left to train after a final state
         last = f"it ended at step {end}" if end else "nothing was trained"
         raise ConfigError(f"--step={witness.step}: the run has no such step: {last}")
 
@@ -281,7 +281,7 @@ def save_batch(batches: Sequence[Any], path: Path) -> None:
     """Save a list of micro-batches for ``torch.load(path, weights_only=True)``.
 
     Raises:
-        ConfigError: the batch holds something that only a pickle could keep, or the file cannot be written.
+        ConfigError: the batch holds something that only a pickle could store, or the file cannot be written.
     """
     try:
         torch.save([batch_as_plain(batch) for batch in batches], path)

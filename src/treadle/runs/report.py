@@ -1,4 +1,4 @@
-"""The results of a run as plain data, and their page: one HTML file that holds its pictures and loads nothing."""
+"""The results of a run as plain data, and their page: one self-contained HTML file with its pictures."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ _PICTURE = Template("""<h2>$title</h2>
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts.
+    """Table of strings.
 
     Attributes:
-        columns: names; the first column holds the names of the rows.
+        columns: the column names; the first column holds the row names.
         rows: the cells of each row.
         title: above it.
-        width: least characters of the first column on a terminal.
+        width: minimum width of the first column on a terminal, in characters.
         notes: sentences below it.
-        about_first: whether the results are those of the first row, and the others are there to compare with.
+        about_first: whether the first row holds the results and the others are baselines.
     """
 
     columns: Sequence[str]
@@ -82,7 +82,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a page: a PNG file and its description."""
+    """Picture of a page: a PNG file and its description."""
 
     path: Path
     title: str
@@ -91,7 +91,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a run as plain data, which a terminal and a page show.
+    """Report of a run's results as plain data, for the terminal and the page.
 
     Attributes:
         title: the heading of the page.
@@ -101,7 +101,7 @@ class Report:
         note: a sentence at the end.
         files: lines about the files of the run.
         pictures: of the page only, in this order.
-        facts: of the page only, names and texts that say how the results were made.
+        facts: of the page only, names and descriptions of how the results were produced.
     """
 
     title: str = ""
@@ -115,11 +115,11 @@ class Report:
 
 
 def write_page(path: Path, report: Report) -> Path:
-    """Write a page, the whole old one or the whole new one; every text is shown as it is, never read as HTML.
+    """Write a page atomically; every string is escaped.
 
     Args:
         path: the HTML file.
-        report: its pictures are copied into the page.
+        report: the report; its pictures are embedded in the page.
 
     Returns:
         The path.

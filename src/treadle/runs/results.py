@@ -1,4 +1,4 @@
-"""What the stages of a pack hand over: a run opened for evaluation, metrics, predictions and results."""
+"""Data passed between the stages of a pack: opened run, metrics, predictions, results."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Trainer = TypeVar("Trainer")
 
 @dataclass(frozen=True)
 class Opened(Generic[Config, Data, Trainer]):
-    """A run that is evaluated: built again from its folder, with the weights of one checkpoint.
+    """Run opened for evaluation: rebuilt from its folder, with the weights of one checkpoint.
 
     Attributes:
-        run: with ``home``, the run's folder.
+        run: the run, whose ``home`` is its folder.
         data: from :meth:`Pack.prepare`.
-        trainer: from :meth:`Pack.build`; its model has the weights.
+        trainer: from :meth:`Pack.build`, with the weights in its model.
         path: the checkpoint.
-        tree: what it holds.
+        tree: the content of the checkpoint.
     """
 
     run: Run[Config]
@@ -42,17 +42,17 @@ class Opened(Generic[Config, Data, Trainer]):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of a split.
+    """Metrics of a split.
 
     Attributes:
         metrics: by name.
-        counts: how many of what were evaluated, such as ``{"graphs": 12}``.
-        about: texts that come before the split's name, such as the data set.
+        counts: the numbers of evaluated items, such as ``{"graphs": 12}``.
+        about: strings shown before the split's name, such as the data set.
         more: further values for ``eval_results_SPLIT.json``.
-        device: where it was computed.
+        device: the device used.
         tables: further tables.
-        compared: a file with the run's own results of this split, and whether these are equal to the bit; None where
-            there are none.
+        compared: a file with the run's own results of this split, and whether these are equal to the bit; None if there
+            are none.
     """
 
     metrics: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Evaluation:
     compared: tuple[Path, bool] | None = None
 
     def as_values(self) -> dict[str, Any]:
-        """Return it as plain values, ``compared`` as ``equal_to_<name of the file>``."""
+        """Return the evaluation as plain values, with ``compared`` as ``equal_to_<name of the file>``."""
         equal = {} if self.compared is None else {f"equal_to_{self.compared[0].stem}": self.compared[1]}
         where = {} if self.device is None else {"device": self.device}
         return {**self.about, "metrics": self.metrics, **self.more, **self.counts, **where, **equal}
@@ -72,11 +72,11 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Predictions:
-    """Arrays by name, with texts that are shown where there are some.
+    """Predictions as arrays by name, with texts to print, if any.
 
     Attributes:
-        arrays: by name; of the samples of a split, in its order.
-        texts: records of texts, such as a prompt and its continuation.
+        arrays: by name; for a split, in the order of its samples.
+        texts: text records, such as a prompt and its continuation.
     """
 
     arrays: Mapping[str, Any]
@@ -85,11 +85,11 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Results:
-    """The outcome of a training.
+    """Results of a training.
 
     Attributes:
         metrics: plain values for ``metrics.json``; the version, the device and the settings are added.
-        pictures: for the page.
+        pictures: pictures for the page.
     """
 
     metrics: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""A run of a pack: its settings, where it reads and writes, and the checkpoint that it resumes from."""
+"""A run of a pack: its settings, its folders, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ Config = TypeVar("Config")
 
 
 class Watch(BaseHook):
-    """The last hook of a run: the engine, and the epoch at which this process began to train."""
+    """Last hook of a run, which records the engine and the epoch at which this process began to train."""
 
     engine: Engine | None = None
     first_epoch = 0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Keep the engine after it resumed."""
+        """Keep a reference to the engine after it resumed."""
         self.engine, self.first_epoch = trainer, trainer.epoch
 
 
 @dataclass(frozen=True)
 class Run(Generic[Config]):
-    """A run of a pack: its settings, and where it computes, reads and writes.
+    """Run of a pack: its settings, device and folders.
 
     Attributes:
         config: the settings.
-        out: the folder that is written to; a temporary one while a run is replayed or evaluated.
-        device: where it computes.
-        messages: the console of progress.
-        home: the folder of the run that is resumed, replayed or evaluated; None for a fresh start.
-        part: the training inside of the run that is meant, a name of :attr:`Pack.parts`; empty for its first one.
+        out: the output folder; a temporary one while a run is replayed or evaluated.
+        device: the device of the run.
+        messages: console for progress.
+        home: the folder of the run being resumed, replayed or evaluated; None for a fresh start.
+        part: the training within the run, a name in :attr:`Pack.parts`; empty for the first one.
         resume: load the newest checkpoint of ``out``.
-        parallel: how the model is spread over ranks: ``"ddp"``, ``"fsdp"`` or None.
-        trains: whether steps are made; False for a run that is evaluated.
-        given: the settings that were set by hand, texts ``key=value``.
+        parallel: how the model is distributed over ranks: ``"ddp"``, ``"fsdp"`` or None.
+        trains: whether the run trains; False for a run that is evaluated.
+        given: the settings given by the user, strings ``key=value``.
         explicit: whether the user named the device.
-        weights: a checkpoint whose weights a fresh start begins with.
-        watch: the hook by which the base class sees the training.
-        paused: returns, after the training, whether it will be continued later; the run is not evaluated then.
+        weights: a checkpoint whose weights initialize a fresh start.
+        watch: the hook through which the base class observes the training.
+        paused: called after the training, returns whether it will be continued later; the run is then not evaluated.
     """
 
     config: Config
@@ -75,22 +75,22 @@ class Run(Generic[Config]):
 
     @property
     def folder(self) -> Path:
-        """The folder of the part that is meant."""
+        """The folder of the part."""
         return self.out / self.part
 
     @property
     def checkpoints(self) -> Path:
-        """The folder ``checkpoints`` of that part."""
+        """The folder ``checkpoints`` of the part."""
         return self.folder / "checkpoints"
 
     def hooks(
         self, *, status: Callable[[], str] | None = None, save: Callable[[], Any] | None = None
     ) -> list[BaseHook]:
-        """Return the hooks that a trainer of a pack has: the log of steps, the bar, and saving on a signal.
+        """Return the hooks of a pack's trainer: the step log, the progress bar, and saving on a signal.
 
         Args:
-            status: returns a short text for the end of the bar.
-            save: saves a checkpoint on SIGINT and SIGTERM; None where a CheckpointingHook does.
+            status: returns a short string for the end of the bar.
+            save: saves a checkpoint on SIGINT and SIGTERM; None if a CheckpointingHook does.
         """
         made = [
             StepLogHook((self.folder / "steps.jsonl").absolute()),  # what `treadle replay` compares with
@@ -100,12 +100,12 @@ class Run(Generic[Config]):
 
 
 def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], int]) -> str:
-    """Load ``last.pt`` of a run, or if it is damaged ``best.pt``, and return where the run starts.
+    """Load ``last.pt`` of a run, or ``best.pt`` if it is damaged, and return where the run starts.
 
     Args:
         run: the run that resumes.
-        trainer: with ``load_checkpoint``.
-        epochs: of the whole run.
+        trainer: a trainer with ``load_checkpoint``.
+        epochs: the epochs of the whole run.
         step: returns the step of the trainer.
 
     Raises:
@@ -113,7 +113,7 @@ def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], 
     """
     last = run.checkpoints / "last.pt"
     candidates = by_rank_0(lambda: [path for path in (last, last.with_name("best.pt")) if os.path.lexists(path)])
-    found = find_latest(candidates, load=open_on_ranks)  # a damaged last.pt is named, and best.pt taken in its place
+    found = find_latest(candidates, load=open_on_ranks)  # a damaged last.pt is reported and replaced by best.pt
     if found is None:
         return "fresh"
     trainer.load_checkpoint(found[0])
@@ -121,7 +121,7 @@ def load_newest(run: Run[Any], trainer: Any, *, epochs: int, step: Callable[[], 
 
 
 def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
-    """Return where a run starts, by the furthest checkpoint of its folder, of the last part that has one.
+    """Return where a run starts, from the furthest checkpoint of the last part that has one.
 
     Example:
         >>> newest_checkpoint(Path("no_such_run"), [""])

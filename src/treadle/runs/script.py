@@ -1,4 +1,4 @@
-"""The user's own run inside a command: a script started as ``__main__``, and what it writes moved out of the way."""
+"""Execution of a user's script as ``__main__`` inside a command, with its output files redirected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SENDING = (WandbHook, MlflowHook, TrackioHook, OwnTrackerHook)
 
 
 def run_as_main(script: Path, arguments: Sequence[str]) -> None:
-    """Run a script as ``python SCRIPT ARGUMENTS`` would, in this process; arguments and import path come back."""
+    """Run a script like ``python SCRIPT ARGUMENTS`` in this process, then restore arguments and import path."""
     argv, path = sys.argv, list(sys.path)
     try:
         sys.argv = [str(script), *arguments]
@@ -32,11 +32,11 @@ def run_as_main(script: Path, arguments: Sequence[str]) -> None:
 
 
 class MovedRuns:
-    """Observer of the trainers of a target that moves what they write; a command adds what else it does.
+    """Observer that redirects the files of a target's trainers; commands extend it.
 
     Args:
-        target: names it in messages.
-        workspace: where the files go.
+        target: the name of the target for messages.
+        workspace: the new folder of the files.
     """
 
     command: ClassVar[str]
@@ -47,15 +47,15 @@ class MovedRuns:
         self._homes: dict[int, Path | None] = {}
 
     def before_building(self, engine: Engine) -> None:
-        """Move the workspace before anything asks for it."""
+        """Move the workspace before anything uses it."""
         self._homes[id(engine)] = engine.workspace
         engine.workspace = self.workspace
 
     def move(self, engine: Engine) -> list[str]:
-        """Move what the hooks of a trainer write; return the state keys of those that were taken out.
+        """Redirect the files of a trainer's hooks; return the state keys of removed hooks.
 
         Raises:
-            ConfigError: it is of a face that writes files which cannot be moved.
+            ConfigError: its face writes files that cannot be redirected.
         """
         if engine.face not in self.faces:
             raise ConfigError(
@@ -68,15 +68,15 @@ class MovedRuns:
 
 
 def _move_files(engine: Engine, home: Path | None, workspace: Path) -> list[str]:
-    """Move what the hooks of a run write into another workspace, and take out those that send elsewhere.
+    """Redirect the files of a run's hooks into another workspace, and remove hooks that upload elsewhere.
 
     Args:
         engine: built, and not running.
-        home: the workspace that the run was given.
-        workspace: where the files go instead.
+        home: the original workspace of the run.
+        workspace: the new folder of the files.
 
     Returns:
-        The state keys of the hooks that were taken out.
+        The state keys of the removed hooks.
     """
     engine.workspace = workspace
     for hook in engine.hooks:
@@ -100,11 +100,11 @@ def train_from(config: dict[str, Any], folder: Path) -> Any:
     """Build the trainer of a configuration, train it, and return it.
 
     Args:
-        config: as :func:`treadle.builder.build_trainer` reads it.
-        folder: that of the file, where its imports are looked for.
+        config: a configuration for :func:`treadle.builder.build_trainer`.
+        folder: the folder of the file, in which its imports are searched.
 
     Raises:
-        ConfigError: it does not describe a trainer that trains by ``train()``.
+        ConfigError: it does not describe a trainer with a ``train()`` without arguments.
     """
     trainer = build_trainer(config, folder=folder)
     train = getattr(trainer, "train", None)

@@ -1,4 +1,4 @@
-"""Errors that name a setting by its dotted name rather than by an argument, and the line of the file that sets it."""
+"""Errors that name a setting by its dotted name, and the line of the file that sets it, rather than an argument."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treadle.errors import ConfigError
 
 
 class Written(NamedTuple):
-    """A setting as it is written: its line in the file, 0 for the command line, and its text, empty for a section."""
+    """Setting as written: its line in the file, 0 for the command line, and its text, empty for a section."""
 
     line: int
     text: str
@@ -23,7 +23,7 @@ class Written(NamedTuple):
 
 @contextlib.contextmanager
 def settings_named(known: Collection[str], renamed: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Rename the argument of a ConfigError inside the block to one of the known settings, see :func:`setting_of`.
+    """Rename the argument of a ConfigError raised inside the block to a known setting, see :func:`setting_of`.
 
     Example:
         >>> with settings_named(["model.width", "lr"]):
@@ -41,12 +41,13 @@ def settings_named(known: Collection[str], renamed: Mapping[str, str] | None = N
 
 
 def setting_of(argument: str | None, known: Collection[str], renamed: Mapping[str, str]) -> str | None:
-    """Return the only known setting that ends with an argument, bare or dotted; without one, the argument.
+    """Return the only known setting that ends with an argument, bare or dotted; if there is none, the argument.
 
     Args:
-        argument: its first part may be a class or an argument: ``TrainerConfig.grad_clip``, ``pe_config.node.dim``.
+        argument: the name; its first part may be a class or an argument: ``TrainerConfig.grad_clip``,
+            ``pe_config.node.dim``.
         known: dotted names of all settings.
-        renamed: argument -> dotted name of the setting, where the two end differently.
+        renamed: argument -> dotted name of the setting, if the two end differently.
     """
     if argument is None or argument in known:
         return argument
@@ -61,11 +62,11 @@ def setting_of(argument: str | None, known: Collection[str], renamed: Mapping[st
 
 @contextlib.contextmanager
 def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
-    """Add the line of a configuration to errors inside the block, and name settings as :func:`settings_named` does.
+    """Add the line in a configuration to errors raised inside the block, and name settings like :func:`settings_named`.
 
     Args:
         file: the configuration.
-        overrides: the texts ``key=value`` of the command line, which win over the file and have no line.
+        overrides: the strings ``key=value`` of the command line, which take precedence over the file and have no line.
     """
     try:
         yield
@@ -90,18 +91,18 @@ def _placed(error: ConfigError, file: Path, written: Mapping[str, Written]) -> C
 
 
 def _only(end: str, text: Any, written: Mapping[str, Written]) -> str | None:
-    """Return the only setting with an end and a text; None if there is none or several."""
+    """Return the only setting with a given ending and text; None if there is none or several."""
     names = [name for name, setting in written.items() if name.endswith(end) and text and setting.text == text]
     return names[0] if len(names) == 1 else None
 
 
 def written_in(file: Path) -> dict[str, Written]:
-    """Return every setting of a configuration file by its dotted name; none if the file cannot be read."""
+    """Return every setting of a configuration file by its dotted name; empty if the file cannot be read."""
     try:
         content = file.read_text(encoding="utf-8-sig")
         roots = _roots_of_python(ast.parse(content)) if file.suffix.lower() == ".py" else _roots_of_yaml(content)
         return {name: setting for root in roots for name, setting in _settings(root, "")}
-    except (OSError, ValueError, SyntaxError, RecursionError):  # reported where the file is loaded
+    except (OSError, ValueError, SyntaxError, RecursionError):  # reported when the file is loaded
         return {}
 
 
@@ -115,7 +116,7 @@ def _roots_of_yaml(content: str) -> list[Any]:
 
 
 def _roots_of_python(tree: ast.Module) -> list[Any]:
-    """Return what ``config = ...`` assigns and ``def config()`` returns."""
+    """Return the values that ``config = ...`` assigns and ``def config()`` returns."""
     roots: list[Any] = []
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "config" for target in node.targets):
@@ -134,7 +135,7 @@ def _settings(node: Any, place: str) -> Iterator[tuple[str, Written]]:
 
 
 def _children(node: Any) -> Iterator[tuple[Any, Any, int]]:
-    """Yield key, value and line of each entry of a mapping or list, of a syntax tree or of YAML."""
+    """Yield key, value and line of each entry of a mapping or list, in a syntax tree or in YAML."""
     if isinstance(node, ast.Dict):
         keyed = zip(node.keys, node.values, strict=True)
         yield from ((key.value, child, child.lineno) for key, child in keyed if isinstance(key, ast.Constant))

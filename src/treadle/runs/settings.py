@@ -1,4 +1,4 @@
-"""Nested settings under dotted keys: texts ``key=value`` applied to them, and what differs between two of them."""
+"""Nested settings: flattening to dotted keys, texts ``key=value`` applied to them, differences and updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Config = TypeVar("Config")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted keys.
+    """Flatten nested settings to dotted keys.
 
     Example:
         >>> flat({"model": {"d_model": 64}})
@@ -30,23 +30,23 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return ``dotted key -> (before, now)`` of every setting that differs; both are nested settings."""
+    """Return ``dotted key -> (before, now)`` of every setting that differs between two nested settings."""
     before, now = flat(stored), flat(current)
     keys = [*now, *(key for key in before if key not in now)]
-    # Of runs from before a setting was there: switched off is what they had.
+    # Runs that predate a setting had it switched off.
     known = [key for key in keys if key in before or now[key] not in (None, False)]
     return {key: (before.get(key), now.get(key)) for key in known if before.get(key) != now.get(key)}
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of a tree of dataclasses with stored settings in it; other values stay.
+    """Return a copy of nested dataclasses updated with stored settings.
 
     Args:
         config: a dataclass whose fields are values or further dataclasses.
-        values: nested settings, as ``dataclasses.asdict`` makes them.
+        values: nested settings, as from ``dataclasses.asdict``.
 
     Raises:
-        ConfigError: there is no such field, or a value is not of its type.
+        ConfigError: there is no such field, or a value has the wrong type.
 
     Example:
         >>> @dataclasses.dataclass
@@ -59,10 +59,10 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
-    """Return a tree of dataclasses as nested plain values, without some settings.
+    """Return nested dataclasses as nested plain values, without some settings.
 
     Args:
-        config: the tree.
+        config: the nested dataclasses.
         hidden: dotted keys, each of a setting inside a section.
 
     Example:
@@ -84,10 +84,10 @@ def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
 
 
 def check_seeds(**seeds: int) -> None:
-    """Raise ConfigError for a seed that numpy and scikit-learn would refuse, perhaps after the training.
+    """Raise ConfigError for a seed that numpy and scikit-learn would reject, possibly only after the training.
 
     Args:
-        seeds: by dotted key, written with two underscores for a dot.
+        seeds: by dotted key, with two underscores for a dot.
     """
     for name, seed in seeds.items():
         if not 0 <= seed < 2**32:
@@ -99,18 +99,21 @@ def check_seeds(**seeds: int) -> None:
 def apply_overrides(
     config: Config, assignments: Sequence[str], *, elsewhere: Mapping[str, str] | None = None
 ) -> Config:
-    """Return a copy of a configuration with assignments such as ``"model.d_model=64"`` made.
+    """Return a copy of a configuration with assignments such as ``"model.d_model=64"`` applied.
 
-    Values are read by :func:`treadle.config.grammar.read_value` and must be of the field's type; a whole number is good
-    for a float, and a field for texts alone takes the text as it is. The later of two assignments to one field counts.
+    Values are parsed by :func:`treadle.config.grammar.read_value` and must have the field's type; an integer is
+    accepted for a float, and a field of type ``str`` takes the string as it is. The later of two assignments to a field
+    wins.
 
     Args:
-        config: a dataclass whose fields are values or further dataclasses; not changed.
-        assignments: texts ``key=value``; a dot goes one level down. ``+key=value`` is the same: no field can be added.
-        elsewhere: fields that are not set this way -> what to use instead.
+        config: a dataclass whose fields are values or further dataclasses; not modified.
+        assignments: strings ``key=value``; a dot goes one level down. ``+key=value`` is the same: no field can be
+            added.
+        elsewhere: fields that cannot be set this way -> what to use instead.
 
     Raises:
-        ConfigError: a text has no ``=``, a key is unknown, a value is of the wrong type, or a dataclass refuses it.
+        ConfigError: an assignment has no ``=``, a key is unknown, a value has the wrong type, or a dataclass rejects
+            it.
 
     Example:
         >>> @dataclasses.dataclass
@@ -140,7 +143,7 @@ def apply_overrides(
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(dotted key, value)`` of every field that is no section.
+    """Yield ``(dotted key, value)`` of every field that is not a section.
 
     Example:
         >>> @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Which rows of the shipped data a pack's command takes, and how their objects are dealt out."""
+"""Selection of rows of the shipped data for a pack's command, and their split by object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.runs.settings import check_seeds
 
 @dataclass
 class DataConfig:
-    """Which rows, and how their objects are dealt out."""
+    """Settings for selecting rows and splitting their objects."""
 
     val_fraction: float = 0.1
     """Share of the objects for validation: it selects the best epoch."""
@@ -39,7 +39,7 @@ class DataConfig:
         check_least(10, data__max_rows=self.max_rows)
 
     def rows_of(self, count: int) -> Rows:
-        """Return which rows to take of a table of ``count`` rows.
+        """Return the indices of the rows to take from a table of ``count`` rows.
 
         Example:
             >>> DataConfig(max_rows=10).rows_of(100)[:3].tolist()

@@ -1,4 +1,4 @@
-"""What a pack's command decides and shows before it trains: threads, device, one line per decision."""
+"""Start block of a pack's command: its decisions on threads, device and precision, one per line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Set torch's number of threads inside the block; None leaves it."""
+    """Set torch's number of threads inside the block; None leaves it unchanged."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:
@@ -25,7 +25,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def device_line(device: torch.device, *, explicit: bool) -> str:
-    """Say where a run computes and why there.
+    """Describe the device of a run and why it was chosen.
 
     Args:
         device: the device.
@@ -45,11 +45,11 @@ def device_line(device: torch.device, *, explicit: bool) -> str:
 
 
 def precision_line(mixed_precision: str | None, device: torch.device, *, setting: str) -> str:
-    """Say in what precision a run computes and why.
+    """Describe the precision of a run and why it was chosen.
 
     Args:
-        mixed_precision: the type of autocast; None for none.
-        device: where it computes.
+        mixed_precision: the dtype of autocast; None for none.
+        device: the device of the run.
         setting: the name of the setting.
 
     Example:
@@ -63,7 +63,7 @@ def precision_line(mixed_precision: str | None, device: torch.device, *, setting
 
 
 def print_block(lines: Mapping[str, str], console: Console) -> None:
-    """Print names in bold with a text behind each, a line each."""
+    """Print names in bold, each followed by its description, one per line."""
     for name, text in lines.items():
         console.print(f"[bold]{name:<10}[/bold]", end="")
         console.print(text, markup=False, soft_wrap=True)
@@ -71,7 +71,7 @@ def print_block(lines: Mapping[str, str], console: Console) -> None:
 
 @contextlib.contextmanager
 def without_epoch_lines(pack: str) -> Iterator[None]:
-    """Leave out the epoch lines of a pack's trainer: the bar shows the same."""
+    """Suppress the epoch lines of a pack's trainer, since the bar shows the same."""
     logger = logging.getLogger(f"treadle.{pack}.epochs")
     before = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""What a configuration file asks of a command: a trainer of the user's own to be built, or a run of a pack."""
+"""Targets of a command: a script, a configuration of the user's own trainer, or a run of a pack."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _HIDDEN = (
 
 @dataclass(frozen=True)
 class PackRun:
-    """A run of a pack, as its own command would make it.
+    """Run of a pack, as its own command would start it.
 
     Attributes:
         face: the pack.
-        settings: texts ``key=value``; the later of two counts.
+        settings: strings ``key=value``; the later of two wins.
         out: the run folder.
         device: None takes CUDA, then MPS, then the CPU.
         resume: load the folder's checkpoint and continue.
-        trackers: what follows the run, names with commas between.
+        trackers: comma-separated names of trackers.
     """
 
     face: str
@@ -46,7 +46,7 @@ class PackRun:
 
 
 def is_named_like_config(target: str) -> bool:
-    """Return whether a command's argument can be meant as a configuration file.
+    """Return whether a command's argument may be a configuration file.
 
     Example:
         >>> is_named_like_config("digits.yaml"), is_named_like_config("spectra")
@@ -56,10 +56,10 @@ def is_named_like_config(target: str) -> bool:
 
 
 def is_config_file(path: Path) -> bool:
-    """Return whether a file is a configuration rather than a script that trains; nothing in it is run.
+    """Return whether a file is a configuration rather than a script that trains, without running it.
 
-    A Python file is a configuration if it defines ``config`` or ``parents`` and starts nothing: it asks for no
-    ``__name__``, calls no method ``train`` or ``fit``, and no function as a statement, as ``main()`` would be.
+    A Python file is a configuration if it defines ``config`` or ``parents`` and starts nothing: it does not use
+    ``__name__``, and calls no method ``train`` or ``fit`` and no function as a statement, such as ``main()``.
     """
     if path.suffix.lower() != ".py":
         return is_named_like_config(str(path))
@@ -103,10 +103,10 @@ def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
-    """Return the pack of a command's target: by name, by its configuration, or None for a script.
+    """Return the pack of a command's target, given by name or configuration; None for a script.
 
     Raises:
-        ConfigError: the configuration is not there or wrong, or an argument is no setting of it.
+        ConfigError: the configuration is missing or invalid, or an argument is not one of its settings.
 
     Example:
         >>> resolve("spectra", ["epochs=3"]).settings, resolve("train.py", [])
@@ -118,10 +118,10 @@ def resolve(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun |
 
 
 def checked_target(target: str, arguments: Sequence[str]) -> dict[str, Any] | PackRun | None:
-    """Return what :func:`resolve` does, and refuse what cannot work before anything is started.
+    """Return the pack like :func:`resolve`, and reject invalid targets before anything is started.
 
     Raises:
-        ConfigError: there is no such script or configuration, or a setting is wrong.
+        ConfigError: there is no such script or configuration, or a setting is invalid.
 
     Example:
         >>> checked_target("text", ["epochs=3"]).face
@@ -146,13 +146,13 @@ def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRu
     """Load a configuration and apply the settings of the command line.
 
     Returns:
-        The configuration of a trainer for :func:`train_from`, or the run of a pack where it names a ``face``.
+        The configuration of a trainer for :func:`train_from`, or the run of a pack if it names a ``face``.
 
     Raises:
-        ConfigError: the file is a script, is not there or gives no configuration, or an override names no key of it.
+        ConfigError: the file is a script, is missing or defines no configuration, or an override names an unknown key.
     """
     if path.is_file() and path.suffix.lower() == ".py" and not is_config_file(path):
-        raise ConfigError(f"{path}: is no configuration: {_what_a_script_is_for(path)}")
+        raise ConfigError(f"{path}: is not a configuration: {_what_a_script_is_for(path)}")
     config = load_config(path)
     if "face" not in config:
         return apply_overrides(config, overrides)
@@ -160,7 +160,7 @@ def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRu
 
 
 def _what_a_script_is_for(path: Path) -> str:
-    """Return what a Python file without a configuration does, and how to train with it."""
+    """Describe a Python file without a configuration, and how to train with it."""
     try:
         tree = ast.parse(path.read_bytes(), filename=path.name)
     except (OSError, ValueError, SyntaxError) as error:
@@ -197,7 +197,7 @@ def _pack_run(path: Path, config: dict[str, Any], overrides: Sequence[str]) -> P
 
 
 def _names(trackers: Any) -> str | None:
-    """Return trackers as a command's option gives them, also of a list."""
+    """Return trackers, possibly a list, in the form of the command's option."""
     names = list(trackers) if isinstance(trackers, (list, tuple)) else [trackers]
     if trackers is not None and not all(isinstance(name, str) for name in names):
         raise ConfigError("must be names, such as [tensorboard]", argument="trackers", value=trackers)

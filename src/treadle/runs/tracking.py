@@ -1,4 +1,4 @@
-"""The option ``--trackers`` of the commands that train: their runs are followed as those of a script are."""
+"""The option ``--trackers`` of the training commands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class Tracking:
-    """Trackers of every engine of a command, whose runs end with what the command measured last.
+    """Trackers attached to every engine of a command, whose runs end with the command's final metrics.
 
     Args:
-        trackers: names with commas between.
-        config: returns the settings that go with the runs; called once there is an engine.
+        trackers: comma-separated names.
+        config: returns the settings sent with the runs; called once there is an engine.
 
     Example:
         >>> Tracking("jsonl", dict).open
@@ -30,14 +30,14 @@ class Tracking:
         self.open: list[tuple[Engine, TrackerHook]] = []
 
     def final(self, metrics: Mapping[str, Any] | None) -> None:
-        """Name what the command measured after the training; its copy of the settings is left out."""
+        """Record the metrics that the command measured after training, without its copy of the settings."""
         self.metrics = {key: value for key, value in (metrics or {}).items() if key != "config"}
 
     def before_building(self, engine: Engine) -> None:
-        """Leave everything as it is."""
+        """Do nothing."""
 
     def before_running(self, engine: Engine) -> None:
-        """Add the trackers behind the hooks that are there."""
+        """Append the trackers to the hooks."""
         from treadle.hooks.trackers import with_trackers
         from treadle.hooks.tracking import TrackerHook
 
@@ -49,18 +49,18 @@ class Tracking:
                 self.open.append((engine, hook))
 
     def release(self, error: BaseException | None) -> None:
-        """End the runs that are open."""
+        """End the open runs."""
         for engine, hook in self.open:
             hook.release(engine, self.metrics, error)
 
 
 @contextlib.contextmanager
 def tracked(trackers: str | None, config: Callable[[], Mapping[str, Any]]) -> Iterator[Tracking]:
-    """Follow every run that begins inside the block.
+    """Track every run started inside the block.
 
     Args:
-        trackers: names with commas between, as ``--trackers`` takes them; None for none.
-        config: returns the settings that go with the runs.
+        trackers: comma-separated names, as for ``--trackers``; None for none.
+        config: returns the settings sent with the runs.
 
     Raises:
         ConfigError: there is no tracker of that name.
@@ -73,7 +73,7 @@ def tracked(trackers: str | None, config: Callable[[], Mapping[str, Any]]) -> It
     from treadle.hooks.trackers import with_trackers
 
     tracking = Tracking(trackers or "", config)
-    with_trackers([], tracking.trackers)  # a wrong name is refused before any work
+    with_trackers([], tracking.trackers)  # an unknown name is rejected before any work
     failure: BaseException | None = None
     try:
         with observing(tracking):

@@ -73,15 +73,15 @@ class SpectraFolder(CheckpointFolder):
     def _translated(self, tree: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
         engine = self.engine
         engine.logger.warning(
-            "%s is a checkpoint of chemomae: weights, optimizer, schedule, averages and history are taken over%s",
+            "%s is a checkpoint of chemomae: weights, optimizer, schedule, averages and history are restored%s",
             source,
-            "" if tree.get("rng_state") else "; it holds no random state, so masks and order of the data start afresh",
+            "" if tree.get("rng_state") else "; it has no random state, so masks and data order start over",
         )
         try:
             return own_tree(tree, engine, self._best, EXTENSION)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{source}: {error}. Another model needs another out_dir, or resume_from=None to start afresh here"
+                f"{source}: {error}. Use another out_dir for another model, or resume_from=None to start over here"
             ) from error
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:

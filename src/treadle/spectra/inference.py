@@ -117,7 +117,7 @@ class Tester:
                 "history_filename"
             ) from error
         if not isinstance(records, list):
-            raise ConfigError(f"history file {str(self._history_path)!r} holds no JSON list; move it away")
+            raise ConfigError(f"history file {str(self._history_path)!r} does not hold a JSON list; move it away")
         return records
 
 

@@ -218,7 +218,7 @@ class PatchMAE(CountedMasksAutoencoder):
         payload = load_checkpoint(path)
         if payload.get("artifact") != _KIND or payload.get("format_version") != _VERSION:
             raise CheckpointError(
-                f"{os.fspath(path)!r} holds no model of format {_VERSION}; weights alone are read by "
+                f"{os.fspath(path)!r} does not hold a model of format {_VERSION}; weights alone are read by "
                 "load_foreign(model, path)"
             )
         if payload.get("dtype") not in _DTYPES:

@@ -222,14 +222,14 @@ def _draw(
     return [
         Picture(
             reconstructions, "Reconstructions",
-            "Test spectra from the earliest to the latest type. Shaded: hidden from the model, which filled it in.",
+            "Test spectra from the earliest to the latest type. Shaded: hidden from the model and reconstructed.",
         ),
         Picture(
-            latent_map, "The latent", "A dot for each spectrum, by the first two principal components of the latent, "
-            "coloured by spectral type, which the model was never given.",
+            latent_map, "The latent", "One dot per spectrum, in the first two principal components of the latent, "
+            "coloured by spectral type, which the model has never seen.",
         ),
-        Picture(cluster_map, "Clusters", "The latent, clustered by angle, beside the mean spectrum of each cluster."),
-        Picture(curves, "Training", "The loss by epoch; the best epoch is marked. Below, the learning rate."),
+        Picture(cluster_map, "Clusters", "The latent, clustered by angle, and the mean spectrum of each cluster."),
+        Picture(curves, "Training", "Loss by epoch, with the best epoch marked; below, the learning rate."),
     ]  # fmt: skip
 
 
@@ -263,8 +263,8 @@ def results(metrics: Mapping[str, Any]) -> Report:
         tables.append(_probe_table(metrics["probe"]))
     return Report(
         title="A masked autoencoder on spectra",
-        lead="Near-infrared spectra of cool dwarfs (SpeX), most of each hidden from the model, which fills it in. "
-        "Types and losses are those of objects kept out of training.",
+        lead="Near-infrared spectra of cool dwarfs (SpeX), most of each hidden from the model and reconstructed by it. "
+        "Types and losses are those of held-out objects.",
         tables=tables,
         note=f"{metrics['clusters']['k']} clusters of the latent, see the cluster map.",
         files=[
@@ -288,14 +288,14 @@ def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
     nearest = min(sizes, key=lambda labels: abs(labels - HEADLINE))
     place, strongest = sizes.index(nearest), _strongest(curves, nearest)
     headline = (
-        f"With {nearest} labelled dwarfs the type of the others is known to {ours['mae'][place]:.2f} "
-        f"sub-types; {curves[strongest]['mae'][place]:.2f} by the best of the others ({_LABELLED[strongest]})."
+        f"With {nearest} labelled dwarfs the type of the others is predicted to within {ours['mae'][place]:.2f} "
+        f"sub-types; {curves[strongest]['mae'][place]:.2f} with the best baseline ({_LABELLED[strongest]})."
     )
     return Table(
         ["labelled dwarfs", *map(str, sizes)], rows, width=30,
         title="Error of the spectral type in sub-types, by nearest neighbours among the labelled dwarfs; mean of the "
         "draws ± standard error",
-        notes=[headline, f"The latent and the best of the others at each number: {spoken}."],
+        notes=[headline, f"The latent compared with the best baseline: {spoken}."],
     )  # fmt: skip
 
 
@@ -323,11 +323,11 @@ def _reconstruction_table(metrics: Mapping[str, Any]) -> Table:
         if f"{key}_test" in base:
             setting = base.get(f"{key}_setting", 0)
             losses[words.format(setting=setting)] = (base[f"{key}_val"], base[f"{key}_test"])
-    losses["guess: mean of the row"] = (base["row_mean"], base["row_mean"])
+    losses["mean of the row"] = (base["row_mean"], base["row_mean"])
     rows = [[name, *(f"{loss:.4f}" for loss in pair)] for name, pair in losses.items()]
     best = min((pair[1], words) for words, pair in losses.items() if words != name)
     won = metrics["test_loss"] < best[0]
-    note = f"The model is {'ahead of' if won else 'behind'} the best of the others on test spectra ({best[1]})."
+    note = f"The model is {'ahead of' if won else 'behind'} the best baseline on test spectra ({best[1]})."
     return Table(["", "validation", "test"], rows, title="Masked reconstruction, squared error", width=30, notes=[note])
 
 
@@ -355,7 +355,7 @@ def _probe_notes(probe: Mapping[str, Any]) -> list[str]:
         best = max(scores, key=lambda score: float(score["mean"]))
         mine = first[key]
         ahead.append(f"{words} {'yes' if mine['mean'] - best['mean'] > max(mine['std'], best['std']) else 'no'}")
-    return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps these."]
+    return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps them."]
 
 
 _OURS = {False: "chemomae", True: "residual"}
@@ -365,12 +365,12 @@ _LABELLED = {
     "chemomae": "ChemoMAE latent",
     "residual": "ResidualMAE latent",
     **{f"pca{size}": f"PCA, {size} components" for size in _COMPONENTS},
-    "raw": "spectra as they are",
+    "raw": "raw spectra",
     "untrained": "untrained encoder",
 }
 _FILLS = {
     "gaussian": "Gaussian conditional mean",
     "pca": "PCA of the visible channels, {setting:.0f} components",
     "nearest": "{setting:.0f} nearest training spectra",
-    "mean_spectrum": "guess: mean training spectrum",
+    "mean_spectrum": "mean training spectrum",
 }

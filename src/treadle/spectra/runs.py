@@ -41,8 +41,8 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     help = """
     Train a masked autoencoder on 1,939 real near-infrared spectra and show what it learned.
 
-    A run that was stopped, at any moment and by anything, resumes when the same command is run again; one that is
-    finished shows its results. Ctrl-C saves before it leaves.
+    A run that was stopped at any moment, by any cause, resumes when the same command is run again; a finished one shows
+    its results. Ctrl-C saves before exiting.
 
     The run folder holds config.json, training_history.json, steps.jsonl, checkpoints/, best_model.pt, metrics.json and
     pictures/.
@@ -60,7 +60,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
     flags = FLAGS
     free = FREE
     needed = ("best_model.pt",)
-    afterwards = "the test, the probes and the pictures"
+    afterwards = "the test, the probes and the plots"
 
     def defaults(self, device: torch.device) -> SpectraConfig:
         """Return the default settings for a device."""

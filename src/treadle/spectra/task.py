@@ -42,7 +42,7 @@ def spectra_of(batch: Any) -> Tensor:
     x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"batch: a {type(batch).__name__} of {type(x).__name__} is no batch of spectra; the loader must give a "
+            f"batch: a {type(batch).__name__} of {type(x).__name__} is not a batch of spectra; the loader must give a "
             "tensor (B, L), or a tuple or list whose first item is one"
         )
     return x

@@ -1,7 +1,7 @@
-"""Language models on Python's own manual: corpus, tokenizer, blocks, a GPT-2, LoRA and sampling.
+"""Language models on the Python manual: corpus, tokenizer, token blocks, GPT-2, LoRA and sampling.
 
-What trains them is the functional face, ``treadle.Trainer``. transformers, tokenizers and peft are imported where they
-are used: ``pip install 'treadle[hf]'``.
+They are trained with ``treadle.Trainer``. transformers, tokenizers and peft are imported where they are used: ``pip
+install 'treadle[hf]'``.
 """
 
 from __future__ import annotations

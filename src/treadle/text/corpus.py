@@ -1,4 +1,4 @@
-"""Python's own manual as a small corpus: the topics that ``help()`` shows, without what several of them repeat."""
+"""The Python manual as a small corpus: the topics shown by ``help()``, with repeated passages removed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _STATEMENT = re.compile(r'The "\w+" statement')
 
 
 def load_manual() -> dict[str, str]:
-    """Return the topics of ``pydoc_data.topics``, a module of the standard library, by name.
+    """Return the topics of the standard library's ``pydoc_data.topics`` by name.
 
-    About 470,000 characters in 79 topics; other Python versions have other texts. A third of it occurs twice, the
-    topic ``with`` for one inside the topic ``compound``; :func:`without_repeats` takes that out.
+    About 470,000 characters in 79 topics; the text differs between Python versions. A third of it occurs twice, such as
+    the topic ``with`` inside the topic ``compound``; :func:`without_repeats` removes the repeats.
 
     Raises:
         ImportError: this Python was installed without its topics.
@@ -35,10 +35,10 @@ def load_manual() -> dict[str, str]:
 
 @checked
 def without_repeats(topics: Mapping[str, str]) -> dict[str, str]:
-    """Leave every passage in one topic only, the shortest that has it; a topic without any left is dropped.
+    """Keep every passage only in the shortest topic that contains it, and drop topics that become empty.
 
-    Without this, a validation topic would be known from a longer training topic that quotes it. Passages are what
-    blank lines separate; they count as equal if they have the same words.
+    Otherwise a validation topic would leak through a longer training topic that quotes it. Passages are separated by
+    blank lines and are equal if they have the same words.
 
     Args:
         topics: name -> text.
@@ -61,7 +61,7 @@ def without_repeats(topics: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_statement(text: str) -> bool:
-    """Say whether a topic is about one statement of the language: its title reads ``The "..." statement``.
+    """Return whether a topic is about one statement of the language, titled ``The "..." statement``.
 
     Example:
         >>> is_statement('The "pass" statement\\n********'), is_statement("Lambdas\\n*******")
@@ -72,21 +72,21 @@ def is_statement(text: str) -> bool:
 
 @checked
 def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Deal whole topics out to training and validation.
+    """Split topics into training and validation.
 
-    In an order that the seed decides, a topic goes to validation if it still fits into its share of the text; so the
-    share is nearly used up and never exceeded, though topics have 200 to 40,000 characters.
+    In a seeded order, a topic is assigned to validation if it still fits into the validation share of the text; the
+    share is thus nearly used up and never exceeded, although topics have 200 to 40,000 characters.
 
     Args:
         topics: name -> text.
-        val_fraction: share of the bytes, between 0 and 1.
-        seed: decides the order.
+        val_fraction: fraction of the bytes, between 0 and 1.
+        seed: seed of the order.
 
     Returns:
         ``(training, validation)``, each by name.
 
     Raises:
-        ValueError: a part would be empty, or the share is out of range.
+        ValueError: a split would be empty, or the fraction is out of range.
 
     Example:
         >>> [list(part) for part in split_topics({"a": "1234", "b": "12", "c": "1234"}, val_fraction=0.3, seed=0)]
@@ -98,7 +98,7 @@ def split_topics(topics: Mapping[str, str], *, val_fraction: float, seed: int) -
 def deal(
     topics: Mapping[str, str], share: float, *, seed: int, name: str, purpose: str
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Deal whole topics out as `split_topics` does; an error has the ``name`` of the share and its ``purpose``."""
+    """Split topics like `split_topics`; errors name the fraction (``name``) and its ``purpose``."""
     if not 0 < share < 1:
         raise ConfigError("must lie between 0 and 1", argument=name, value=share)
     order = sorted(topics)
@@ -122,7 +122,7 @@ def deal(
 
 
 def num_bytes(text: str) -> int:
-    """Return the length of a text in bytes of UTF-8.
+    """Return the length of a string in UTF-8 bytes.
 
     Example:
         >>> num_bytes("né")

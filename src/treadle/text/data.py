@@ -1,4 +1,4 @@
-"""Documents as blocks of tokens.
+"""Packing of documents into blocks of tokens.
 
 Shapes: N tokens of a stream, B blocks, L tokens in a block.
 """
@@ -15,15 +15,15 @@ from torch.utils.data import Dataset
 from treadle.errors.arguments import check_least, checked
 
 IGNORED = -100
-"""The label of a position that is not counted; what torch's cross-entropy and transformers leave out."""
+"""Label of an ignored position, as in torch's cross-entropy and transformers."""
 
 
 @checked
 def token_stream(tokenizer: Any, texts: Iterable[str], *, end_id: int = 0) -> Tensor:
-    """Join documents to one stream, with an end token before, between and behind them.
+    """Concatenate documents into one stream, with an end token before, between and after them.
 
     Args:
-        tokenizer: has ``encode(text).ids``.
+        tokenizer: with ``encode(text).ids``.
         texts: the documents.
         end_id: id of the end token.
 
@@ -43,22 +43,22 @@ def token_stream(tokenizer: Any, texts: Iterable[str], *, end_id: int = 0) -> Te
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Stream packed into blocks, so that every token but the first is predicted exactly once.
+    """Data set of a token stream packed into blocks, in which every token but the first is predicted exactly once.
 
-    A block begins with the last token of the one before, which is read and not predicted again. Documents here have 50
-    to 15,000 tokens: padding each one to blocks would compute on padding, and cutting each one at its end would show
-    the model fewer beginnings. What the stream leaves over at its end is padded, and not counted.
+    A block starts with the last token of the previous one, which is input but not predicted again. Documents here have
+    50 to 15,000 tokens: padding each to whole blocks would waste computation, and truncating each would show the model
+    fewer beginnings. The last block is padded, and padding is ignored.
 
     Items are ``{"input_ids": (L,) int64, "labels": (L,) int64}``. Labels are the ids themselves, since causal models of
-    transformers shift them; :data:`IGNORED` where nothing is counted: the first place of a block, and padding.
+    transformers shift them, and :data:`IGNORED` at the first position of a block and at padding.
 
     Args:
-        tokens_N: a stream.
+        tokens_N: a token stream.
         length: L, at least 2.
-        pad_id: fills the last block.
+        pad_id: padding id for the last block.
 
     Attributes:
-        num_targets: tokens that are predicted: N - 1.
+        num_targets: number of predicted tokens, N - 1.
 
     Raises:
         ValueError: ``length`` is below 2, or the stream has fewer than 2 tokens.
@@ -87,7 +87,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All blocks as whole tensors (B, L) by name, for a ``TensorLoader``."""
+        """All blocks as tensors (B, L) by name, for a ``TensorLoader``."""
         return {"input_ids": self.input_ids_BL, "labels": self.labels_BL}
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Packages that this pack needs and the core does not: imported where they are used."""
+"""Lazy imports of the optional packages of this pack."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from treadle.errors import MissingExtraError
 
 
 def import_extra(name: str) -> Any:
-    """Return a module of the extra ``hf``.
+    """Import a module of the extra ``hf``.
 
     Args:
         name: dotted name, such as ``"transformers"``.
 
     Raises:
-        ImportError: it is not installed; the message explains how to install it.
+        ImportError: the module is not installed; the message explains how to install it.
 
     Example:
         >>> import_extra("json").loads("[1]")
@@ -31,7 +31,7 @@ def import_extra(name: str) -> Any:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing its bars inside the block, as it does for every file that it writes.
+    """Disable the progress bars that transformers shows for every file it writes, inside the block.
 
     Raises:
         ImportError: the package ``transformers`` is not installed.

@@ -1,4 +1,4 @@
-"""Drawing text from a causal language model, with a generator of one's own.
+"""Sampling from a causal language model with a private generator.
 
 Shapes: B rows, T tokens, V vocabulary.
 """
@@ -26,22 +26,22 @@ def sample_tokens(
     temperature: float = 1.0,
     top_k: int | None = None,
 ) -> Tensor:
-    """Continue each row by tokens drawn from the model, in eval mode and without touching the global RNG.
+    """Continue each row with tokens sampled from the model, in eval mode and without touching the global RNG.
 
-    The model reads the last ``context`` tokens again for each one: slower than a cache, and past the longest block a
-    cache of learned positions would be wrong.
+    The model re-reads the last ``context`` tokens for each new one: slower than a cache, but with learned positions a
+    cache would be wrong beyond the longest block.
 
     Args:
         model: ``model(input_ids=(B, T)).logits`` is (B, T, V).
         prompt_BT: (B, T) int64 with T at least 1, on any device.
-        num_tokens: how many to draw for each row.
-        context: how many tokens the model can read.
-        generator: on the CPU; the draws are made there, so that they do not depend on the device.
-        temperature: below 1 sharpens, above 1 flattens; 0 takes the likeliest token and draws nothing.
-        top_k: draw among the k likeliest tokens only; None among all.
+        num_tokens: number of tokens to sample per row.
+        context: context length of the model.
+        generator: CPU generator; sampling runs on the CPU, so that results do not depend on the device.
+        temperature: below 1 sharpens, above 1 flattens; 0 selects the most likely token and draws nothing.
+        top_k: sample only among the k most likely tokens; None among all.
 
     Returns:
-        (B, T + num_tokens) int64 on the CPU, prompt included.
+        (B, T + num_tokens) int64 on the CPU, including the prompt.
 
     Raises:
         ConfigError: a value is out of range or the prompt is empty.
@@ -95,18 +95,18 @@ def sample_texts(
     top_k: int | None = None,
     end_id: int = 0,
 ) -> list[str]:
-    """Draw continuations of a prompt as texts, prompt included; each ends where the model ends its document.
+    """Sample continuations of a prompt as strings that include the prompt; each ends where the model ends its document.
 
     Args:
-        model: see :func:`sample_tokens`, as for the other arguments.
-        tokenizer: has ``encode(text).ids`` and ``decode(ids)``.
-        prompt: begins a document; an empty one leaves the beginning to the model.
-        count: how many texts.
-        num_tokens: at most so many tokens are drawn for each.
-        context: how many tokens the model can read.
-        generator: on the CPU.
-        temperature: 0 takes the likeliest token.
-        top_k: draw among so many tokens only.
+        model: this and the other arguments as in :func:`sample_tokens`.
+        tokenizer: with ``encode(text).ids`` and ``decode(ids)``.
+        prompt: start of the document; empty lets the model begin one.
+        count: number of samples.
+        num_tokens: maximum number of tokens per sample.
+        context: context length of the model.
+        generator: CPU generator.
+        temperature: 0 selects the most likely token.
+        top_k: sample only among this many tokens.
         end_id: id of the token between documents.
 
     Example:

@@ -1,4 +1,4 @@
-"""A GPT-2 with new weights, and LoRA adapters for it."""
+"""GPT-2 models with new weights, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def build_gpt2(
     dropout: float = 0.1,
     end_id: int = 0,
 ) -> Any:
-    """Build a ``GPT2LMHeadModel`` from its configuration; nothing is loaded from anywhere.
+    """Build a ``GPT2LMHeadModel`` from a configuration, without loading any weights.
 
-    Its steps do not wait for the device: see :func:`skip_packing_check`.
+    Its steps do not synchronise with the device: see :func:`skip_packing_check`.
 
     Args:
         vocab_size: number of tokens.
-        n_positions: longest block it can read.
+        n_positions: maximum block length.
         n_embd: width; a multiple of ``n_head``.
         n_layer: transformer layers.
         n_head: attention heads.
-        dropout: of embeddings, attention and residuals.
+        dropout: dropout of embeddings, attention and residuals.
         end_id: id of the token between documents.
 
     Raises:
@@ -60,24 +60,24 @@ def build_gpt2(
         use_cache=False,  # training reads whole blocks
     )
     model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what transformers takes anyway; the class name does not say so, and it would warn
+    model.loss_type = "ForCausalLM"  # the default, set here to avoid a warning
     return skip_packing_check(model)
 
 
 @checked
 def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05) -> Any:
-    """Freeze a GPT-2 and give every linear layer of its blocks a low-rank update (Hu et al. 2021).
+    """Freeze a GPT-2 and add a low-rank update to every linear layer of its blocks (Hu et al. 2021).
 
-    The updates start at 0: the model computes the same as before. Their weights are drawn from the global RNG.
+    The updates are initialised to 0, so the model is unchanged at first. Their weights are drawn from the global RNG.
 
     Args:
-        model: of :func:`build_gpt2`; its layers are replaced in place.
+        model: from :func:`build_gpt2`; its layers are replaced in place.
         r: rank.
         alpha: the update is scaled by alpha / r.
-        dropout: of the update's input.
+        dropout: dropout of the update's input.
 
     Returns:
-        A ``peft.PeftModel`` around the model.
+        A ``peft.PeftModel`` that wraps the model.
 
     Raises:
         ValueError: a number is out of range.
@@ -94,11 +94,11 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=["c_attn", "c_proj", "c_fc"],
-        fan_in_fan_out=True,  # GPT-2's layers keep their weights as (in, out)
+        fan_in_fan_out=True,  # GPT-2's layers store their weights as (in, out)
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
-        # peft 0.21 looks this up in models of transformers 5 under its former name.
+        # peft 0.21 looks this up under its former name in models of transformers 5.
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         return peft.get_peft_model(model, config)
 

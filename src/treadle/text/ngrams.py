@@ -1,4 +1,4 @@
-"""What counting alone reaches: losses of a unigram and a bigram model, to hold a trained model against."""
+"""N-gram baselines: losses of a unigram and a bigram model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from treadle.errors.arguments import check_least, checked
 
 @checked
 def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str, float]:
-    """Return the mean negative log-likelihood in nats of every token of a stream but the first.
+    """Return the mean negative log-likelihood, in nats, of every token of a stream but the first.
 
-    Counted on the training stream, with the interpolation of Witten and Bell (1991; method C of Chen & Goodman 1999)::
+    Counts come from the training stream, interpolated after Witten and Bell (1991; method C of Chen & Goodman 1999)::
 
         p(w | h) = (c(h w) + T(h) p(w)) / (c(h) + T(h))
 
-    T(h) is the number of different tokens seen after h; p(w) is the same formula without a history, over the uniform
-    distribution. There is nothing to tune, and no token has the probability 0.
+    T(h) is the number of distinct tokens seen after h; p(w) is the same formula without a history, over the uniform
+    distribution. There is nothing to tune, and no token has probability 0.
 
     Args:
         train_N: (N,) int64, tokens to count.
-        val_N: (N,) int64, tokens to predict, each from the one before it.
-        vocab_size: ids are below it.
+        val_N: (N,) int64, tokens to predict, each from the previous one.
+        vocab_size: upper bound of the ids, exclusive.
 
     Returns:
         ``{"unigram": ..., "bigram": ...}``.
@@ -55,7 +55,7 @@ def ngram_losses(train_N: Tensor, val_N: Tensor, *, vocab_size: int) -> dict[str
 def _mixed(
     count: npt.NDArray[np.int64], total: npt.ArrayLike, distinct: npt.ArrayLike, lower: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Mix relative frequencies with a distribution of a lower order; a history never seen leaves that alone."""
+    """Interpolate relative frequencies with a lower-order distribution, which alone is used for an unseen history."""
     total, distinct = np.asarray(total), np.asarray(distinct)
     mixed = (count + distinct * lower) / np.maximum(total + distinct, 1)
     return np.asarray(np.where(total > 0, mixed, lower))
@@ -63,7 +63,7 @@ def _mixed(
 
 @checked
 def bits_per_byte(loss: float, *, num_tokens: int, num_bytes: int) -> float:
-    """Turn a mean loss in nats per token into bits per byte of text, which no choice of tokenizer changes.
+    """Convert a mean loss in nats per token to bits per byte of text, which does not depend on the tokenizer.
 
     Example:
         >>> bits_per_byte(math.log(2), num_tokens=10, num_bytes=20)

@@ -1,9 +1,9 @@
-"""Decoders of transformers without their look at every batch for packed documents.
+"""Removal of the packed-document check of transformers' decoders, which synchronises in every step.
 
-A decoder that gets neither mask nor cache reads from the device in every step whether its position ids restart inside a
-row. The host waits for the answer, which costs a step on a GPU its head start. While a CUDA graph is recorded it cannot
-ask, and takes another attention kernel, so that captured and eager steps give different numbers. Where the caller gives
-no position ids, the decoder has just counted them itself, and the answer is known.
+Without a mask or a cache, a decoder checks on the device in every step whether position ids restart inside a row. The
+host waits for the result and can no longer run ahead of the GPU. During CUDA graph capture the check is impossible and
+the decoder uses a different attention kernel, so captured and eager steps give different numbers. If the caller passes
+no position ids, the decoder has just counted them itself, and the result is known.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @checked
 def skip_packing_check(model: Any) -> Any:
-    """Let a causal model of transformers compute without asking the device whether rows hold packed documents.
+    """Disable the device check for packed documents in a causal model of transformers.
 
-    Numbers stay the same to the bit. The check is left out where it can find nothing: with no position ids given, no
-    mask, no cache asked for, and no gradient checkpointing.
+    Results are identical to the bit. The check is skipped where it cannot find anything: without position ids, mask,
+    requested cache or gradient checkpointing.
 
     Args:
-        model: a ``PreTrainedModel``, or one of peft around it; gets hooks in place.
+        model: a ``PreTrainedModel``, or a peft model around one; hooks are added in place.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: the model has no decoder that takes a cache, or layers that are no attention.
+        TypeError: the model has no decoder that accepts a cache, or has layers that are not attention.
 
     Example:
         >>> # model = skip_packing_check(AutoModelForCausalLM.from_pretrained("my_model"))
@@ -57,7 +57,7 @@ def skip_packing_check(model: Any) -> Any:
 def _without_check(
     cache: str, decoder: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pass a cache that keeps nothing, since one that exists ends the check."""
+    """Pass a cache that stores nothing, since the presence of a cache skips the check."""
     named = (cache, "attention_mask", "position_ids", "encoder_hidden_states")
     if len(args) > 1 or any(given.get(name) is not None for name in named):
         return None
@@ -70,7 +70,7 @@ def _without_check(
 
 
 def _without_cache(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Take that cache out of the output, where some decoders put the one that they were given."""
+    """Remove that cache from the output, where some decoders return the cache they were given."""
     if isinstance(output, tuple):
         return tuple(value for value in output if not isinstance(value, _KeepsNothing))
     if not any(isinstance(value, _KeepsNothing) for value in output.values()):
@@ -79,7 +79,7 @@ def _without_cache(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> An
 
 
 class _KeepsNothing:
-    """What a cache of transformers looks like to a decoder, with nothing in it before or after."""
+    """Always empty cache with the interface of a transformers cache."""
 
     is_compileable = False
     layers: tuple[()] = ()

@@ -1,4 +1,4 @@
-"""The results of ``treadle train text``: decisions at the start, scores with baselines, texts, a picture, tables."""
+"""Report of ``treadle train text``: settings at the start, scores with baselines, samples, a plot and tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHOSEN_BY = "validation, which chose the epoch"
 
 @dataclass(frozen=True)
 class Tuned:
-    """The fine-tuning of a run: its trainer, whose model has the best adapters, and how many weights were trained."""
+    """Fine-tuning of a run: its trainer, whose model has the best adapters, and the number of trained weights."""
 
     trainer: Trainer
     num_trained: int
@@ -41,7 +41,7 @@ class Tuned:
 
 
 def decisions(config: TextConfig, data: TextData, trainer: Trainer) -> dict[str, str]:
-    """Return the decisions and their reasons, as name -> text."""
+    """Return the decisions and their reasons, as name -> string."""
     parts = data.parts
     topics, size = sum(len(part.topics) for part in parts.values()), sum(part.num_bytes for part in parts.values())
     steps = steps_per_epoch(data.train.loader(config.batch_size), config.training.accumulation_steps)
@@ -66,16 +66,16 @@ def _counted(train: Part, val: Part, test: Part | None) -> str:
     return f"{len(train.topics)} train, {len(val.topics)} validate{tested}"
 
 
-# -- scores and texts ---------------------------------------------------------------------------------------------
+# -- scores and samples -------------------------------------------------------------------------------------------
 
 
 def score(trainer: Trainer, part: Part, *, batch_size: int | None = None) -> dict[str, Any]:
-    """Return the loss per token of a part, and what follows from it; every token but the first end token counts."""
+    """Return the loss per token of a split and derived scores; every token but the first end token counts."""
     return _score(float(trainer.evaluate(part.eval_loader(batch_size))["loss"]), part)
 
 
 def _score(loss: float, part: Part) -> dict[str, Any]:
-    """Perplexity is exp of the mean over all tokens; bits per byte do not depend on the tokenizer."""
+    """Return loss, perplexity (exp of the mean over all tokens) and bits per byte, which is tokenizer-independent."""
     tokens = part.blocks.num_targets
     return {
         "loss": loss,
@@ -87,14 +87,14 @@ def _score(loss: float, part: Part) -> dict[str, Any]:
 
 
 def baselines(data: TextData, part: Part, *, seen: Sequence[Part]) -> dict[str, Any]:
-    """Return the scores of n-gram models on the same tokens, counted on the parts a model has seen by then."""
+    """Return the scores of n-gram models on the same tokens, counted on the splits that the model has seen."""
     counted = torch.cat([other.tokens_N for other in seen])
     losses = ngram_losses(counted, part.tokens_N, vocab_size=data.tokenizer.get_vocab_size())
     return {name: _score(loss, part) for name, loss in losses.items()}
 
 
 def draw_samples(model: Any, tokenizer: Any, config: TextConfig) -> list[str]:
-    """Draw texts by the settings; the same settings and weights give the same texts."""
+    """Sample texts as configured; the same settings and weights give the same texts."""
     samples = config.samples
     return sample_texts(
         model, tokenizer, prompt=samples.prompt, count=samples.count, num_tokens=samples.num_tokens,
@@ -113,16 +113,16 @@ def finish_run(
     samples: Mapping[str, list[str]],
     out: Path,
 ) -> Results:
-    """Write samples and draw.
+    """Write the samples and draw the plot.
 
     Args:
         config: the settings of the run.
-        data: its texts.
-        trainer: of the first training.
+        data: its data.
+        trainer: trainer of the first training.
         tuned: the fine-tuning.
         scores: ``val`` and ``before`` of the base, ``val_after`` and ``after`` of the fine-tuned model; ``test``,
-            ``test_before`` and ``test_after`` where there are test parts.
-        samples: texts of the base and of the fine-tuned model.
+            ``test_before`` and ``test_after`` if there are test splits.
+        samples: samples from the base and from the fine-tuned model.
         out: the run folder.
     """
     metrics: dict[str, Any] = {
@@ -150,8 +150,8 @@ def finish_run(
     write_text(_samples_file(config, samples), out / "samples.txt")
     path = plot_losses(trainer.history, tuned.trainer.history, metrics=metrics, path=out / "pictures" / "loss.png")
     caption = (
-        "Training and validation loss by epoch, of the first training and of the fine-tuning; the lines are what "
-        "counting alone reaches."
+        "Training and validation loss by epoch, of the first training and of the fine-tuning; the lines are the n-gram "
+        "baselines."
     )
     return Results(metrics, [Picture(path, "Training", caption)])
 
@@ -170,7 +170,7 @@ def _samples_file(config: TextConfig, samples: Mapping[str, list[str]]) -> str:
 
 
 def results(metrics: Mapping[str, Any]) -> Report:
-    """Return the tables of a run and excerpts of its texts from the content of ``metrics.json``."""
+    """Return the tables of a run and excerpts of its samples from the contents of ``metrics.json``."""
     lora, name = metrics["lora"], f"GPT-2, epoch {metrics['best_epoch']}"
     base = {name: metrics["val"], **_named(metrics["baselines"])}
     if "test" in metrics:
@@ -181,8 +181,7 @@ def results(metrics: Mapping[str, Any]) -> Report:
         tuned |= {**_named(lora["test_baselines"]), _CHOSEN_BY: lora["after"]}
     return Report(
         title="A small GPT-2 on Python's manual, then LoRA",
-        lead="Scores of topics that were kept out of training, beside those of models that count. Bits per byte do not "
-        "depend on the tokenizer.",
+        lead="Scores on held-out topics, compared with n-gram models. Bits per byte do not depend on the tokenizer.",
         tables=[
             _table(f"{'Test topics' if 'test' in metrics else 'Topics'} kept out of training", base),
             _table(f"{'Test topics' if 'test_after' in lora else 'Topics'} about statements, kept out too", tuned),
@@ -217,13 +216,13 @@ _History = Mapping[str, Sequence[Any]]
 
 
 def plot_losses(base: _History, lora: _History, *, metrics: Mapping[str, Any], path: Path) -> Path:
-    """Draw training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
+    """Plot training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
 
     Args:
         base: history of the first training: ``epoch``, ``train_loss``, ``eval_loss``.
-        lora: that of the fine-tuning.
-        metrics: what ``metrics.json`` holds.
-        path: ends in ``.png``.
+        lora: history of the fine-tuning.
+        metrics: contents of ``metrics.json``.
+        path: output file, ending in ``.png``.
 
     Returns:
         The path.

@@ -1,4 +1,4 @@
-"""The settings of ``treadle train text``, and which of them a rerun may change."""
+"""Settings of ``treadle train text``, and those that a rerun may change."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FREE = (
     "threads", "training.checkpoint_interval", "training.parallel", "training.compile", "training.capture",
     "lora.epochs", *_SCHEDULE, *_LORA, *_LATE,
 )  # fmt: skip
-"""What a run may change on the way. All else is stored in its checkpoints or would make its history meaningless."""
+"""Settings that a resumed run may change; others are stored in checkpoints or would make the history meaningless."""
 
 
 def needs_new_lora(changed: Iterable[str]) -> bool:
-    """Return whether these changed settings give the fine-tuning another start, so that it must start afresh.
+    """Return whether these changed settings affect the start of the fine-tuning, so that it must start over.
 
     Example:
         >>> needs_new_lora(["lora.r", "threads"]), needs_new_lora(["lora.epochs", "samples.seed"])
@@ -45,25 +45,25 @@ def _check_test_fraction(section: str, value: float | None) -> None:
 
 @dataclass
 class DataConfig:
-    """Settings of the corpus and of how it is cut into blocks."""
+    """Settings of the corpus and its token blocks."""
 
     vocab_size: int = 1024
-    """Tokens of the byte-level BPE tokenizer; it learns them from the training topics."""
+    """Vocabulary size of the byte-level BPE tokenizer, trained on the training topics."""
     block_length: int = 64
-    """Tokens in a block, and the longest context of the model.
+    """Tokens per block, and the context length of the model.
 
-    Short on purpose: with 100,000 tokens to learn from and minutes to do it in, a model of this size reached a loss of
-    3.70 with 64 and 3.98 with 128.
+    Short on purpose: with 100,000 training tokens and a few minutes, a model of this size reached a loss of 3.70 with
+    64 and 3.98 with 128.
     """
     val_fraction: float = 0.1
-    """Share of the text for validation, in whole topics: it selects the best epoch."""
+    """Fraction of the text for validation, in whole topics; it selects the best epoch."""
     test_fraction: float | None = None
-    """Share of the text for the test, in whole topics, which nothing is chosen by; 0 leaves it out. None: 0.1, and 0
-    in a run that was begun by a version without this part."""
+    """Fraction of the text for the test, in whole topics, never used for selection; 0 disables it. None: 0.1, or 0 in a
+    run started by a version without this split."""
     split_seed: int = 0
-    """Decides which topics go where."""
+    """Seed of the split of topics."""
     max_topics: int | None = None
-    """Take only the shortest so many topics; None uses all 79."""
+    """Use only this many of the shortest topics; None uses all 79."""
 
     def __post_init__(self) -> None:
         check_least(2, data__block_length=self.block_length)
@@ -93,7 +93,7 @@ class OptimizerConfig:
     lr: float = 2e-3
     """Highest learning rate."""
     weight_decay: float = 0.1
-    """Decoupled decay of the weight matrices."""
+    """Decoupled weight decay of the weight matrices."""
 
     def __post_init__(self) -> None:
         check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
@@ -101,12 +101,12 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """Linear warm-up, then half a cosine over the rest of ``epochs``."""
+    """Linear warm-up, then cosine decay over the rest of ``epochs``."""
 
     warmup_steps: int = 100
     """Steps of warm-up."""
     min_lr_scale: float = 0.05
-    """Share of the learning rate that is left after the last step."""
+    """Fraction of the learning rate at the last step."""
 
     def __post_init__(self) -> None:
         check_least(0, schedule__warmup_steps=self.warmup_steps)
@@ -115,25 +115,25 @@ class ScheduleConfig:
 
 @dataclass
 class TrainingConfig:
-    """How steps are made, in both parts of the run."""
+    """Step settings of both trainings of the run."""
 
     accumulation_steps: int = 1
-    """Batches per step; each counts by its tokens."""
+    """Batches per step, each weighted by its tokens."""
     mixed_precision: str | None = None
     """None, bf16 or fp16."""
     grad_clip: float | None = 1.0
-    """Total 2-norm to clip to; None or 0 off."""
+    """Maximum gradient norm; None or 0 disables clipping."""
     checkpoint_interval: int = 200
     """Steps between checkpoints."""
     parallel: str | None = None
-    """How the ranks that torchrun started share the first training: ddp, fsdp, or None for ddp where there are several.
-    The fine-tuning runs on the first rank alone."""
+    """How the ranks started by torchrun share the first training: ddp, fsdp, or None for ddp if there are several. The
+    fine-tuning runs only on rank 0."""
     compile: bool | str = False
     """True compiles the model in place, blocks each of its blocks; the fine-tuning is not compiled."""
     capture: bool | str = False
-    """True runs each step as one CUDA graph and refuses where it cannot; auto does so where it can.
+    """True replays each step as one CUDA graph and raises if that is impossible; auto does so where possible.
 
-    The fine-tuning takes auto for True: a refusal would come after the training."""
+    The fine-tuning treats True as auto, since an error would come only after the first training."""
 
     def __post_init__(self) -> None:
         as_parallel(self.parallel)
@@ -152,23 +152,23 @@ class TrainingConfig:
 
 @dataclass
 class LoraConfig:
-    """The fine-tuning: low-rank updates of every linear layer, trained on the topics about statements."""
+    """Settings of the fine-tuning: low-rank updates of every linear layer, trained on the topics about statements."""
 
     epochs: int = 6
     """Epochs of the fine-tuning; its learning-rate schedule ends with them."""
     lr: float = 1e-3
-    """Highest learning rate; no weight decay. Low on purpose: with 5e-3 the best of ten epochs was the first."""
+    """Peak learning rate; no weight decay. Low on purpose: with 5e-3 the best of ten epochs was the first."""
     r: int = 8
     """Rank of the updates."""
     alpha: float = 16.0
     """The updates are scaled by alpha / r."""
     dropout: float = 0.2
-    """Dropout probability before the updates."""
+    """Dropout probability of the updates' input."""
     val_fraction: float = 0.25
-    """Share of the text about statements for validation, in whole topics."""
+    """Fraction of the text about statements for validation, in whole topics."""
     test_fraction: float | None = None
-    """Share of the text about statements for the test, in whole topics; 0 leaves it out. None: 0.25, and 0 in a run
-    that was begun by a version without this part."""
+    """Fraction of the text about statements for the test, in whole topics; 0 disables it. None: 0.25, or 0 in a run
+    started by a version without this split."""
 
     def __post_init__(self) -> None:
         _check_test_fraction("lora", self.test_fraction)
@@ -179,20 +179,20 @@ class LoraConfig:
 
 @dataclass
 class SamplesConfig:
-    """How texts are drawn at the end; they can be drawn again with other settings."""
+    """Settings of the samples drawn at the end, which can be redrawn with other settings."""
 
     prompt: str = ""
-    """What they begin with; nothing lets the model begin a topic."""
+    """Start of the samples; empty lets the model begin a topic."""
     count: int = 3
-    """How many, before and after the fine-tuning."""
+    """Number of samples before and after the fine-tuning."""
     num_tokens: int = 160
-    """Most tokens of each; it ends earlier where the model ends its topic."""
+    """Maximum number of tokens per sample; it ends earlier if the model ends its topic."""
     temperature: float = 0.7
-    """Below 1 sharpens, above 1 flattens; 0 takes the likeliest token."""
+    """Below 1 sharpens, above 1 flattens; 0 selects the most likely token."""
     top_k: int | None = 40
-    """Draw among so many likeliest tokens; None among all."""
+    """Sample only among this many most likely tokens; None among all."""
     seed: int = 0
-    """Of the generator that draws."""
+    """Seed of the sampling generator."""
 
     def __post_init__(self) -> None:
         check_least(1, samples__count=self.count, samples__num_tokens=self.num_tokens, samples__top_k=self.top_k)
@@ -210,15 +210,16 @@ class TextConfig:
     """
 
     seed: int = 0
-    """Seeds weights, data order and dropout."""
+    """Seed of weights, data order and dropout."""
     epochs: int = 14
     """Epochs of the training before the fine-tuning; the learning-rate schedule ends with them."""
     batch_size: int = 8
-    """Blocks in a batch, of all ranks together. Small on purpose: steps are worth more here than precise gradients."""
+    """Batch size in blocks, summed over all ranks. Small on purpose: here more steps help more than precise
+    gradients."""
     threads: int | None = 1
-    """Threads on the CPU; None leaves torch's choice, one per core.
+    """CPU threads; None keeps torch's default, one per core.
 
-    With one, the numbers do not depend on the machine's number of cores.
+    With one, results do not depend on the machine's number of cores.
     """
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -234,7 +235,7 @@ class TextConfig:
 
     @classmethod
     def for_device(cls, device: torch.device) -> TextConfig:
-        """Return the defaults, with mixed precision where it pays: not on a CPU, most of which lack bf16 units."""
+        """Return the defaults, with mixed precision where it is faster: not on CPUs, most of which lack bf16 units."""
         config = cls()
         config.training.mixed_precision = None if device.type == "cpu" else "bf16"
         return config

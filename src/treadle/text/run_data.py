@@ -1,4 +1,4 @@
-"""The data of ``treadle train text``: Python's manual by topics, those about statements kept apart for fine-tuning."""
+"""Data of ``treadle train text``: the Python manual by topic, with topics about statements reserved for fine-tuning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EVAL_BATCH = 64
 
 @dataclass(frozen=True)
 class Part:
-    """Topics of one part of the data, as text and as blocks of tokens."""
+    """Topics of one split, as text and as token blocks."""
 
     topics: dict[str, str]
     tokens_N: Tensor
@@ -33,13 +33,13 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its texts."""
+        """Size of its text in bytes."""
         return sum(map(num_bytes, self.topics.values()))
 
     def loader(self, batch_size: int | None = None, *, seed: int = 0) -> TensorLoader:
-        """Return a shuffled loader for training, or with None one for evaluation.
+        """Return a shuffled loader for training, or an evaluation loader if ``batch_size`` is None.
 
-        On several ranks, it is one of this rank's part of each batch.
+        In distributed runs it loads this rank's part of each batch.
         """
         if batch_size is None:
             return self.eval_loader()
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TextData:
-    """Tokenizer and parts; no passage is in two parts."""
+    """Tokenizer and splits; no passage is in two splits."""
 
     tokenizer: Any
     train: Part
@@ -60,18 +60,18 @@ class TextData:
     lora_train: Part
     lora_val: Part
     test: Part | None = None
-    """Looked at once, at the end; None where the settings leave it out."""
+    """Evaluated once, at the end; None if disabled by the settings."""
     lora_test: Part | None = None
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The parts by name, without those that are left out."""
+        """Splits by name, without disabled ones."""
         names = ("train", "val", "test", "lora_train", "lora_val", "lora_test")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of texts and tokenizer: other Python versions have other manuals."""
+        """SHA-256 of the text and the tokenizer, since the manual differs between Python versions."""
         digest = hashlib.sha256(self.tokenizer.to_str().encode())
         topics = {name: text for part in self.parts.values() for name, text in part.topics.items()}
         for name, text in sorted(topics.items()):
@@ -80,10 +80,10 @@ class TextData:
 
 
 def prepare_data(config: TextConfig) -> TextData:
-    """Load the manual, take repeated passages out, deal the topics out and cut them into blocks.
+    """Load the manual, remove repeated passages, split the topics and pack them into blocks.
 
     Raises:
-        ConfigError: a setting is out of range, or a part would be empty.
+        ConfigError: a setting is out of range, or a split would be empty.
     """
     manual = load_manual()
     names = sorted(manual, key=lambda name: (len(manual[name]), name))[: config.data.max_topics]
@@ -110,15 +110,15 @@ def prepare_data(config: TextConfig) -> TextData:
 def _without_test(
     topics: dict[str, str], share: float | None, seed: int, *, usual: float
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the other topics and those of the test."""
+    """Return the remaining topics and the test topics."""
     share = usual if share is None else share
     return deal(topics, share, seed=seed, name="test_fraction", purpose="test") if share else (topics, {})
 
 
 def prepare_data_of(config: TextConfig, corpus: str | None) -> TextData:
-    """Return the data of a run that began with the text of a fingerprint; None for a new run.
+    """Return the data of a run that started with text of the given fingerprint; None for a new run.
 
-    Runs of versions without a test part began with text that was dealt out without one.
+    Runs of versions without a test split started with text split without one.
 
     Raises:
         ConfigError: as `prepare_data`.
@@ -132,29 +132,29 @@ def prepare_data_of(config: TextConfig, corpus: str | None) -> TextData:
 
 
 def check_same_on_ranks(data: TextData) -> None:
-    """Refuse to train where the ranks do not read the same text.
+    """Raise if the ranks do not read the same text.
 
     Raises:
-        ConfigError: the manual or the tokenizer of a rank is another one.
+        ConfigError: the manual or the tokenizer of a rank differs.
     """
     found = distributed.gather_objects(data.fingerprint)
     others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
     if others:
         raise ConfigError(
-            f"rank {others[0]} reads another text than rank 0: the manual differs from one Python version to the next, "
-            "and the tokenizer may from one version of tokenizers to the next; give all ranks the same versions"
+            f"rank {others[0]} reads a different text than rank 0: the manual differs between Python versions, and the "
+            "tokenizer may differ between versions of tokenizers; give all ranks the same versions"
         )
 
 
 def check_same_text(stored: Mapping[str, Any], data: TextData, *, folder: str) -> None:
-    """Raise if the text is not the one that the run began with.
+    """Raise if the text is not the one that the run started with.
 
     Raises:
-        ConfigError: this Python's manual, or what ``tokenizers`` makes of it, is another one.
+        ConfigError: this Python's manual, or the tokenizer that ``tokenizers`` trains on it, differs.
     """
     if stored.get("corpus") != data.fingerprint:
         raise ConfigError(
-            f"the run in {folder} was started on another text: the manual differs from one Python version to the next, "
-            "and the tokenizer may from one version of tokenizers to the next. Use the version it was started "
-            "with, give another folder with --out, or --no-resume to start afresh in this one"
+            f"the run in {folder} was started on a different text: the manual differs between Python versions, and the "
+            "tokenizer may differ between versions of tokenizers. Use the version it was started with, give another "
+            "folder with --out, or --no-resume to start over in this one"
         )

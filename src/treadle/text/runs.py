@@ -1,4 +1,4 @@
-"""The runs of ``treadle train text``: data, training, fine-tuning; the scores are in :mod:`treadle.text.report`."""
+"""Runs of ``treadle train text``: data, training and fine-tuning; the scores are in :mod:`treadle.text.report`."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ _IN_REPORT = {
     ("lora", "lora_val"): ("lora", "after"),
     ("lora", "lora_test"): ("lora", "test_after"),
 }
-"""Stage and split -> where ``metrics.json`` has their scores."""
+"""Stage and split -> location of their scores in ``metrics.json``."""
 
 TextRun = Run[TextConfig]
 TextOpened = Opened[TextConfig, TextData, Trainer]
 
 
 class TextPack(Pack[TextConfig, TextData, Trainer]):
-    """The pack of ``treadle train text``, a training and its fine-tuning."""
+    """Pack of ``treadle train text``, a training followed by its fine-tuning."""
 
     name = "text"
     summary = SUMMARIES["text"]
     help = """
-    Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, draw text.
+    Train a small GPT-2 on Python's own manual, fine-tune it with LoRA on the pages about statements, and sample text.
 
-    Weights, tokenizer and text are made on this machine; nothing is downloaded. A run that was stopped, at any moment
-    and by anything, resumes when the same command is run again; one that is finished shows its results. Ctrl-C saves
-    before it leaves.
+    Weights, tokenizer and text are made on this machine; nothing is downloaded. A run that was stopped at any moment,
+    by any cause, resumes when the same command is run again; a finished one shows its results. Ctrl-C saves before
+    exiting.
 
     The run folder holds config.json, tokenizer.json, history.json, steps.jsonl, checkpoints/, best_model.pt,
-    pretrained/ (for from_pretrained), lora/ with the same of the fine-tuning, samples.txt, metrics.json and
+    pretrained/ (for from_pretrained), lora/ with the same for the fine-tuning, samples.txt, metrics.json and
     pictures/loss.png.
 
     \b
@@ -94,26 +94,26 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     warm = ("transformers.models.gpt2.modeling_gpt2", "peft")
 
     def defaults(self, device: torch.device) -> TextConfig:
-        """Return the settings for a device before any is given."""
+        """Return the default settings for a device."""
         return TextConfig.for_device(device)
 
     def parallel(self, config: TextConfig) -> str | None:
-        """Return the setting that spreads the model over ranks in the first training."""
+        """Return the setting that distributes the model over ranks in the first training."""
         return config.training.parallel
 
     @contextmanager
     def environment(self, config: TextConfig) -> Iterator[None]:
-        """Have errors name the settings, and hide the bars of transformers."""
+        """Make errors name the settings, and hide the progress bars of transformers."""
         with super().environment(config), without_progress_bars():
             yield
 
     # -- the two trainings ----------------------------------------------------------------------------------------
 
     def prepare(self, run: TextRun) -> TextData:
-        """Read the manual, which must be the same on all ranks, and the one that a resumed run began with.
+        """Read the manual, which must be the same on all ranks and the same as at the start of a resumed run.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it differs.
         """
         record = None if run.home is None else read_record(run.home)
         data = prepare_data_of(run.config, None if record is None else record.identity.get("corpus"))
@@ -123,7 +123,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         return data
 
     def build(self, run: TextRun, data: TextData) -> Trainer:
-        """Return the trainer of the first training, or of the fine-tuning on its best weights."""
+        """Build the trainer of the first training, or of the fine-tuning on its best weights."""
         trainer = build_base(run, data)
         if run.part != LORA:
             return trainer
@@ -132,7 +132,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         return build_lora(trainer.model, run, data)
 
     def fit(self, run: TextRun, data: TextData, trainer: Trainer) -> None:
-        """Train to the number of epochs, from where the checkpoints in the folder are."""
+        """Train up to the number of epochs, from the latest checkpoint in the folder."""
         train, val, epochs = data.train, data.val, run.config.epochs
         if run.part == LORA:
             train, val, epochs = data.lora_train, data.lora_val, run.config.lora.epochs
@@ -140,7 +140,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         trainer.train(batches, epochs, val.loader(), run.folder, save_freq=None)
 
     def finish(self, run: TextRun, data: TextData, trainer: Trainer) -> Results:
-        """Score the best weights, fine-tunes them, score them again, and draw texts of both."""
+        """Score the best weights, fine-tune them, score them again, and sample from both models."""
         load_model_state(trainer.model, load_weights(run.out / _BEST))
         _add_tokenizer(data, run.out)
         scores = {"val": report.score(trainer, data.val), "before": report.score(trainer, data.lora_val)}
@@ -169,7 +169,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
             f"{trained:,}", len(part.topics), f"{part.blocks.num_targets:,}",
         )  # fmt: skip
         self.fit_logged(run, data, trainer)
-        # The file holds the trained weights; the base is in the model already.
+        # The file has the trained weights; the base is already in the model.
         load_model_state(trainer.model, load_weights(run.folder / _BEST), kept=model_state(trainer.model))
         _add_tokenizer(data, run.folder)
         return report.Tuned(trainer, trained)
@@ -177,23 +177,23 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     # -- the run folder -------------------------------------------------------------------------------------------
 
     def held(self, run: TextRun) -> AbstractContextManager[None]:
-        """Hold the folder from the start of the first training to the end of the fine-tuning."""
+        """Lock the folder from the start of the first training to the end of the fine-tuning."""
         return held_by_rank_0(run.out)
 
     def identity(self, data: TextData) -> dict[str, Any]:
-        """Return the fingerprint of texts and tokenizer."""
+        """Return the fingerprint of the text and the tokenizer."""
         return {"corpus": data.fingerprint}
 
     def keep(self, run: TextRun, data: TextData) -> None:
-        """Write the tokenizer beside the settings."""
+        """Write the tokenizer to the run folder."""
         super().keep(run, data)
         write_changed(data.tokenizer.to_str(pretty=True) + "\n", run.out / "tokenizer.json")
 
     def outdated(self, run: TextRun, differences: Mapping[str, tuple[Any, Any]]) -> Sequence[str]:
-        """Return the folder of the fine-tuning where a change gives it another start.
+        """Return the folder of the fine-tuning if a changed setting affects its start.
 
         Raises:
-            ConfigError: a training has gone beyond its new end.
+            ConfigError: a training has already passed its new end.
         """
         names = [LORA] if needs_new_lora(differences) else []
         _refuse_fewer_epochs("epochs", run.config.epochs, folder=run.out)
@@ -206,20 +206,20 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         return report.decisions(run.config, data, trainer)
 
     def report(self, metrics: Mapping[str, Any], out: Path) -> Report:
-        """Return the scores before and after the fine-tuning, and excerpts of the texts."""
+        """Return the scores before and after the fine-tuning, and excerpts of the samples."""
         return report.results(metrics)
 
     # -- stored runs ----------------------------------------------------------------------------------------------
 
     def default_split(self, part: str) -> str:
-        """Return the topics that the training was kept from."""
+        """Return the name of the held-out split."""
         return "lora_val" if part == LORA else "val"
 
     def load(self, run: TextRun, trainer: Trainer, path: Path, tree: Mapping[str, Any]) -> None:
-        """Load the weights that count; adapters only on the base that they were trained on.
+        """Load the evaluated weights; adapters only onto the base that they were trained on.
 
         Raises:
-            CheckpointError: the base is another one.
+            CheckpointError: the base differs.
         """
         kept = FrozenBase(trainer.model).check(trainer.model, tree.get("base")) if run.part == LORA else ()
         load_model_state(trainer.model, scored_weights(tree), kept=kept)
@@ -250,7 +250,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         )
 
     def predictions_file(self, split: str) -> str:
-        """Return the name of the file of texts."""
+        """Return the name of the file of generated texts."""
         return "continuations.csv"
 
     def predict(
@@ -266,23 +266,24 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         greedy: bool = False,
         **options: Any,
     ) -> Predictions:
-        """Return continuations of prompts as two arrays of texts, ``prompt`` and ``text``, which begins with it.
+        """Return continuations of prompts as two string arrays, ``prompt`` and ``text``, which starts with the prompt.
 
-        A text depends on its own prompt and the settings only, not on the other prompts.
+        A text depends only on its own prompt and the settings, not on the other prompts.
 
         Args:
             opened: the run.
             split: has no effect.
             batch_size: has no effect.
-            prompt: one or several; None or none takes that of the run's samples, as for what else is None.
-            count: texts for each prompt.
-            num_tokens: at most so many tokens are added.
-            seed: of the generator that draws.
-            greedy: take the likeliest token each time, which gives one text for each prompt.
+            prompt: one or several; if None or empty, that of the run's samples. Other options that are None also use
+                the run's settings.
+            count: texts per prompt.
+            num_tokens: maximum number of new tokens.
+            seed: seed of the sampling generator.
+            greedy: select the most likely token each time, which gives one text per prompt.
             options: none.
 
         Raises:
-            ConfigError: an option has no effect beside ``greedy``.
+            ConfigError: an option has no effect together with ``greedy``.
         """
         if greedy and (seed is not None or count is not None):
             raise ConfigError(
@@ -302,7 +303,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
 
 
 def build_base(run: TextRun, data: TextData) -> Trainer:
-    """Seed, and return the trainer of the first training with a new GPT-2."""
+    """Seed, and build the trainer of the first training with a new GPT-2."""
     config = run.config
     set_seed(config.seed)
     with as_settings("model", vars(config.model)):
@@ -320,9 +321,9 @@ def build_base(run: TextRun, data: TextData) -> Trainer:
 
 
 def build_lora(model: Any, run: TextRun, data: TextData) -> Trainer:
-    """Return the trainer of the fine-tuning; the model gets adapters in place, and only they are trained.
+    """Build the trainer of the fine-tuning; adapters are added in place, and only they are trained.
 
-    It is seeded again: whether the first training ran in this process or an earlier one changes nothing.
+    The seed is set again, so it does not matter whether the first training ran in this process or an earlier one.
     """
     config = run.config
     set_seed(config.seed)
@@ -330,11 +331,11 @@ def build_lora(model: Any, run: TextRun, data: TextData) -> Trainer:
         adapted = add_lora(model, r=config.lora.r, alpha=config.lora.alpha, dropout=config.lora.dropout)
         optimizer = build_optimizer(adapted.to(run.device), lr=config.lora.lr, weight_decay=0.0)
     steps = config.lora.epochs * _steps_per_epoch(data.lora_train, config)
-    # Updates that start at 0 need no warm-up.
+    # Updates initialised to 0 need no warm-up.
     scheduler = build_warmup_cosine(
         optimizer, warmup_steps=0, total_steps=steps, min_lr_scale=config.schedule.min_lr_scale
     )
-    # A refusal to capture would come after the first training.
+    # A capture error would come only after the first training.
     return _build_trainer(adapted, optimizer, scheduler, run, "auto" if config.training.capture else False)
 
 
@@ -376,12 +377,12 @@ def _status(trainer: Trainer) -> str:
 
 
 def _add_tokenizer(data: TextData, folder: Path) -> None:
-    """Put the tokenizer beside the weights that the trainer wrote for ``from_pretrained``."""
+    """Write the tokenizer next to the weights that the trainer wrote for ``from_pretrained``."""
     as_transformers(data.tokenizer).save_pretrained(folder / "pretrained")
 
 
 def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
-    """Raise where a run has gone beyond its new end: its best epoch may be one that must not have happened."""
+    """Raise if a run has passed its new end: its best epoch may lie beyond it."""
     done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
     if epochs < done:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of one's own: any text without :data:`END` comes back as it was; no word is unknown."""
+"""Training of a byte-level BPE tokenizer, lossless for any text without :data:`END` and without unknown words."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from treadle.errors.arguments import checked
 from treadle.text.extras import import_extra
 
 END = "<|endoftext|>"
-"""Separator before, between and behind documents, with id 0. In a text it is that token too, and ends a document."""
+"""Separator before, between and after documents, with id 0. Inside a text it is also that token, and ends a
+document."""
 _LEAST = 257  # every byte, and END
 
 
 @checked
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Learn merges of bytes from texts (Sennrich et al. 2016, on bytes as in GPT-2).
+    """Train a byte-level BPE tokenizer (Sennrich et al. 2016, on bytes as in GPT-2).
 
     The same texts give the same tokenizer.
 
     Args:
-        texts: training texts only, else validation text is known to the vocabulary.
-        vocab_size: at most so many tokens, at least 257: every byte and :data:`END`, whose id is 0.
+        texts: training texts only, to keep validation text out of the vocabulary.
+        vocab_size: maximum number of tokens, at least 257: every byte and :data:`END`, whose id is 0.
 
     Returns:
         A ``tokenizers.Tokenizer``.
@@ -54,10 +55,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 @checked
 def as_transformers(tokenizer: Any) -> Any:
-    """Return a ``PreTrainedTokenizerFast`` that ``save_pretrained`` writes for ``AutoTokenizer``.
+    """Convert to a ``PreTrainedTokenizerFast``, which ``save_pretrained`` writes for ``AutoTokenizer``.
 
     Args:
-        tokenizer: of :func:`train_tokenizer`.
+        tokenizer: from :func:`train_tokenizer`.
 
     Raises:
         ImportError: the package ``transformers`` is not installed.

@@ -9,11 +9,15 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import treadle
+from treadle import BaseTrainer, CheckpointingHook
 from treadle.astro import JointRegressor, Mixture, Survey, joint_loss, load_surveys
+from treadle.errors import ConfigError
 
 SURVEYS = {name: survey.take(np.arange(40)) for name, survey in load_surveys().items()}
-SIZES = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16, "dropout": 0.0, "parts": 2}
+SIZES = {"d_model": 8, "n_layers": 1, "n_heads": 2, "d_ff": 16, "dropout": 0.0, "parts": 2, "waves": 3}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +112,77 @@ def test_it_learns_a_number_from_another() -> None:
     assert (answer.mean() - target)[:, 1].square().mean() < 0.3  # the mean has 1
     inside = (answer.cdf(target)[:, 1] - 0.5).abs() < 0.45
     assert inside.float().mean() > 0.75
+
+
+def test_waves_are_sines_and_cosines_of_values_and_ranks(model: JointRegressor) -> None:
+    scalars, _ = given("sdss")
+    inputs = model.survey("sdss")
+    seen = torch.ones(scalars.shape, dtype=torch.bool)
+    plain = inputs.standardised(scalars).clamp(-6, 6)
+    rank = (scalars[..., None] >= inputs.quantiles).float().mean(-1).clamp(0.004, 0.996)
+    both = torch.stack([plain, torch.special.ndtri(rank)], dim=-1)
+    turns = torch.exp(2j * torch.pi * both[:, 2, :, None] * inputs.waves.frequencies[2])
+    expected = turns.imag.flatten(1) @ inputs.waves.weight[2, [0, 1, 2, 6, 7, 8]]
+    expected = expected + turns.real.flatten(1) @ inputs.waves.weight[2, [3, 4, 5, 9, 10, 11]] + inputs.waves.bias[2]
+    expected = expected.relu() + both[:, 2] @ inputs.values[2] + inputs.names[2]
+    torch.testing.assert_close(inputs.tokens(scalars, seen, None, None)[:, 2], expected)
+
+
+def test_waves_are_state_and_a_model_without_them_has_none(model: JointRegressor) -> None:
+    torch.manual_seed(1)
+    other, none = JointRegressor(SURVEYS, **SIZES).eval(), JointRegressor(SURVEYS, **{**SIZES, "waves": 0})
+    missing, unexpected = none.load_state_dict(model.state_dict(), strict=False)
+    assert not missing
+    assert {name.split(".")[-2] for name in unexpected} == {"waves"}
+    other.load_state_dict(model.state_dict())
+    scalars, _ = given("sdss")
+    hide = torch.zeros(1, scalars.shape[1], dtype=torch.bool)
+    first, second = (each("sdss", scalars, hide=hide).numbers for each in (model, other))
+    assert torch.equal(first.means, second.means)
+    assert not torch.equal(first.means, none.eval()("sdss", scalars, hide=hide).numbers.means)
+    with pytest.raises(ConfigError, match="waves=-1 must be 0 or more"):
+        JointRegressor(SURVEYS, waves=-1)
+
+
+def test_a_run_that_is_stopped_has_the_frequencies_of_one_that_was_not(tmp_path) -> None:
+    numbers = {"sdss": SURVEYS["sdss"]}
+
+    def train(workspace, steps: int) -> JointRegressor:
+        scalars, _ = given("sdss")
+
+        class Redshift(BaseTrainer):
+            def build_data_loader(self):
+                return DataLoader(TensorDataset(scalars), batch_size=8, shuffle=True)
+
+            def build_model(self):
+                treadle.set_seed(0)
+                made = JointRegressor(numbers, **{**SIZES, "dropout": 0.1})
+                made.fit(numbers)
+                return made
+
+            def build_optimizer(self):
+                return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+            def build_hooks(self):
+                return [CheckpointingHook(interval=3)]
+
+            def forward(self, input):
+                hide = torch.rand(input[0].shape) < 0.5
+                target = self.model.survey("sdss").standardised(input[0])
+                return joint_loss(self.model("sdss", input[0], hide=hide), target, hide), {}
+
+        trainer = Redshift(max_steps=steps, workspace=workspace, progress=False)
+        trainer.train()
+        return trainer.model
+
+    through = train(tmp_path / "a", 6).state_dict()
+    train(tmp_path / "b", 3)
+    resumed = train(tmp_path / "b", 6).state_dict()
+    assert all(torch.equal(through[name], value) for name, value in resumed.items())
+    treadle.set_seed(0)
+    fresh = JointRegressor(numbers, **SIZES).state_dict()
+    moved = "inputs.sdss.waves.frequencies"
+    assert not torch.equal(through[moved], fresh[moved])
 
 
 def test_missing_fluxes_and_numbers_are_the_mean_of_the_training_objects() -> None:

@@ -227,7 +227,7 @@ def parquet(folder, **columns):
 @pytest.mark.parametrize("ids", [["a", None, "b"], [1, None, 2], [1.5, 2.5, 2.5]])
 def test_rows_without_an_id_are_not_taken_for_one_object(tmp_path, ids):
     path = parquet(tmp_path, id=ids, g=[1.0, 2.0, 3.0])
-    with pytest.raises(ConfigError, match=r"'id'.*one text or whole number for each row"):
+    with pytest.raises(ConfigError, match=r"'id'.*one string or integer for each row"):
         read_survey(path, "s", scalars=["g"], object_id="id")
 
 

@@ -131,7 +131,7 @@ def test_another_file_holds_no_tokenizers(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"image": torch.zeros(2, 2)}, tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match="holds no tokenizers"):
+    with pytest.raises(CheckpointError, match="does not hold tokenizers"):
         load_tokenizers(tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError):
         load_tokenizers(tmp_path / "absent.safetensors")

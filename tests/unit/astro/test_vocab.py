@@ -100,7 +100,7 @@ def test_ids_are_offset_and_index_and_out_of_range_is_refused():
     ):
         with pytest.raises(ValueError, match=r"out of range: it must lie in \[0, "):
             call()
-    with pytest.raises(ValueError, match="no spectrum group; known: a, b"):
+    with pytest.raises(ValueError, match="not a spectrum group; known: a, b"):
         vocab.spectrum_token_to_id("A", 0)
 
 

@@ -125,7 +125,7 @@ def test_a_second_sweep_sets_the_runs_of_the_first_aside_whole(tmp_path: Path, r
     folders = [tmp_path / "logs" / "sweep" / number for number in "01"]
     first = [read(folder / "test_results.json") for folder in folders]
     shown = run("train.py", tmp_path, "-m", "seed=2,1", "resume=true", *CHOICES, *SMALL, "experiment_name=sweep")
-    assert "holds a run of another sweep, which is set aside" in " ".join(shown.split())
+    assert "holds a run of another sweep, now moved aside" in " ".join(shown.split())
     assert read(folders[0] / "test_results.json")["seed"] == 2
     assert read(folders[0] / "earlier.1" / "test_results.json") == first[0]
     for name in ("run.json", "metrics.json", "page.html", "checkpoints/best.pt"):

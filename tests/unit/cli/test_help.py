@@ -75,7 +75,7 @@ def test_the_list_of_commands_is_whole_on_a_narrow_terminal(command, capsys, mon
 def test_the_help_of_the_program_has_the_exit_codes_and_completion(capsys):
     assert treadle("--help") == 0
     text = capsys.readouterr().out
-    assert "  3      replay or verify: not equal" in text
+    assert "  3      replay or verify found a difference" in text
     assert "--install-completion" in text
     assert isinstance(app, typer.Typer)
 

@@ -65,7 +65,7 @@ def project(tmp_path, monkeypatch):
         ("train run.yaml trainer.max_steps=three", 2, "trainer.max_steps is 3, a number, and 'three' is a text"),
         ("train run.yaml trainer.device=cuda", 2, "device='cuda' is not available here; available: cpu"),
         ("train run.yaml +trainer.trackers=wanb", 2, "there is no tracker 'wanb'; did you mean 'wandb'?"),
-        ("train run.yaml trainer.workspace=a_file/runs", 2, "a_file is no folder; choose another folder"),
+        ("train run.yaml trainer.workspace=a_file/runs", 2, "a_file is not a folder; choose another folder"),
         ("train spectra epoch=3", 2, "unknown setting 'epoch'; did you mean 'epochs'?"),
         ("train spectra epochs=three", 2, "epochs=three: must be int, but this is the str 'three'"),
         ("train spectra --device cuda", 2, "device='cuda' is not available here"),

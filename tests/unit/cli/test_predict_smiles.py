@@ -117,7 +117,7 @@ def opened(run, **changed):
         ("smiles\n", [], "no molecules"),
         ("smiles,x\nC\n", [], "line 2 has not 2 fields"),
         ("smiles,solubility_mean\nC,1\n", [], "has columns that are written: solubility_mean"),
-        ("smiles\nC\n", ["--split", "val"], "--split val: has no meaning with --smiles"),
+        ("smiles\nC\n", ["--split", "val"], "--split val: does not apply with --smiles"),
         ("smiles\nC\n", ["--out", "p.txt"], "must end in .npz or .csv"),
     ],
 )
@@ -131,9 +131,9 @@ def test_what_is_wrong_is_one_line(runs, tmp_path, capsys, content, options, wor
 
 def test_several_runs_need_smiles(runs, capsys):
     assert treadle("predict", runs / "0", runs / "1") == 2
-    assert "2 runs: has a meaning only with --smiles FILE" in capsys.readouterr().err
+    assert "2 runs: only allowed with --smiles FILE" in capsys.readouterr().err
     assert treadle("predict", runs / "0", "--smiles-column", "x") == 2
-    assert "--smiles-column x: has a meaning only with --smiles FILE" in capsys.readouterr().err
+    assert "--smiles-column x: only allowed with --smiles FILE" in capsys.readouterr().err
 
 
 def test_runs_of_other_graphs_and_other_targets_are_refused(runs):

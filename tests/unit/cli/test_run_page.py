@@ -123,7 +123,7 @@ def test_a_torn_run_and_one_that_goes_on(tmp_path):
     text = page_of(tmp_path)
     assert "<td>no end recorded</td>" in text
     assert ">stopped · step 30 / 30" in text
-    assert "its process ended without a word" in text
+    assert "its process ended without a record" in text
 
 
 def raise_(error):
@@ -205,7 +205,7 @@ def test_watch_does_not_wait_for_the_process_of_a_run_that_was_killed(tmp_path, 
     monkeypatch.setattr("treadle.checkpoint.files.process_lives", lambda pid: pytest.fail("it was asked for"))
     lock = run_lock(tmp_path)
     lock.__enter__()
-    assert "stopped: its process ended without a word" in page_of(tmp_path, "--watch")
+    assert "stopped: its process ended without a record" in page_of(tmp_path, "--watch")
 
 
 def test_ctrl_c_ends_watching_with_a_page_that_stays_as_it_is(tmp_path, monkeypatch):

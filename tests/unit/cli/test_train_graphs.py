@@ -214,7 +214,7 @@ def test_a_rerun_of_a_finished_run_shows_the_table_and_touches_nothing(
     before = files(copied)
     assert run(root, copied) == 0
     shown = capsys.readouterr()
-    assert "ridge on the counts of atoms" in shown.out
+    assert "ridge on atom counts" in shown.out
     assert "is finished" in shown.err
     assert files(copied) == before
 
@@ -449,7 +449,7 @@ def test_what_is_no_run_of_graphs_is_refused(
     from treadle.checkpoint import save_checkpoint
 
     assert evaluate(tmp_path) == 2
-    assert "is no checkpoint, and no folder with one of" in capsys.readouterr().err
+    assert "is neither a checkpoint nor a folder with one of" in capsys.readouterr().err
     tree = load_checkpoint(finished / "checkpoints" / "best.pt")
     save_checkpoint({**tree, "format": {**tree["format"], "face": "functional"}}, tmp_path / "best.pt")
     assert evaluate(tmp_path) == 2

@@ -31,7 +31,12 @@ def test_seeds_are_read():
     assert read_seeds("0..3") == [0, 1, 2, 3]
     assert read_seeds("5, 0..1") == [5, 0, 1]
     assert read_seeds(None) is None
-    for text, words in [("a", "'a' is no seed"), ("3..1", "names none"), ("0..2,1", "one is named twice"), ("", "''")]:
+    for text, words in [
+        ("a", "'a' is not a seed"),
+        ("3..1", "names none"),
+        ("0..2,1", "one is named twice"),
+        ("", "''"),
+    ]:
         with pytest.raises(ConfigError, match=words):
             read_seeds(text)
 
@@ -112,7 +117,7 @@ def test_two_groups_are_compared(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seeds", "x"], "--seeds x: 'x' is no seed"),
+        (["--seeds", "x"], "--seeds x: 'x' is not a seed"),
         (["optimizer.lt=1,2"], "lt"),
         (["optimizer.lr=0.1,fast"], "optimizer.lr"),
     ],
@@ -151,5 +156,5 @@ def test_runs_of_a_pack_are_halved_and_those_that_go_on_are_the_same_as_whole_on
 def test_a_wrong_rule_of_halving_is_refused_before_a_run_starts(tmp_path, capsys, text):
     assert treadle("train", "spectra", "--seeds", "0..1", "--halving", text, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
-    assert "is no metric with epochs" in error or "must be rising" in error
+    assert "is not a metric with epochs" in error or "must be rising" in error
     assert not (tmp_path / "out").exists()

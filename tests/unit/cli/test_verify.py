@@ -132,7 +132,7 @@ FAULTS = {
     "order_by_the_clock": (
         {"loader": "order = np.random.RandomState(int(time.time())).permutation(40).tolist()\n"
          "        return DataLoader(Data(), batch_size=4, sampler=order)"},
-        "unseeded_order", "sample ids", ["time.time()", "two straight runs"],
+        "unseeded_order", "sample ids", ["time.time()", "two uninterrupted runs"],
     ),
     "order_of_a_set": (
         {"loader": "order = [int(name[1:]) for name in {f'n{i}' for i in range(40)}]\n"

@@ -330,5 +330,5 @@ def test_what_is_no_tensor_is_refused(tmp_path):
     tree = load_checkpoint(path)
     tree["model"]["part._extra_state"] = {"scale": 2.0}
     save_checkpoint(tree, path)
-    with pytest.raises(CheckpointError, match=r"part\._extra_state is no tensor"):
+    with pytest.raises(CheckpointError, match=r"part\._extra_state is not a tensor"):
         export_weights(path, "torch")

@@ -230,7 +230,7 @@ def test_labels_that_are_no_classes_are_refused_by_loss_and_count(task, classes,
     loss_fn = get_loss_fn(task, num_classes=classes)
     pred = torch.zeros(2, 1 if classes in (None, 1) else classes)
     for ask in (lambda: loss_fn(pred, torch.tensor(labels)), lambda: loss_fn.count(torch.tensor(labels))):
-        with pytest.raises(ConfigError, match="is no class"):
+        with pytest.raises(ConfigError, match="is not a class"):
             ask()
 
 

@@ -1,4 +1,4 @@
-"""Targets that are unknown, and masks of the field: each entry counts in its own split, once, or is refused by name."""
+"""Unknown targets, and split masks: each entry counts in its own split, once, or is refused by name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_cannot_count_by_a_mask_is_refused_by_name():
     data = graphs(4, level="node")
     for graph in data:
         graph.train_mask = torch.ones(len(graph.y), dtype=torch.bool)
-    with pytest.raises(ConfigError, match="train_mask: the batch has masks of the field, and padded batches have none"):
+    with pytest.raises(ConfigError, match="train_mask: the batch has split masks, which padded batches do not support"):
         pad_batch(collate(data), plan_buckets(data, 4), level="node")
     with pytest.raises(ConfigError, match="padded batches have none"):
         make(model={"task": "node"}, pad_to=1).train_epoch(loader(data, 2))

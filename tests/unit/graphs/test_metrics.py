@@ -199,7 +199,7 @@ def test_shapes_that_do_not_fit_are_refused(task, classes, pred, target):
 
 
 def test_labels_that_are_no_classes_are_refused():
-    with pytest.raises(ConfigError, match="is no class"):
+    with pytest.raises(ConfigError, match="is not a class"):
         get_metrics("classification", 3).update(torch.zeros(2, 3), torch.tensor([0, 3]))
 
 

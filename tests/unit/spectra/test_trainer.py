@@ -255,7 +255,7 @@ def test_a_fixed_visible_mask_is_used_by_the_tester(tmp_path):
 
 @pytest.mark.parametrize("fixed", [[True, False], torch.ones(32), torch.ones(1, 2, 32, dtype=torch.bool)])
 def test_a_fixed_mask_of_another_kind_is_refused_when_it_is_given(fixed):
-    with pytest.raises(ConfigError, match="^fixed_visible"):
+    with pytest.raises(ConfigError, match=r"^fixed_visible"):
         TesterConfig(fixed_visible=fixed)
 
 

@@ -1,4 +1,4 @@
-"""Advice from figures: rules over parts, reads and trials, without further measurement."""
+"""Advice derived from the measured parts, reads and trials by fixed rules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Literal
 from treadle.cli.bench.timing import DATA, HOOK, WRITES
 from treadle.cli.bench.trials import Trial
 
-_GAIN = 0.03  # of a step: less is within what a busy machine varies
-_SHARE = 0.05  # of a step, from which on a part is worth a word
+_GAIN = 0.03  # of a step: smaller gains are within the noise of a busy machine
+_SHARE = 0.05  # of a step: smaller parts are not mentioned
 REMEDIES = {"find_packed_sequence_indices": "treadle.text.skip_packing_check(model) leaves this out"}
 """What to do about a read, by the function that reads."""
 Kind = Literal["switch on", "look at", "no gain", "not tried"]
@@ -21,7 +21,7 @@ class Advice:
     """One line of advice.
 
     Attributes:
-        kind: what to do with it.
+        kind: the category of the advice.
         text: the line, with its figures.
     """
 
@@ -32,13 +32,13 @@ class Advice:
 def advise(
     parts: Mapping[str, float], host_reads: Mapping[str, float], trials: Sequence[Trial], *, on_cuda: bool
 ) -> list[Advice]:
-    """Return the advice: what gains most first, then what takes time, then what was tried in vain or not at all.
+    """Return the advice: the largest gains first, then expensive parts, then trials without a gain or not run.
 
     Args:
         parts: seconds of each part of a step, the mean of all steps.
         host_reads: line of code -> reads for each step.
-        trials: settings that were tried.
-        on_cuda: whether a read of the device waits for it.
+        trials: the settings that were tried.
+        on_cuda: whether reading from the device waits for it.
 
     Example:
         >>> trial = Trial("bf16", 'precision="bf16"', seconds=0.5, present=1.0)
@@ -92,7 +92,7 @@ def _figures(trial: Trial, *, how: bool = False) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """Return a time with its unit.
+    """Format a time with a suitable unit.
 
     Example:
         >>> in_words(0.0000000123), in_words(0.0000123), in_words(0.0123)

@@ -20,17 +20,17 @@ def bench(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say where the time of a step goes, what the floor would be, and what to switch on.
+    """Measure where the time of a step goes, what its floor is, and which settings would make it faster.
 
-    The target runs for some dozens of steps and is then ended. Its parts are timed: waiting for data, forward,
-    backward, the update, each hook. Operator calls, kernel launches and reads of the device by the host are counted.
-    The floor is the step's operations and bytes over what this machine reaches in the same run. Then settings that may
-    help are tried on the run's own steps, each beside the present step.
+    The target runs for a few dozen steps and is then ended. Its parts are timed: waiting for data, forward, backward,
+    the update, each hook. Operator calls, kernel launches and reads of the device by the host are counted. The floor is
+    the step's operations and bytes divided by what this machine reaches in the same run. Then settings that may help
+    are tried on the run's own steps, each against the present step.
 
-    A script runs as `python TARGET` does, a configuration as `treadle train TARGET`, up to its first training; its
-    trainer writes to a temporary folder. What your code itself writes elsewhere is not held back.
+    A script runs as with `python TARGET`, a configuration as with `treadle train TARGET`, up to its first training; its
+    trainer writes to a temporary folder. Files that your own code writes elsewhere are not redirected.
 
-    Exit code: 0 measured, 2 a wrong setting or nothing to measure, 1 the target failed.
+    Exit code: 0 measured, 2 invalid setting or nothing to measure, 1 the target failed.
 
     \b
     Examples:

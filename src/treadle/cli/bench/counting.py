@@ -1,4 +1,4 @@
-"""What a step asks of torch: operator calls, reads of the device by the host and where, operations, kernel launches."""
+"""Counts of a step: operator calls, reads of the device by the host and their lines, operations, kernel launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import treadle.data
 _PASSED_OVER = (Path(torch.__file__).parent, Path(__file__).parent, Path(contextlib.__file__).parent / "contextlib.py")
 _ON_THE_CPU_ALWAYS = (Path(torch.__file__).parent / "optim", Path(treadle.data.__file__).parent)
 _READS = ("_local_scalar_dense", "is_nonzero", "equal")
-_SIZES = (  # the host asks for the size of their result
+_SIZES = (  # the host reads the size of their result
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave",
 )  # fmt: skip
 _MASKS = (torch.bool, torch.uint8)
@@ -29,16 +29,16 @@ _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLau
 class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counter of operator calls inside the block, and of reads of the device by the host with the lines that made them.
 
-    A read is what waits for the device on a GPU: the value of a tensor there, a copy to the CPU, a result whose size
-    depends on the data. In a run on the CPU the first kind is counted, which would wait on a GPU too; what torch's
-    optimizers and the loading of data read stays on the CPU everywhere.
+    A read is an operation that waits for the GPU: reading the value of a tensor, a copy to the CPU, a result whose size
+    depends on the data. In a run on the CPU, only the first kind is counted, which would wait on a GPU too; reads by
+    torch's optimizers and by data loading are ignored, since these stay on the CPU everywhere.
 
     Args:
-        device: of the run.
+        device: the device of the run.
 
     Attributes:
-        num_calls: operators called.
-        reads: line of code -> how often.
+        num_calls: number of operator calls.
+        reads: line of code -> number of reads.
 
     Example:
         >>> with CallCounter(torch.device("cpu")) as counter:
@@ -54,7 +54,7 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one call and make it."""
+        """Count one call and execute it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.num_calls += 1
@@ -70,17 +70,17 @@ class CallCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.device.type != "cuda":
             return name in _READS and not _inside(_ON_THE_CPU_ALWAYS)
         if name in _READS or name in _SIZES:
-            return kwargs.get("output_size") is None  # of repeat_interleave, where the caller knows it
-        if name == "index":  # by a mask: the size of the result is the number of its True entries
+            return kwargs.get("output_size") is None  # of repeat_interleave, if the caller knows it
+        if name == "index":  # by a mask: the size of the result is its number of True entries
             return any(isinstance(value, Tensor) and value.dtype in _MASKS for value in args[1])
-        if name == "copy_":  # into pinned memory nothing waits
+        if name == "copy_":  # a copy into pinned memory does not wait
             into, rest = tensors[0], args[2:]
             return into.device.type == "cpu" and not (into.is_pinned() and rest and rest[0])
         return name == "_to_copy" and isinstance(result, Tensor) and result.device.type == "cpu"
 
 
 def _inside(folders: Sequence[Path]) -> bool:
-    """Return whether a file of these folders is on the way to here."""
+    """Return whether a file of these folders is on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -91,7 +91,7 @@ def _inside(folders: Sequence[Path]) -> bool:
 
 
 def place_of_call() -> str:
-    """Return the line of code that called torch, as ``folder/file.py:12 in function``; this package is passed over."""
+    """Return the line of code that called torch, as ``folder/file.py:12 in function``; skip this package."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -122,7 +122,7 @@ def counting_launches(found: dict[str, int], device: torch.device) -> Iterator[N
         yield
         torch.cuda.synchronize(device)
     launches = launches_in({event.key: event.count for event in profiler.key_averages()})
-    if launches:  # the system may keep the launches from a profiler
+    if launches:  # the system may hide the launches from a profiler
         found["launches"] = launches
 
 

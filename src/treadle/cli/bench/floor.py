@@ -1,4 +1,4 @@
-"""What a step would cost if nothing but its arithmetic or its memory traffic took time, on this machine."""
+"""Lower bound of the time of a step on this machine, from its arithmetic or its memory traffic alone."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from treadle.engine import Engine
 from treadle.nested import map_nested_tensor
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}
-_SIDE = {"cuda": 8192, "cpu": 1024}  # of the matrices
+_SIDE = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrices
 _COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine reaches, measured.
+    """Measured peak rates of the machine.
 
     Attributes:
-        flops_per_second: of a large matrix product in the run's type.
-        bytes_per_second: of a large copy, read and written bytes together.
+        flops_per_second: rate of a large matrix product in the run's dtype.
+        bytes_per_second: rate of a large copy, read and written bytes together.
     """
 
     flops_per_second: float
@@ -34,11 +34,11 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least time of a step by operations and by bytes.
+    """Lower bound of the time of a step, by operations and by bytes.
 
     Attributes:
-        flops: of a step: products, convolutions, attentions.
-        bytes: that a step must move at least, see :func:`least_bytes`.
+        flops: operations of a step: matrix products, convolutions, attention.
+        bytes: the least number of bytes that a step moves, see :func:`least_bytes`.
         compute_seconds: ``flops`` at the ceiling.
         memory_seconds: ``bytes`` at the ceiling.
     """
@@ -50,7 +50,7 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The larger of the two: arithmetic and traffic can overlap."""
+        """The larger of the two, since arithmetic and memory traffic can overlap."""
         return max(self.compute_seconds, self.memory_seconds)
 
 
@@ -65,15 +65,15 @@ def floor_of(flops: int, num_bytes: int, ceilings: Ceilings) -> Floor:
 
 
 def measure_ceilings(device: torch.device, precision: str | None) -> Ceilings:
-    """Measure a large matrix product and a large copy; take about a second and, on a GPU, 2.5 GB.
+    """Measure a large matrix product and a large copy; this takes about a second and, on a GPU, 2.5 GB.
 
     Args:
-        device: where.
-        precision: None, ``"bf16"`` or ``"fp16"``: the type of the product.
+        device: the device to measure.
+        precision: None, ``"bf16"`` or ``"fp16"``: the dtype of the product.
     """
     kind = "cuda" if device.type == "cuda" else "cpu"
     side, clock = _SIDE[kind], clock_of(device)
-    generator = torch.Generator(device).manual_seed(0)  # not the one that the run draws from
+    generator = torch.Generator(device).manual_seed(0)  # not the generator of the run
     left = torch.randn(side, side, device=device, generator=generator).to(_DTYPES[precision])
     product = step_seconds(lambda _: left @ left, [None], count=_REPEATS, clock=clock, block=1)
     source = torch.ones(_COPIED[kind], dtype=torch.uint8, device=device)
@@ -83,11 +83,11 @@ def measure_ceilings(device: torch.device, precision: str | None) -> Ceilings:
 
 
 def least_bytes(engine: Engine, batches: Iterable[Any]) -> int:
-    """Return the bytes that a step must move at least.
+    """Return the least number of bytes that a step moves.
 
     Parameters are read by every forward and backward pass, and read and written by the update; gradients are written
     and read; the optimizer's state is read and written; batches are read. Activations are not counted: how much of them
-    reaches memory is the kernels' choice.
+    reaches memory depends on the kernels.
 
     Args:
         engine: after a step, so that the optimizer has its state.
@@ -102,7 +102,7 @@ def least_bytes(engine: Engine, batches: Iterable[Any]) -> int:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors.
+    """Return the size of tensors in bytes.
 
     Example:
         >>> size_of([torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64)])

@@ -1,4 +1,4 @@
-"""Other loaders for the data of a run, each timed with the run's own steps."""
+"""Alternative loaders for the data of a run, each timed with the run's own steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _WORKERS = 2
 
 
 def try_loaders(engine: Engine, loader: Any, *, count: int, clock: Clock, share: float) -> list[Trial]:
-    """Timing of the run's steps with each loader that could replace its own.
+    """Time the run's steps with each loader that could replace its own.
 
     Args:
         engine: the run.
-        loader: its loader; only a plain DataLoader can be replaced by others here.
-        count: steps of a measurement.
-        clock: fits the device.
-        share: of a step that is spent on waiting for data, in [0, 1].
+        loader: its loader; only a plain DataLoader can be replaced here.
+        count: steps per measurement.
+        clock: the clock for the device.
+        share: share of a step spent waiting for data, in [0, 1].
     """
     if share < 0.03:
         return [Trial("another loader", "", note=f"the loader takes {share:.1%} of a step: there is little to gain")]
@@ -86,7 +86,7 @@ def with_workers(loader: Any) -> Any:
     """Return the same DataLoader with worker processes.
 
     Raises:
-        NotTried: it has some.
+        NotTried: it has workers already.
     """
     if loader.num_workers:
         raise NotTried(f"it has {loader.num_workers} workers already")
@@ -97,20 +97,20 @@ def with_workers(loader: Any) -> Any:
 
 
 def with_transfers(loader: Any, device: torch.device) -> TransferLoader:
-    """Return the loader with its copies to the device in the background.
+    """Return the loader with copies to the device made in the background.
 
     Raises:
-        NotTried: its batches hold no tensor of the CPU.
+        NotTried: its batches hold no CPU tensor.
     """
     on_host: list[bool] = []
     map_nested_tensor(lambda tensor: on_host.append(tensor.device.type == "cpu"), next(iter(loader)))
     if not any(on_host):
-        raise NotTried("the batches lie on the device already")
+        raise NotTried("the batches are on the device already")
     return TransferLoader(loader, device)
 
 
 def _seconds(engine: Engine, loader: Iterable[Any], *, count: int, clock: Clock) -> float:
-    """Return the median time of a step, the waiting for its data included; the start of workers is not."""
+    """Return the median time of a step including the wait for its data, but not the start of workers."""
     batches = _endless(loader)
 
     def step(_: Any) -> None:

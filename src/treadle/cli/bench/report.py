@@ -1,4 +1,4 @@
-"""A bench on the terminal."""
+"""Terminal output of a bench."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_report(result: BenchResult, console: Console) -> None:
     _print_counts(result, console)
     _print_floor(result, console)
     for name in result.left_out:
-        _line(console, "left out", f"{name}, which would send this run away")
+        _line(console, "left out", f"{name}, which would upload this run")
     for advice in result.advice:
         _line(console, _TITLES[advice.kind], advice.text, style=_STYLES[advice.kind])
 

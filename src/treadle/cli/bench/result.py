@@ -1,4 +1,4 @@
-"""What a bench found, as plain values."""
+"""Result of a bench as plain values."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from treadle.cli.bench.trials import Trial
 
 @dataclass
 class BenchResult:
-    """Everything that is shown or written.
+    """Result of a bench: everything that is printed or written.
 
     Attributes:
-        target: what was run.
-        face: of its trainer.
+        target: the script, configuration or pack that was run.
+        face: the face of its trainer.
         device: where it ran.
         precision: ``"bf16"``, ``"fp16"`` or None.
-        num_threads: of the CPU.
-        steps: how many were measured.
+        num_threads: CPU threads.
+        steps: number of measured steps.
         parts: seconds of each part of a typical step, whose time is their sum.
-        means: seconds of each part, the mean of all steps: with what happens every few steps only, such as a save.
-        num_calls: operator calls of a step.
-        launches: kernel launches of a step; None on the CPU.
-        host_reads: line of code -> reads of the device by the host, for each step.
-        floor: the least time of a step.
-        ceilings: what the machine reaches.
-        trials: settings that were tried, or why not.
+        means: seconds of each part, averaged over all steps, which includes occasional work such as a save.
+        num_calls: operator calls per step.
+        launches: kernel launches per step; None on the CPU.
+        host_reads: line of code -> reads of the device by the host per step.
+        floor: the lower bound of the time of a step.
+        ceilings: the peak rates of the machine.
+        trials: settings that were tried, or the reason why not.
         advice: what to do about it.
-        left_out: hooks that were taken out for the measurement.
+        left_out: hooks that were removed for the measurement.
     """
 
     target: str
@@ -53,12 +53,12 @@ class BenchResult:
 
     @property
     def step_seconds(self) -> float:
-        """The time of a typical step."""
+        """Seconds of a typical step."""
         return sum(self.parts.values())
 
     @property
     def times_floor(self) -> float | None:
-        """The step over its floor."""
+        """The time of a step divided by its floor."""
         return None if self.floor is None or not self.floor.seconds else self.step_seconds / self.floor.seconds
 
     def to_dict(self) -> dict[str, Any]:

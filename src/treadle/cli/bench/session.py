@@ -1,4 +1,4 @@
-"""The hook that takes part in the run: it warms up, measures, counts, tries, and ends the run."""
+"""The measuring hook of a bench: it warms up, measures, counts, runs the trials and ends the run."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from treadle.errors import ConfigError
 WARM_UP, COUNTED, _LEAST = 5, 4, 3
 _BESIDE = WARM_UP + 1 + 2 * COUNTED  # steps of a run that are not measured
 _KEPT_GROUPS = 4
-_TRIAL_SECONDS = 1.0  # of each measurement, where a step is short enough
+_TRIAL_SECONDS = 1.0  # of each measurement, if a step is short enough
 _BF16 = {"mini": 'mixed_precision="bf16"', "functional": "training.mixed_precision: bf16", "spectra": "cfg.amp: true"}
 
 
 class StepReached(BaseException):
-    """End of the run when all is measured; not an Exception, so that code of the user's does not catch it."""
+    """Signal that everything is measured; not an Exception, so that user code does not catch it."""
 
 
 class BenchHook(BaseHook):
-    """Hook that measures the steps of its run; it comes after all other hooks.
+    """Hook that measures the steps of its run; the last of the hooks.
 
     Args:
-        result: is filled.
-        steps: to measure.
-        compiles: whether compiled blocks are tried, which can take minutes.
-        clock_for: makes the clock of a device.
+        result: filled in by the hook.
+        steps: number of steps to measure.
+        compiles: whether to try compiled blocks, which can take minutes.
+        clock_for: makes the clock for a device.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class BenchHook(BaseHook):
             ConfigError: the run is too short to be measured.
         """
         if self._watch is not None:
-            return  # a face that runs each epoch by itself
+            return  # a face that drives each epoch itself
         total = trainer.total_steps
         if total is not None:
             left = total - trainer.step - _BESIDE
@@ -95,12 +95,12 @@ class BenchHook(BaseHook):
         self._watch = Watch(trainer, self._line, left_out=self)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Leave out the step at whose end the epoch was evaluated."""
+        """Drop the step that ended with the evaluation of the epoch."""
         if self._line is not None:
             self._line.drop_step()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Go from warming up to measuring to counting; end the run behind the last."""
+        """Move from warm-up to measuring to counting, and end the run after the last step."""
         assert self._line is not None
         assert self._watch is not None
         self._seen += 1
@@ -127,7 +127,7 @@ class BenchHook(BaseHook):
             raise StepReached
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Put everything back, however the run ended."""
+        """Restore everything, however the run ended."""
         self._open.close()
         if self._watch is not None:
             self._watch.remove()
@@ -137,7 +137,7 @@ class BenchHook(BaseHook):
         assert self._watch is not None
         assert self._counter is not None
         trainer.raise_if_refused()
-        with trainer.temporarily(lr_scheduler=None):  # the trials take more steps than the schedule may know
+        with trainer.temporarily(lr_scheduler=None):  # the trials may take more steps than the schedule has
             self._measure(trainer)
 
     def _measure(self, trainer: Engine) -> None:
@@ -159,7 +159,7 @@ class BenchHook(BaseHook):
         result.advice = advise(result.means, result.host_reads, result.trials, on_cuda=on_cuda)
 
     def _find_floor(self, trainer: Engine, flops: int) -> list[Trial]:
-        """Measure the machine and return nothing, or why that was not possible."""
+        """Measure the machine; return no trial, or one with the reason why that was not possible."""
         try:
             ceilings = measure_ceilings(trainer.device, self.result.precision)
         except torch.OutOfMemoryError:
@@ -181,7 +181,7 @@ class BenchHook(BaseHook):
         bf16 = _BF16.get(trainer.face, "mixed_precision: bf16")
         trials = [
             bench.run("fused optimizer", "fused=True", partial(fused_optimizer, trainer)),
-            bench.run("bf16", bf16, partial(in_bf16, trainer), "rounds otherwise: look at the loss"),
+            bench.run("bf16", bf16, partial(in_bf16, trainer), "rounds differently: check the loss"),
             bench.run("capture", "capture=True, with a fused optimizer", partial(captured, trainer, self._groups)),
             self._try_compiling(bench),
             self._try_doubling(bench),
@@ -199,12 +199,12 @@ class BenchHook(BaseHook):
         trial = bench.run("compiled blocks", 'compile="blocks"', partial(compiled_blocks, bench.engine, cold=cold))
         if trial.seconds is None:
             return trial
-        note = f"the first step took {cold['seconds']:.1f} s; rounds otherwise"
+        note = f"the first step took {cold['seconds']:.1f} s; rounds differently"
         return Trial(trial.name, trial.how, trial.seconds, trial.present, note)
 
     def _try_doubling(self, bench: Bench) -> Trial:
         trial = bench.run("twice the batch", "", partial(doubled_batch, bench.engine))
         if trial.seconds is None:
             return trial
-        note = "time for as many samples as before; another batch size is another training"
+        note = "time for the same number of samples; another batch size changes the training"
         return Trial(trial.name, "a larger batch_size", trial.seconds / 2, trial.present, note, other_training=True)

@@ -1,4 +1,4 @@
-"""Runs a target with the bench inside: a script, a configuration or a pack, its files in a temporary folder."""
+"""Execution of a target under the bench: a script, configuration or pack, with its files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from treadle.runs.target import PackRun, checked_target, resolve
 
 
 class BenchSetup(MovedRuns):
-    """Observer of the first trainer of a target: it moves its files and adds the hook.
+    """Observer of the first trainer of a target, which moves its files and adds the hook.
 
     Args:
-        hook: measures.
+        hook: the measuring hook.
         workspace: where the files go.
-        pack: whether the target is a pack, whose command has a run folder as an option.
+        pack: whether the target is a pack, whose command takes the run folder as an option.
     """
 
     command = "bench"
@@ -37,10 +37,10 @@ class BenchSetup(MovedRuns):
         self.met = False
 
     def before_running(self, engine: Engine) -> None:
-        """Move the files of hooks and add the one that measures, behind them.
+        """Move the files of hooks and append the measuring hook.
 
         Raises:
-            ConfigError: the target is of a face that writes files which cannot be moved.
+            ConfigError: the target's face writes files that cannot be moved.
         """
         if not self.pack:
             self.hook.result.left_out = self.move(engine)
@@ -50,16 +50,16 @@ class BenchSetup(MovedRuns):
 
 
 def run_bench(target: str, arguments: Sequence[str], *, steps: int, compiles: bool) -> BenchResult:
-    """Run a target until its steps are measured; what it prints goes to standard error.
+    """Run a target until its steps are measured; its output goes to standard error.
 
     Args:
         target: path of a script or a configuration, or the name of a pack.
-        arguments: of the script, or settings.
-        steps: to measure.
-        compiles: whether compiled blocks are tried.
+        arguments: arguments of the script, or settings.
+        steps: number of steps to measure.
+        compiles: whether to try compiled blocks.
 
     Raises:
-        ConfigError: the target makes no trainer, or one that cannot be measured.
+        ConfigError: the target creates no trainer, or one that cannot be measured.
     """
     found = resolve(target, arguments)
     hook = BenchHook(BenchResult(target), steps=steps, compiles=compiles)
@@ -92,10 +92,10 @@ def _start(target: str, arguments: Sequence[str], found: object, *, workspace: P
 
 
 def check_target(target: str, arguments: Sequence[str], steps: int) -> None:
-    """Refuse what cannot work before anything is started.
+    """Reject invalid arguments before anything is started.
 
     Raises:
-        ConfigError: a value is out of range, there is no such script, or a setting is wrong.
+        ConfigError: a value is out of range, there is no such script, or a setting is invalid.
     """
     if steps < 3:
         raise ConfigError(f"--steps {steps}: must be at least 3, so that there is a typical one")

@@ -1,8 +1,8 @@
-"""Where the time of a step goes, measured from outside: calls of a run are wrapped while it is measured.
+"""Timing of the parts of a step, by wrapping calls of the run while it is measured.
 
-At any moment the run is in exactly one part, so the parts of a step add up to the step. On a GPU the marks between the
-parts are events in its stream: nothing waits while it is measured, and the times read later are the GPU's own
-timeline, in which it also waits for the host.
+At any moment the run is in exactly one part, so the parts of a step add up to the step. On a GPU, the marks between
+parts are events in its stream: measuring never synchronizes, and the times read later are the GPU's own timeline,
+including the time in which it waits for the host.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ HOOK = "hook "
 
 
 class Clock(Protocol):
-    """Clock of marked moments; the time between two is asked for when all is over."""
+    """Clock that records marks and computes the time between two of them afterwards."""
 
     def mark(self) -> Any:
-        """Return a mark of the present moment, None where there is none; wait for nothing."""
+        """Return a mark of the current moment, or None if there is none, without waiting."""
         ...
 
     def seconds(self, first: Any, second: Any) -> float:
@@ -32,15 +32,15 @@ class Clock(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait until every mark has been passed."""
+        """Wait until every mark has been reached."""
         ...
 
 
 class HostClock:
-    """The clock of the CPU."""
+    """Clock of the CPU."""
 
     def mark(self) -> float:
-        """Return the present moment, in seconds."""
+        """Return the current time, in seconds."""
         return time.perf_counter()
 
     def seconds(self, first: float, second: float) -> float:
@@ -48,29 +48,29 @@ class HostClock:
         return second - first
 
     def finish(self) -> None:
-        """Wait for nothing."""
+        """Return at once: the CPU has nothing to wait for."""
 
 
 class StreamClock:
-    """The timeline of a CUDA stream.
+    """Clock of a CUDA stream.
 
     Args:
-        device: whose present stream.
+        device: the device whose current stream is timed.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
 
     def mark(self) -> torch.cuda.Event | None:
-        """Put an event into the stream; None while a CUDA graph is recorded, in which an event has no time."""
-        if torch.cuda.is_current_stream_capturing():  # of the present device, which recording sets
+        """Record an event in the stream; None while a CUDA graph is captured, in which an event has no time."""
+        if torch.cuda.is_current_stream_capturing():  # of the current device, which the capture sets
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        """Return the time between two events that have passed."""
+        """Return the time between two completed events."""
         return float(first.elapsed_time(second)) / 1000
 
     def finish(self) -> None:
@@ -79,7 +79,7 @@ class StreamClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock that fits a device.
+    """Return the clock for a device.
 
     Example:
         >>> type(clock_of(torch.device("cpu"))).__name__
@@ -89,10 +89,10 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Timeline:
-    """Which part of a step the run was in, from when to when.
+    """Record of the part of a step that the run was in over time.
 
     Args:
-        clock: marks the moments.
+        clock: provides the marks.
 
     Example:
         >>> ticks = iter(range(9))
@@ -110,44 +110,44 @@ class Timeline:
         self._running: list[tuple[str, Any]] | None = None
 
     def begin_step(self, part: str) -> None:
-        """End a step, if one runs, and begin the next."""
+        """End the current step, if any, and begin the next."""
         self.end_step()
         self._running = []
         self.switch(part)
 
     def end_step(self) -> None:
-        """End the running step."""
+        """End the current step."""
         if self._running:
             self._running.append(("", self.clock.mark()))
             self._records.append(self._running)
         self._running = None
 
     def clear(self) -> None:
-        """Forget all steps, the running one included."""
+        """Discard all steps, including the current one."""
         self._records, self._running = [], None
 
     def drop_step(self) -> None:
-        """Forget the running step, in which something else happened, such as an evaluation."""
+        """Discard the current step, which contains something else, such as an evaluation."""
         self._running = None
 
     @property
     def num_steps(self) -> int:
-        """Step that were measured to their end."""
+        """Number of steps measured to their end."""
         return len(self._records)
 
     def switch(self, part: str) -> None:
-        """Say in which part the run is from here on."""
+        """Switch to another part of the step."""
         self.part = part
         if self._running is None:
             return
         mark = self.clock.mark()
         if mark is None:
-            self.drop_step()  # a step that records a graph is none of those to be measured
+            self.drop_step()  # a step that captures a graph is not measured
         else:
             self._running.append((part, mark))
 
     def inside(self, call: Callable[..., Any], part: str, *, after: str | None = None) -> Callable[..., Any]:
-        """Wrap a call: it is the part ``part``, and behind it comes ``after``, or what was before it."""
+        """Wrap a call: it counts as ``part``, and what follows as ``after``, or as the part before the call."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             before = self.part
@@ -160,7 +160,7 @@ class Timeline:
         return timed
 
     def seconds(self) -> list[dict[str, float]]:
-        """Return the seconds of every part, a mapping for each step; wait for the device."""
+        """Return the seconds of every part, one mapping per step; wait for the device."""
         self.clock.finish()
         steps = []
         for record in self._records:
@@ -172,9 +172,9 @@ class Timeline:
 
 
 def typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the parts of a typical step: the median of each, 0 where most steps have it not.
+    """Return the parts of a typical step: the median of each, 0 for parts that most steps lack.
 
-    The step is then their sum. On a machine with other work every few steps are interrupted, each in another part.
+    The time of the step is their sum. On a busy machine every few steps are interrupted, each in a different part.
 
     Example:
         >>> typical([{"data": 1.0}, {"data": 2.0, "loop": 1.0}, {"data": 90.0, "loop": 2.0}])
@@ -185,7 +185,7 @@ def typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def mean_parts(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each part over some steps; a part that a step has not counts as 0.
+    """Return the mean of each part over some steps; a part that a step lacks counts as 0.
 
     Example:
         >>> mean_parts([{"data": 1.0}, {"data": 2.0, "loop": 1.0}])
@@ -201,9 +201,9 @@ def step_seconds(step: Callable[[Any], Any], groups: Sequence[Any], *, count: in
     Args:
         step: runs one step on a group.
         groups: at least one.
-        count: steps.
-        clock: marks the moments.
-        block: steps between two marks; more than one where a mark by mark measurement would change the pace.
+        count: number of steps.
+        clock: provides the marks.
+        block: steps between two marks; more than one if a mark at every step would slow them down.
     """
     marks = [clock.mark()]
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Settings that may make a step faster, each tried on the run at hand and taken back."""
+"""Settings that may make a step faster, each tried on the current run and then undone."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Step = Callable[[Group], Any]
 
 
 class NotTried(Exception):
-    """Reason why a trial makes no sense here."""
+    """Reason why a trial does not apply."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one setting did to the step.
+    """Effect of one setting on the time of a step.
 
     Attributes:
         name: the setting, in words.
-        how: what to write to have it.
-        seconds: of a step with it; None where it was not tried.
+        how: the code that enables it.
+        seconds: of a step with it; None if it was not tried.
         present: of a step without it, measured around the trial.
         note: what else it changes, or why it was not tried.
         other_training: whether the trial changes the training itself.
@@ -55,13 +55,13 @@ class Trial:
 
 
 class Bench:
-    """Trials of settings on an engine and the groups of some of its steps.
+    """Trials of settings on an engine, with the groups of some of its steps.
 
     Args:
-        engine: the run, which is thrown away afterwards: its weights move on in every trial.
-        groups: of some steps.
-        clock: fits the device.
-        count: steps of a measurement.
+        engine: the run, which is discarded afterwards, since every trial updates its weights.
+        groups: the groups of some steps.
+        clock: the clock for the device.
+        count: steps per measurement.
     """
 
     def __init__(self, engine: Engine, groups: Sequence[Group], *, clock: Clock, count: int):
@@ -69,7 +69,7 @@ class Bench:
         self.block = 5 if engine.device.type == "cuda" else 1
 
     def seconds(self, step: Step, groups: Sequence[Group]) -> float:
-        """Return the median time of a step, after some that do not count."""
+        """Return the median time of a step, after some warm-up steps."""
         for number in range(_WARM_UP):
             step(groups[number % len(groups)])
         return step_seconds(step, groups, count=self.count, clock=self.clock, block=self.block)
@@ -82,7 +82,7 @@ class Bench:
                 changed = self.seconds(step, self.groups)
         except NotTried as reason:
             return Trial(name, how, note=str(reason))
-        except Exception as error:  # noqa: BLE001  # the user's code, or a compiler, may not take the change
+        except Exception as error:  # noqa: BLE001  # user code or a compiler may fail with the change
             first = (str(error).strip().splitlines() or [""])[0][:200]
             return Trial(name, how, note=f"failed: {type(error).__name__}: {first}")
         after = self.seconds(self.engine.steps, self.groups)
@@ -91,7 +91,7 @@ class Bench:
 
 @contextlib.contextmanager
 def fused_optimizer(engine: Engine) -> Iterator[Step]:
-    """Step with a fused optimizer in the place of the present one."""
+    """Replace the optimizer by a fused one inside the block."""
     present = engine.optimizer
     if all(group.get("fused") for group in present.param_groups):
         raise NotTried("the optimizer is fused already")
@@ -107,7 +107,7 @@ def fused_optimizer(engine: Engine) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def in_bf16(engine: Engine) -> Iterator[Step]:
-    """Step in mixed precision."""
+    """Train in bf16 mixed precision inside the block."""
     present = engine.precision
     if present.name is not None:
         raise NotTried(f"the run is in {present.name} already")
@@ -117,7 +117,7 @@ def in_bf16(engine: Engine) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def captured(engine: Engine, groups: Sequence[Group]) -> Iterator[Step]:
-    """Step replayed as one CUDA graph for each shape of the groups, with a fused optimizer."""
+    """Replay the step as one CUDA graph per shape of the groups, with a fused optimizer."""
     if engine.device.type != "cuda":
         raise NotTried("CUDA graphs need a CUDA device")
     captures = dataclasses.replace(engine.settings, capture=True)
@@ -127,7 +127,7 @@ def captured(engine: Engine, groups: Sequence[Group]) -> Iterator[Step]:
         try:
             with engine.temporarily(settings=captures, guard=finite_guard(engine)):
                 steps = steps_of(engine)
-                for met in [*groups, *groups]:  # the second of each shape is captured, which is no part of a step
+                for met in [*groups, *groups]:  # the second step of each shape captures, which is not measured
                     steps(met)
                 yield steps
         finally:
@@ -137,7 +137,7 @@ def captured(engine: Engine, groups: Sequence[Group]) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def compiled_blocks(engine: Engine, *, cold: dict[str, float]) -> Iterator[Step]:
-    """Step with compiled blocks; the seconds of the first steps go into ``cold``."""
+    """Compile the blocks; the seconds of the first steps go into ``cold``."""
     before = {module for module in engine.model.modules() if is_compiled(module)}
     if before:
         raise NotTried("the model is compiled already")
@@ -158,7 +158,7 @@ def compiled_blocks(engine: Engine, *, cold: dict[str, float]) -> Iterator[Step]
 
 @contextlib.contextmanager
 def num_threads(engine: Engine, count: int) -> Iterator[Step]:
-    """Step with another number of threads on the CPU."""
+    """Use another number of CPU threads inside the block."""
     present = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -169,9 +169,9 @@ def num_threads(engine: Engine, count: int) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def doubled_batch(engine: Engine) -> Iterator[Step]:
-    """Step on twice the samples, each counted as two."""
+    """Double the batch; each step then counts as two."""
 
-    made: dict[int, Group] = {}  # putting batches together is no part of the step
+    made: dict[int, Group] = {}  # concatenating batches is not part of the step
 
     def step(group: Group) -> Any:
         if id(group) not in made:
@@ -183,10 +183,10 @@ def doubled_batch(engine: Engine) -> Iterator[Step]:
 
 
 def doubled(batch: Any) -> Any:
-    """Return a batch that has every sample twice.
+    """Return a batch with every sample twice.
 
     Raises:
-        NotTried: the batch is not a nesting of tensors that all have the same first size.
+        NotTried: the batch is not a nesting of tensors that share their first dimension.
 
     Example:
         >>> doubled((torch.zeros(2, 3), torch.ones(2)))[1].tolist()
@@ -200,6 +200,6 @@ def doubled(batch: Any) -> Any:
 
 
 def thread_counts() -> list[int]:
-    """Return the numbers of threads to try: one, and one for each core, without the present one."""
+    """Return the numbers of threads to try: one, and one per core, except the current number."""
     cores = os.cpu_count() or 1
     return [count for count in dict.fromkeys((1, cores)) if count != torch.get_num_threads()]

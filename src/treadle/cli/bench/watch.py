@@ -1,4 +1,4 @@
-"""Which calls of a run are wrapped for the time of a measurement, and put back after it."""
+"""Temporary wrappers around the calls of a run that are timed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ABSENT = object()
 
 
 class Replaced:
-    """Attributes that were replaced, to be put back.
+    """Replaced attributes, to be restored.
 
     Example:
         >>> class Owner: value = 1
@@ -46,7 +46,7 @@ class Replaced:
         setattr(owner, name, value)
 
     def put_back(self) -> None:
-        """Put everything back, the last first."""
+        """Restore everything, last first."""
         for owner, name, value in reversed(self._before):
             if value is _ABSENT:
                 delattr(owner, name)
@@ -59,9 +59,9 @@ class Watch:
     """Wrappers of the parts of an engine's steps.
 
     Args:
-        engine: prepared, and not in a step.
-        timeline: receives the present part of the run.
-        left_out: a hook that is not looked at.
+        engine: prepared, and not inside a step.
+        timeline: receives the current part of the run.
+        left_out: a hook that is not timed.
 
     Attributes:
         loader: the loader of the run, once an epoch was opened.
@@ -76,7 +76,7 @@ class Watch:
         self._wrap_hooks([hook for hook in engine.hooks if hook is not left_out])
 
     def remove(self) -> None:
-        """Put every call back."""
+        """Restore every call."""
         self._replaced.put_back()
 
     def _wrap(self, owner: Any, name: str, part: str, *, after: str | None = None) -> None:
@@ -95,7 +95,7 @@ class Watch:
 
         def open_noted(loader: Any) -> None:
             self.loader = loader
-            line.drop_step()  # an epoch ended before, with its evaluation
+            line.drop_step()  # the previous epoch ended with its evaluation
             opened(loader)
 
         self._replaced.set(cursor, "take", take_timed)
@@ -107,12 +107,13 @@ class Watch:
         if is_replayed(engine):
             self._wrap(engine, "steps", REPLAY)
         self._wrap(engine, "forward", FORWARD, after=LOOP)
-        # Behind the last backward pass come the norm, the verdict, clipping and the optimizer, up to the guard's end.
+        # After the last backward pass come the norm, the check of gradients, clipping and the optimizer, up to the
+        # guard's end.
         self._wrap(Tensor, "backward", BACKWARD, after=UPDATE)
         self._wrap(engine.guard, "apply", UPDATE, after=LOOP)
         self._wrap(Ema, "update", AVERAGES)
         if engine.lr_scheduler is not None:
-            # Of the class: attributes of the scheduler itself are part of its state.
+            # On the class, since attributes of the scheduler object are part of its state.
             self._wrap(type(engine.lr_scheduler), "step", SCHEDULE)
 
     def _wrap_hooks(self, hooks: list[BaseHook]) -> None:
@@ -122,7 +123,7 @@ class Watch:
 
 
 def is_replayed(engine: Engine) -> bool:
-    """Return whether the steps of a prepared engine are captured; ``capture="auto"`` may have found that they cannot.
+    """Return whether a prepared engine captures its steps; ``capture="auto"`` may have found that it cannot.
 
     Example:
         >>> from types import SimpleNamespace
@@ -136,7 +137,7 @@ def is_replayed(engine: Engine) -> bool:
 
 
 def parts_in_order(parts: dict[str, float]) -> dict[str, float]:
-    """Return the parts as a step goes through them; those that were not met are left out.
+    """Return the parts in the order of a step; parts that did not occur are left out.
 
     Example:
         >>> list(parts_in_order({"hook A": 1.0, "files": 1.0, "forward": 1.0}))

@@ -1,3 +1,3 @@
-"""What ``treadle report`` and ``treadle runs`` are made of: reading a run folder, its curves, its page."""
+"""Implementation of ``treadle report`` and ``treadle runs``: reading run folders, curves, the HTML page."""
 
 from __future__ import annotations

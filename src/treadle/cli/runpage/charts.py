@@ -1,4 +1,4 @@
-"""The charts of a page: which series stand together, under which title, as plain values for the script of the page."""
+"""The charts of a page: their titles and series, as plain values for the page's script."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from treadle.cli.runpage.curves import Series
 
-# In the order of a page; others follow in the order in which they were found.
+# In the order of the page; others follow in the order in which they were found.
 _TITLES = {
     "loss": "Loss", "accuracy": "Accuracy", "grad_norm": "Gradient norm", "lr": "Learning rate",
     "speed": "Speed (steps/s)", "time": "Time per epoch (s)", "r2": "R²", "mae": "Mean absolute error",
@@ -35,8 +35,8 @@ def charts_of(runs: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
         runs: the series of each run.
 
     Returns:
-        For each chart its ``key``, ``title``, whether it may be smoothed, and ``series``, each with the number of its
-        ``run``.
+        For each chart its ``key``, its ``title``, whether it may be smoothed, and its ``series``, each with the number
+        of its ``run``.
     """
     series: dict[str, list[dict[str, Any]]] = {}
     for number, found in enumerate(runs):

@@ -1,4 +1,4 @@
-"""The checkpoints of a run folder: sizes, places, and what they say without their tensors being read."""
+"""The checkpoints of a run folder: sizes, paths, and values readable without loading tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treadle.cli.runpage.files import Row, weight_files
 from treadle.errors import CheckpointError
 
 _MOST = 200
-# What a page shows; the states of optimizers and generators are of no use to it.
+# Values that a page shows; states of optimizers and generators are not needed.
 _KEPT = re.compile(r"(config|history|selection|versions|data|format)\.|(epoch|global_step|best_metric|best_epoch)$")
 
 
@@ -26,12 +26,12 @@ class Checkpoint:
 
     Attributes:
         name: its path inside the run folder.
-        size: bytes; of a folder, of all its files.
+        size: in bytes; for a folder, of all its files.
         written: seconds since 1970.
-        link: what it points to, for a link.
+        link: the target, if it is a link.
         step: optimizer steps; None for weights alone.
         epoch: epochs completed.
-        kind: what it is.
+        kind: the kind of file.
         problem: why it cannot be read, or "".
         values: plain values in it, by dotted key.
     """
@@ -52,7 +52,7 @@ def read_checkpoints(run: Path, *, newest_only: bool = False) -> list[Checkpoint
 
     Args:
         run: the run folder.
-        newest_only: only the newest that holds a step; weights alone do not.
+        newest_only: return only the newest that has a step, which bare weights do not.
     """
     paths = sorted(weight_files(run), key=write_order, reverse=True)[:_MOST]
     if not newest_only:
@@ -62,7 +62,7 @@ def read_checkpoints(run: Path, *, newest_only: bool = False) -> list[Checkpoint
 
 
 def epochs_of(values: Mapping[str, Any]) -> list[Row]:
-    """Return the history in a checkpoint's values.
+    """Return the history stored in a checkpoint's values.
 
     Example:
         >>> epochs_of({"history.0.epoch": 1, "history.0.val_loss": 0.5})
@@ -80,7 +80,7 @@ def _read(path: Path, run: Path) -> Checkpoint:
     name, link = path.relative_to(run).as_posix(), os.readlink(path) if path.is_symlink() else None
     try:
         size, written = _size(path), write_order(path)[0]
-    except OSError as error:  # removed meanwhile, or a link to nothing
+    except OSError as error:  # removed meanwhile, or a dangling link
         return Checkpoint(name, 0, 0.0, link, problem=error.strerror or "cannot be read")
     found: Mapping[str, Any] = {"kind": "safetensors file"}
     if path.suffix != ".safetensors":
@@ -93,7 +93,7 @@ def _read(path: Path, run: Path) -> Checkpoint:
 
 @functools.lru_cache(maxsize=512)
 def _glance(path: Path, written: int, size: int) -> Mapping[str, Any]:
-    """Read a file once, for as long as it is not written again."""
+    """Read a file once and cache the result until the file is rewritten."""
     try:
         found = glance(path)
     except CheckpointError as error:

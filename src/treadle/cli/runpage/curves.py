@@ -1,4 +1,4 @@
-"""The curves of a run: series of points for the charts of a page, few enough for a browser."""
+"""The curves of a run: series of points for the charts of a page, thinned out for the browser."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Axis = Sequence[float | None]
 
 
 class RunAxes:
-    """Conversion of steps into epochs and time, and of epochs into steps, as far as the records of a run allow.
+    """Conversion between steps, epochs and time, as far as the records of a run allow.
 
     Args:
-        rows: of the step log.
-        values: of the newest checkpoint, which has the length of an epoch where there is no step log.
-        timeline: of the run.
+        rows: rows of the step log.
+        values: plain values of the newest checkpoint, which gives the length of an epoch if there is no step log.
+        timeline: the timeline of the run.
 
     Example:
         >>> rows = [{"step": 1, "epoch": 1, "position": 4}, {"step": 2, "epoch": 1, "position": 8}]
@@ -43,18 +43,18 @@ class RunAxes:
         for row in rows:
             lengths[row["epoch"]] = max(lengths.get(row["epoch"], 1), row["position"])
             self._last_step[row["epoch"]] = row["step"]
-        if lengths:  # the last epoch may be under way
+        if lengths:  # the last epoch may be incomplete
             lengths[max(lengths)] = max(lengths.values())
         self._steps = [row["step"] for row in rows]
         self._epochs = [row["epoch"] - 1 + row["position"] / lengths[row["epoch"]] for row in rows]
         self._per_epoch = None if rows else _steps_per_epoch(values)
 
     def of_steps(self, steps: Sequence[int]) -> dict[str, Axis]:
-        """Return the places of steps."""
+        """Return the coordinates of steps."""
         return {"step": steps, "epoch": self._epochs_at(steps), "time": self.timeline.at(steps)}
 
     def of_epochs(self, epochs: Sequence[int]) -> dict[str, Axis]:
-        """Return the places of the ends of epochs."""
+        """Return the coordinates of the ends of epochs."""
         steps = [self._step_of(epoch) for epoch in epochs]
         return {"step": steps, "epoch": epochs, "time": self.timeline.at(steps)}
 
@@ -73,7 +73,7 @@ class RunAxes:
 
 
 def _steps_per_epoch(values: Mapping[str, Any]) -> float | None:
-    """Return the steps of an epoch by the position in a checkpoint; None if it has none."""
+    """Return the steps per epoch from the position stored in a checkpoint; None if it stores none."""
     step, epoch = values.get("global_step"), values.get("epoch")
     position, length = values.get("data.position", 0), values.get("data.length")
     if not isinstance(step, int) or not isinstance(epoch, int):
@@ -85,7 +85,7 @@ def _steps_per_epoch(values: Mapping[str, Any]) -> float | None:
 MOST_POINTS = 1500
 _PARTS = {"train": "training", "val": "validation", "eval": "validation", "valid": "validation", "test": "test"}
 _PLACES = ("step", "epoch", "global_step")
-_RATE_OF_A_GROUP = re.compile(r"lr[_/](group_?)?\d+")  # a step log has the rates already
+_RATE_OF_A_GROUP = re.compile(r"lr[_/](group_?)?\d+")  # a step log has the learning rates already
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Series:
 
     Attributes:
         chart: the key of the chart.
-        label: what the points are, inside their run: ``training``, ``validation``, or another word.
+        label: the name of the series within its run: ``training``, ``validation``, or another word.
         style: ``line`` for many points, which are smoothed; ``dots`` for few, joined; ``mark`` for single events.
-        axes: places by axis: ``step``, ``epoch``, ``time`` in seconds; None where unknown.
+        axes: coordinates by axis: ``step``, ``epoch``, ``time`` in seconds; None where unknown.
         y: the values; None where there is none.
-        raw: places and values before points were averaged; None if all points are there.
-        texts: of marks, what happened.
+        raw: coordinates and values before averaging; None if all points are kept.
+        texts: for marks, what happened.
     """
 
     chart: str
@@ -130,7 +130,7 @@ def series_of(records: RunRecords) -> list[Series]:
 
 
 def resumes_of(records: RunRecords) -> dict[str, Axis]:
-    """Return the places where a later process took the run up."""
+    """Return the coordinates at which a later process resumed the run."""
     starts = [session.marks[0][0] for session in read_sessions(records.sessions)[1:]]
     return _axes_of(records).of_steps(starts)
 
@@ -157,7 +157,7 @@ def _of_steps(rows: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
 
 
 def _of_points(points: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
-    """Yield the curves of a log of points, each with the steps that have its key."""
+    """Yield the curves of a log of points, each over the steps that have its key."""
     keys = dict.fromkeys(key for row in points for key in row if key not in _PLACES)
     for key in keys:
         rows = {row["step"]: row[key] for row in points if _number(row.get(key)) is not None}
@@ -172,13 +172,13 @@ def _of_epochs(epochs: Sequence[Row], axes: RunAxes) -> Iterator[Series]:
     for key in dict.fromkeys(key for row in epochs for key in row if key not in _PLACES):
         values = [_number(row.get(key)) for row in epochs]
         known = {value for value in values if value is not None}
-        if known and not (len(known) == 1 and len(values) > 1):  # a constant is a fact, no curve
+        if known and not (len(known) == 1 and len(values) > 1):  # a constant is not shown as a curve
             chart, label = chart_of(key)
             yield Series(chart, label, "dots", places, values)
 
 
 def constants_of(records: RunRecords) -> dict[str, float]:
-    """Return the values that are equal in every epoch of a run, which are shown without a chart."""
+    """Return the values that are equal in every epoch of a run, which get no chart."""
     found: dict[str, float] = {}
     for key in dict.fromkeys(key for row in records.epochs for key in row if key not in _PLACES):
         known = {_number(row.get(key)) for row in records.epochs}
@@ -189,7 +189,7 @@ def constants_of(records: RunRecords) -> dict[str, float]:
 
 
 def chart_of(key: str) -> tuple[str, str]:
-    """Return the chart that a value belongs to, and what of it.
+    """Return the chart that a value belongs to, and its label there.
 
     Example:
         >>> chart_of("val_loss"), chart_of("train/loss"), chart_of("lr")
@@ -214,14 +214,14 @@ def _marks(records: RunRecords, axes: RunAxes) -> Iterator[Series]:
 
 
 def events_of(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the steps that were skipped and those that were retried, where there are any."""
+    """Return the skipped steps and the retried steps, if any."""
     skipped = [row for row in rows if row.get("applied") is False]
     retried = [row for row in rows if row.get("applied") is not False and row.get("retries")]
     return {label: found for label, found in (("skipped", skipped), ("retried", retried)) if found}
 
 
 def event_text(row: Row) -> str:
-    """Return what happened in a step that was skipped or retried.
+    """Describe what happened in a skipped or retried step.
 
     Example:
         >>> event_text({"step": 3, "applied": False, "retries": 0, "reason": "no micro-batch had a loss"})
@@ -234,7 +234,7 @@ def event_text(row: Row) -> str:
 
 
 def _heights(rows: Sequence[Row], steps: Sequence[int]) -> list[float | None]:
-    """Return the loss at steps; where there was none, the one before."""
+    """Return the loss at steps; if a step has none, the loss before it."""
     wanted, last, found = set(steps), None, []
     for row in rows:
         last = _number(row.get("loss")) if row.get("loss") is not None else last
@@ -244,7 +244,7 @@ def _heights(rows: Sequence[Row], steps: Sequence[int]) -> list[float | None]:
 
 
 def _line(chart: str, label: str, axes: Mapping[str, Axis], values: Axis) -> Series:
-    """Return a line; of many points their means, and beside them the extremes, so that no spike is lost."""
+    """Return a line; many points are reduced to means and extremes, so that no spike is lost."""
     count = len(values)
     if count <= MOST_POINTS:
         return Series(chart, label, "line", axes, values)

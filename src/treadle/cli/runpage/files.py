@@ -1,4 +1,4 @@
-"""Finding run folders and reading their files, of any face, whole or not: a line torn by a kill is left out."""
+"""Discovery of run folders and reading of their files, for any face; a line cut off by a kill is left out."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ STEPS, POINTS, VALIDATIONS = "steps.jsonl", "metrics.jsonl", "validation.jsonl"
 HISTORIES = ("training_history.json", "history.json")
 _RECORDS = (STEPS, SESSIONS, POINTS, *HISTORIES, "run.json", LOCK_NAME)
 _WEIGHTS = (".pt", ".pth", ".ckpt", ".safetensors")
-# Folders inside a run that hold no other run, and may hold very many files.
+# Folders inside a run that hold no other run and may hold very many files.
 _INNER = {CHECKPOINTS, "pictures", "images", "pretrained", "profile", "tensorboard", "wandb", "mlruns", "nonfinite"}
 
 
 def places(run: Path) -> list[Path]:
-    """Return where the files of a run may lie: in its folder, and in that of its checkpoints."""
+    """Return the folders that may hold files of a run: its own, and that of its checkpoints."""
     return [run, run / CHECKPOINTS]
 
 
 def find(run: Path, *names: str) -> Path | None:
-    """Return the first file of these names that a run has.
+    """Return the first of these files that exists in a run.
 
     Example:
         >>> find(Path("no_such_run"), "steps.jsonl") is None
@@ -42,19 +42,19 @@ def find(run: Path, *names: str) -> Path | None:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds anything that a run leaves behind."""
+    """Return whether a folder holds files of a run."""
     if folder.name == CHECKPOINTS:
         return False
     return find(folder, *_RECORDS) is not None or any(is_state(path) for path in weight_files(folder))
 
 
 def is_state(path: Path) -> bool:
-    """Return whether a file or folder of weights is named as the checkpoints are that a run resumes from."""
+    """Return whether a file or folder of weights is named like a checkpoint that a run resumes from."""
     return path.name.startswith(("checkpoint_", "ckpt_epoch_")) or path.name in ("best.pt", "last.pt")
 
 
 def weight_files(run: Path) -> list[Path]:
-    """Return what looks like a checkpoint or weights: files by their suffix, folders by the shards inside."""
+    """Return everything that looks like a checkpoint or weights: files by suffix, folders by their shards."""
     found = []
     for place in places(run):
         names = sorted(os.listdir(place)) if place.is_dir() else []
@@ -64,7 +64,7 @@ def weight_files(run: Path) -> list[Path]:
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
-    """Yield the run folders at and below a folder, in the order of their paths; links are not followed.
+    """Yield the run folders at and below a folder in path order, without following links.
 
     Example:
         >>> list(runs_below(Path("no_such_folder")))
@@ -73,12 +73,12 @@ def runs_below(folder: Path) -> Iterator[Path]:
     for path, folders, _ in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _INNER and not name.startswith("."))
         if is_run(Path(path)):
-            folders[:] = [name for name in folders if name != EXPORTS]  # weights for others, named as checkpoints are
+            folders[:] = [name for name in folders if name != EXPORTS]  # exported weights, named like checkpoints
             yield Path(path)
 
 
 def read_lines(path: Path | None) -> list[Row]:
-    """Return the lines of a file that are JSON objects with a whole number ``step``; others are left out.
+    """Return the lines of a file that are JSON objects with an integer ``step``; skip others.
 
     Example:
         >>> read_lines(None)
@@ -100,12 +100,12 @@ def _rows_of(content: bytes) -> list[Row]:
 
 
 def read_tail(path: Path | None, size: int = 1 << 16) -> list[Row]:
-    """As :func:`read_lines`, of the last bytes of a file only."""
+    """Return the lines as :func:`read_lines` does, of the last bytes of a file only."""
     return [] if path is None else _rows_of(_bytes_of(path, size))
 
 
 def _bytes_of(path: Path, last: int | None) -> bytes:
-    """Return a file's bytes, or the whole lines in its last bytes; b"" if it was just renamed by a fresh start."""
+    """Return a file's bytes, or the complete lines in its last bytes; b"" if a fresh start has just renamed it."""
     try:
         with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size
@@ -118,7 +118,7 @@ def _bytes_of(path: Path, last: int | None) -> bytes:
 
 
 def read_json(path: Path | None) -> Any:
-    """Return what a JSON file holds; None if it is missing, damaged, or being replaced just now."""
+    """Return the content of a JSON file; None if it is missing, damaged, or just being replaced."""
     if path is None:
         return None
     try:
@@ -128,7 +128,7 @@ def read_json(path: Path | None) -> Any:
 
 
 def read_yaml(path: Path | None) -> Any:
-    """Return what a YAML file holds; None if it is missing, damaged, or no reader of YAML is installed."""
+    """Return the content of a YAML file; None if it is missing, damaged, or no YAML parser is installed."""
     if path is None:
         return None
     try:
@@ -138,10 +138,10 @@ def read_yaml(path: Path | None) -> Any:
 
 
 def as_epochs(history: Any) -> list[Row]:
-    """Return a history in any of its forms as one flat record an epoch, with a key ``epoch``.
+    """Convert a history in any of its forms to one flat record per epoch, with a key ``epoch``.
 
     Args:
-        history: a list of records, a dict of columns, or a dict of lists of records by the part of the data.
+        history: a list of records, a dict of columns, or a dict of lists of records by split.
 
     Example:
         >>> as_epochs({"epoch": [1, 2], "eval_loss": [0.5, 0.4]})

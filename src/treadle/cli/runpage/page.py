@@ -1,4 +1,4 @@
-"""The page of one run or several: one HTML file with its charts, tables, pictures and the library that draws."""
+"""The page of one or several runs: one HTML file with charts, tables, pictures and the plotting library."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from treadle.hooks.files import to_json
 from treadle.requirements import own_version
 
 _AXES = {"step": "Step", "epoch": "Epoch", "time": "Time"}
-_SMOOTH, _MANY = 0.8, 50  # how much is smoothed at first, where a curve has more points than these
+_SMOOTH, _MANY = 0.8, 50  # initial smoothing, for curves with more points than this
 
 
 def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
     """Return the page as HTML.
 
     Args:
-        runs: what was read of each; their names are distinct.
-        reload: seconds after which an open page loads itself again; None never.
+        runs: the records of each; their names are distinct.
+        reload: seconds after which an open page reloads itself; None for never.
 
     Raises:
         ImportError: plotly is not installed.
@@ -55,7 +55,7 @@ def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
         sections="\n".join(part for part in sections if part),
         written=words.date(time.time()),
         version=own_version(),
-        reload=f" It loads itself again every {reload:g} seconds." if reload else "",
+        reload=f"It reloads itself every {reload:g} seconds." if reload else "",
         library=plotting_library(),
         data=_data(runs, charts, columns, title=title, reload=reload),
         script=_asset("page.js") + _asset("runs.js"),
@@ -63,10 +63,10 @@ def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
 
 
 def plotting_library() -> str:
-    """Return plotly.js.
+    """Return the source of plotly.js.
 
     Raises:
-        ImportError: plotly is not installed; names the extra.
+        ImportError: plotly is not installed; the message names the extra.
     """
     try:
         from plotly.offline import get_plotlyjs
@@ -97,7 +97,7 @@ def _lead(rows: Sequence[RunSummary]) -> str:
 
 
 def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
-    """Return how runs failed, and what a reader would miss and why it is not there."""
+    """Return notes on how runs failed, and on what is missing from the page and why."""
     notes = [f"{run.name}, {row.status}: {row.reason}" for run, row in zip(runs, rows, strict=True) if row.reason]
     for run in runs:
         if not (run.steps or run.points or run.epochs):
@@ -106,7 +106,7 @@ def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
             notes.append(f"{run.name}: no times were recorded; a SessionLogHook writes them.")
         same = ", ".join(f"{key} {words.number(value)}" for key, value in constants_of(run).items())
         if len(runs) == 1 and len(read_sessions(run.sessions)) > 1:
-            notes.append("A dotted line from top to bottom: a later process took the run up there.")
+            notes.append("A vertical dotted line: a later process resumed the run there.")
         notes += [f"{run.name}, the same in every epoch: {same}."] if same and len(runs) <= 3 else []
     if len(runs) > 1 and any(run.epochs for run in runs):
         notes.append("Dots joined by a dotted line: validation. A star: the best epoch.")
@@ -145,7 +145,7 @@ def _parallel_frame(runs: Sequence[RunRecords], columns: Sequence[sweep.Column])
     if axes is None:
         return ""
     return (
-        '\n<figure class="chart whole"><h3>Settings and results, a line each run</h3><div class="wide">'
+        '\n<figure class="chart whole"><h3>Settings and results, one line per run</h3><div class="wide">'
         f'<div class="plot" id="parallel" style="min-width:{6 * len(axes)}rem" role="img" '
         'aria-label="Settings and results of each run"></div></div></figure>'
     )
@@ -171,5 +171,5 @@ def _data(
         "smooth": _SMOOTH if many else 0, "many": _MANY, "reload": reload, "written": time.time(),
         "resumes": resumes_of(runs[0]) if len(runs) == 1 else None, **sweep.as_data(runs, columns),
     }  # fmt: skip
-    # Inside of a script element, nothing may look like its end or like a comment.
+    # Inside a script element, nothing may look like its end or like a comment.
     return json.dumps(to_json(values), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""The pictures and texts that a run wrote, copied into its page."""
+"""The pictures and text samples of a run, embedded in its page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".svg
 
 
 def pictures(runs: Sequence[RunRecords]) -> str:
-    """Return the pictures of the runs; what would make the page larger than 30 MB is named instead.
+    """Return the pictures of the runs; those that would make the page larger than 30 MB are only named.
 
     Raises:
         OSError: a file cannot be read.
@@ -39,7 +39,7 @@ def pictures(runs: Sequence[RunRecords]) -> str:
 
 
 def samples(runs: Sequence[RunRecords]) -> str:
-    """Return the texts that the runs wrote, cut after 20,000 characters."""
+    """Return the text samples of the runs, cut after 20,000 characters."""
     parts = []
     for run in runs:
         for name, text in run.samples.items():

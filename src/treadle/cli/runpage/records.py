@@ -36,22 +36,23 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".svg")
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What was found; every part may be empty.
+    """Records of a run; every part may be empty.
 
     Attributes:
         folder: the run folder.
-        name: what the run is called on a page.
+        name: the name of the run on a page.
         steps: rows of ``steps.jsonl``, each step once, in order.
         points: lines of ``metrics.jsonl``.
-        epochs: one flat record an epoch.
+        epochs: one flat record per epoch.
         sessions: lines of ``sessions.jsonl``.
         config: the settings, by dotted key.
-        config_file: whether they are those that the run was started with; else its trainer's, from a checkpoint.
-        results: numbers that the run ended with, by dotted key.
+        config_file: whether these are the settings that the run was started with; else they are its trainer's, from a
+            checkpoint.
+        results: final metrics, by dotted key.
         checkpoints: newest first.
-        pictures: files, the newest pictures of a kind only.
-        samples: texts that the run wrote, by the name of their file.
-        holder: the process that trains in the folder now; None if there is none.
+        pictures: files, only the newest of each kind.
+        samples: text samples, by file name.
+        holder: the process that is training in the folder; None if there is none.
     """
 
     folder: Path
@@ -70,17 +71,17 @@ class RunRecords:
 
     @property
     def state(self) -> Checkpoint | None:
-        """The newest checkpoint that holds a step."""
+        """The newest checkpoint that has a step."""
         return next((one for one in self.checkpoints if one.step is not None), None)
 
 
 def read_run(folder: Path, name: str | None = None, *, brief: bool = False) -> RunRecords:
-    """Read a run folder, also one that is being written.
+    """Read a run folder, even while it is being written.
 
     Args:
-        folder: of any face.
-        name: what to call it; by default as the folder.
-        brief: read the end of the step log and the newest checkpoint only, and no pictures.
+        folder: the run folder, of any face.
+        name: the name of the run; by default that of the folder.
+        brief: read only the end of the step log and the newest checkpoint, and no pictures.
 
     Raises:
         ConfigError: there is no such folder, or it holds no record of a run.
@@ -137,7 +138,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _with_settings_of_member(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Add to the settings of a run those that it has as a member of a population, its seed above all."""
+    """Add the settings that a run has as a member of a population, above all its seed."""
     population = read_json(folder.resolve().parent / "population.json")
     members = population.get("members", []) if isinstance(population, Mapping) else []
     found: Mapping[str, Any] = next(
@@ -149,7 +150,7 @@ def _with_settings_of_member(config: dict[str, Any], folder: Path) -> dict[str, 
 
 
 def _results(folder: Path) -> dict[str, float]:
-    """Return the numbers of ``metrics.json``; single folds and counts of a series are left out."""
+    """Return the numbers in ``metrics.json``, without single folds and counts of a series."""
     found = read_json(find(folder, "metrics.json"))
     if not isinstance(found, Mapping):
         return {}
@@ -158,7 +159,7 @@ def _results(folder: Path) -> dict[str, float]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    """Return the files in ``pictures/``, and those of the last step in ``images/``."""
+    """Return the files in ``pictures/`` and those of the last step in ``images/``."""
     found = _images_in(folder / "pictures")
     images = folder / "images"
     steps = [path for path in images.iterdir() if re.fullmatch(r"\d+", path.name)] if images.is_dir() else []

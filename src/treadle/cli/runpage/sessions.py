@@ -1,4 +1,4 @@
-"""The processes that worked on a run, and how much time had gone by at which step."""
+"""Sessions of a run, one per process, and the training time by step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treadle.cli.runpage.files import Row
 
 @dataclass(frozen=True)
 class Session:
-    """One process of a run.
+    """Session of a run: one process.
 
     Attributes:
         start: the line of its start.
@@ -25,7 +25,7 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """From the start to the last line."""
+        """Seconds from the start to the last line."""
         return self.marks[-1][1] - self.marks[0][1]
 
     @property
@@ -38,7 +38,7 @@ def read_sessions(lines: Sequence[Row]) -> list[Session]:
     """Return the sessions of a run, in order.
 
     Args:
-        lines: of ``sessions.jsonl``; those before the first start are left out.
+        lines: of ``sessions.jsonl``; lines before the first start are ignored.
 
     Example:
         >>> lines = [{"event": "start", "step": 0, "time": 5.0}, {"event": "step", "step": 9, "time": 7.0}]
@@ -61,10 +61,10 @@ def read_sessions(lines: Sequence[Row]) -> list[Session]:
 
 
 class Timeline:
-    """Training time by step: pauses between sessions do not count, nor does work that was lost by a kill.
+    """Training time by step, without pauses between sessions and without work lost by a kill.
 
     Args:
-        sessions: of one run.
+        sessions: the sessions of one run.
 
     Example:
         >>> lines = [{"event": "start", "step": 0, "time": 5.0}, {"event": "end", "step": 10, "time": 7.0}]
@@ -84,21 +84,21 @@ class Timeline:
 
     @property
     def total(self) -> float | None:
-        """Seconds of all sessions; None where none were recorded."""
+        """Seconds of all sessions; None if none were recorded."""
         return self.seconds[-1] if self.seconds else None
 
     def at(self, steps: Sequence[float | None]) -> list[float | None]:
-        """Return the seconds at steps; None where nothing is known, as before the first session."""
+        """Return the seconds at steps; None where unknown, as before the first session."""
         if not self.steps:
             return [None] * len(steps)
-        import numpy as np  # here, as `treadle runs` does without
+        import numpy as np  # here, since `treadle runs` does not need it
 
         asked = [math.nan if step is None else step for step in steps]
         found = np.interp(asked, self.steps, self.seconds, left=math.nan)
         return [None if math.isnan(value) else round(value, 3) for value in found.tolist()]
 
     def speeds(self) -> tuple[list[int], list[float]]:
-        """Return steps, and the steps per second up to each of them since the mark before."""
+        """Return steps and, for each, the steps per second since the previous mark."""
         steps, rates = [], []
         for index in range(1, len(self.steps)):
             done = self.steps[index] - self.steps[index - 1]

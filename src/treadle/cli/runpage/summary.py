@@ -1,4 +1,4 @@
-"""A run in one line: progress, best metric, time, device."""
+"""Summary of a run in one row: progress, best metric, time, device."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from treadle.cli.runpage.records import RunRecords
 from treadle.cli.runpage.sessions import Timeline, read_sessions
 from treadle.runs.record import SESSIONS
 
-_RECENT = 180.0  # seconds; SessionLogHook writes a line every minute that has a step
+_RECENT = 180.0  # seconds; SessionLogHook writes a line in every minute with a step
 RUNNING, FINISHED, STOPPED, FAILED, ENDED = "running", "finished", "stopped", "failed", "ended"
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A row of ``treadle runs``; None where no record has the value.
+    """Row of ``treadle runs``; values that were not recorded are None.
 
     Attributes:
         folder: the run folder.
-        status: ``running``, ``finished``, ``stopped``, ``failed``, or ``ended`` where no record has the reason.
-        reason: the error of a run that failed, or the process of one that runs.
+        status: ``running``, ``finished``, ``stopped``, ``failed``, or ``ended`` if the reason was not recorded.
+        reason: the error of a failed run, or the process of a running one.
         step: optimizer steps attempted.
-        total_steps: the step at which it ends.
+        total_steps: the step at which the run ends.
         epoch: epochs completed.
-        metric: what the best epoch is chosen by.
-        best: its best value.
-        best_epoch: the epoch that had it.
+        metric: the metric that selects the best epoch.
+        best: the best value of the metric.
+        best_epoch: the epoch of that value.
         loss: of the last step.
-        seconds: of training, pauses left out.
-        device: the kind of device, and its name where it is an accelerator.
-        updated: when something was last written, in seconds since 1970.
+        seconds: training time, without pauses.
+        device: the type of device, with its name if it is an accelerator.
+        updated: time of the last write, in seconds since 1970.
     """
 
     folder: Path
@@ -105,7 +105,7 @@ def _status(records: RunRecords) -> tuple[str, str | None]:
             return last.status, None if last.end is None else _text(last.end.get("error"))
         if find(records.folder, LOCK_NAME) is None and time.time() - last.marks[-1][1] < _RECENT:
             return RUNNING, "no lock in its folder; a line was written just now"
-        return STOPPED, "its process ended without a word"
+        return STOPPED, "its process ended without a record"
     step, total = _last_step(records), _total_steps(records)
     if records.results or (step is not None and total is not None and step >= total):
         return FINISHED, None
@@ -113,7 +113,7 @@ def _status(records: RunRecords) -> tuple[str, str | None]:
 
 
 def _last_step(records: RunRecords) -> int | None:
-    """Return the furthest step that is recorded; None where a history without steps is further than every state."""
+    """Return the furthest recorded step; None if a history without steps is ahead of every state."""
     logged, state = bool(records.steps or records.points or records.sessions), records.state
     epochs = [row["epoch"] for row in records.epochs if isinstance(row.get("epoch"), int)]
     if not logged and state is not None and max(epochs, default=0) > (state.epoch or 0):

@@ -1,4 +1,4 @@
-"""Settings against results of several runs: their table, parallel coordinates, and runs that differ by seed only."""
+"""Settings and results of several runs: a table, parallel coordinates, and groups of runs that differ only by seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treadle.cli.runpage.summary import RunSummary
 from treadle.cli.runpage.tables import section
 
 _MOST_SETTINGS, _MOST_RESULTS = 8, 6
-# Settings that follow from the place or the machine of a run rather than from a choice.
+# Settings determined by the location or the machine of a run rather than chosen.
 _PLACES = re.compile(r"(.*[._])?(out|out_dir|workspace|save_dir|output_dir|checkpoint_dir|path|device|name|run_name)")
 _NUMBERS = re.compile(r"((?<==)-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\d+)")  # the value of a setting, or digits
 _SEED = re.compile(r"(.*[._])?seed")
@@ -23,12 +23,12 @@ _SEED = re.compile(r"(.*[._])?seed")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of runs.
+    """Column of the table of runs.
 
     Attributes:
-        title: a setting's dotted name, or that of a result.
-        values: of each run; None where it has none.
-        texts: as shown.
+        title: the dotted name of a setting or a result.
+        values: one per run; None if the run has none.
+        texts: the values as displayed.
         result: whether it is an outcome rather than a setting.
     """
 
@@ -39,7 +39,7 @@ class Column:
 
     @property
     def places(self) -> list[float | None]:
-        """The values between 0 and 1 along an axis: numbers by size, logarithmic over decades, others in order."""
+        """The positions in [0, 1] along an axis: numbers by size, logarithmic over decades, others in order."""
         known = [value for value in self.values if value is not None]
         if known and all(_is_number(value) for value in known):
             scale = math.log10 if min(known) > 0 and max(known) >= 100 * min(known) else float
@@ -51,7 +51,7 @@ class Column:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """The labels along the axis: the ends of numbers, every value of others."""
+        """The labels of the axis: the extremes of numbers, every value otherwise."""
         pairs = {place: text for place, text in zip(self.places, self.texts, strict=True) if place is not None}
         ends = sorted(pairs.items())
         numbers = all(_is_number(value) for value in self.values if value is not None)
@@ -60,11 +60,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Runs that differ by their seed only, as groups.
+    """Groups of runs that differ only by seed.
 
     Attributes:
         group: the number of the group of each run.
-        names: of the groups.
+        names: the names of the groups.
     """
 
     group: Sequence[int]
@@ -93,7 +93,7 @@ def columns_of(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[C
 
 
 def seeds_of(runs: Sequence[RunRecords]) -> Seeds | None:
-    """Return runs grouped by their settings but for seeds; None where no two runs differ by a seed only."""
+    """Return runs grouped by all settings except seeds; None if no two runs differ only by seed."""
     if len(runs) < 2 or not all(run.config for run in runs):
         return None
     different = _different(runs)
@@ -111,7 +111,7 @@ def seeds_of(runs: Sequence[RunRecords]) -> Seeds | None:
 
 
 def overview(runs: Sequence[RunRecords], rows: Sequence[RunSummary], columns: Sequence[Column]) -> str:
-    """Return the table of several runs, whose columns sort and whose rows isolate a run; "" of a single one."""
+    """Return the table of several runs, with sortable columns and rows that isolate a run; "" for a single run."""
     if len(runs) < 2:
         return ""
     fixed = [
@@ -146,7 +146,7 @@ def overview(runs: Sequence[RunRecords], rows: Sequence[RunSummary], columns: Se
 
 
 def parallel(columns: Sequence[Column]) -> list[dict[str, Any]] | None:
-    """Return the axes of parallel coordinates: settings, then results; None without at least one of each."""
+    """Return the axes of parallel coordinates, settings before results; None without at least one of each."""
     axes = [one for one in columns if len({text for text in one.texts if text != words.NONE}) > 1]
     if not any(one.result for one in axes) or all(one.result for one in axes):
         return None
@@ -168,7 +168,7 @@ def natural(text: str) -> list[tuple[int, float, str]]:
 
 
 def _different(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
-    """Return the settings with more than one value, choices before seeds, with the value of each run."""
+    """Return the settings with more than one value, seeds last, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.config if not _PLACES.fullmatch(key))
     found = {key: [run.config.get(key) for run in runs] for key in keys}
     different = {key: values for key, values in found.items() if len(set(_texts(values))) > 1}
@@ -176,7 +176,7 @@ def _different(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
 
 
 def _shared(runs: Sequence[RunRecords], key: str) -> bool:
-    """Return whether a result is of at least half of the runs and differs between them."""
+    """Return whether at least half of the runs have a result and it differs between them."""
     values = [run.results[key] for run in runs if key in run.results]
     return 2 * len(values) >= len(runs) and len(set(values)) > 1
 
@@ -202,7 +202,7 @@ def _cell(column: Column, run: int) -> str:
 
 
 def as_data(runs: Sequence[RunRecords], columns: Sequence[Column]) -> Mapping[str, Any]:
-    """Return the part of a page's data that its script needs for several runs."""
+    """Return the data that the page's script needs for several runs."""
     seeds = seeds_of(runs)
     return {
         "parallel": parallel(columns) if len(runs) > 1 else None,

@@ -1,4 +1,4 @@
-"""The tables of a page: every text is shown as it is, never read as HTML."""
+"""The tables of a page; every string is escaped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.cli.runpage.sessions import read_sessions
 from treadle.cli.runpage.summary import device_of
 
 _MOST_EVENTS, _FEW = 50, 20
-_BESIDE = 3  # runs whose columns fit into half of the width
+_BESIDE = 3  # runs whose columns fit into half the width
 _SURROUNDINGS = {
     "precision": "precision", "num_parameters": "parameters", "threads": "threads", "cpu_count": "CPU cores",
     "device_name": "processor", "system": "system",
@@ -32,11 +32,11 @@ def table(
     """Return a table.
 
     Args:
-        head: names of the columns.
-        rows: texts.
-        marked: for each row, True sets it off from the others.
+        head: the names of the columns.
+        rows: the cells of each row, as strings.
+        marked: for each row, whether to highlight it.
         numbers: which columns hold numbers.
-        name: of its style; the long texts of ``settings`` are broken into lines.
+        name: the CSS class; the long values of ``settings`` are wrapped.
 
     Example:
         >>> "<td>a &lt; b</td>" in table(["what"], [["a < b"]])
@@ -56,7 +56,7 @@ def table(
 
 
 def section(title: str, *parts: str, wide: bool = False) -> str:
-    """Return a section with a heading, of the whole width or half of it; "" where there is nothing in it."""
+    """Return a section with a heading, of full or half width; "" if it is empty."""
     inside = "\n".join(part for part in parts if part)
     width = ' class="whole"' if wide else ""
     return f"<section{width}>\n<h2>{escape(title)}</h2>\n{inside}\n</section>" if inside else ""
@@ -65,19 +65,19 @@ def section(title: str, *parts: str, wide: bool = False) -> str:
 def _of_runs(
     runs: Sequence[RunRecords], head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Collection[int] = ()
 ) -> str:
-    """Return a table whose first column names the run, without that column where there is only one."""
+    """Return a table whose first column names the run, or without that column if there is only one run."""
     if len(runs) > 1:
         return table(head, rows, numbers=numbers)
     return table(head[1:], [row[1:] for row in rows], numbers=[index - 1 for index in numbers])
 
 
 def folded(title: str, inside: str) -> str:
-    """Return a part of a section that is closed until it is asked for."""
+    """Return a collapsed part of a section."""
     return f"<details>\n<summary>{escape(title)}</summary>\n{inside}\n</details>" if inside else ""
 
 
 def checkpoints(runs: Sequence[RunRecords]) -> str:
-    """Return the table of the checkpoints; a link is named beside what it points to."""
+    """Return the table of the checkpoints; a link is shown with its target."""
     rows = []
     for run in runs:
         links = {str(PurePosixPath(one.name).parent / one.link): one.name for one in run.checkpoints if one.link}
@@ -94,7 +94,7 @@ def checkpoints(runs: Sequence[RunRecords]) -> str:
 
 
 def events(runs: Sequence[RunRecords]) -> str:
-    """Return the steps that were skipped or retried."""
+    """Return the table of skipped and retried steps."""
     rows, more = [], 0
     for run in runs:
         found = sorted((row for rows in events_of(run.steps).values() for row in rows), key=lambda row: row["step"])
@@ -105,7 +105,7 @@ def events(runs: Sequence[RunRecords]) -> str:
 
 
 def sessions(runs: Sequence[RunRecords]) -> str:
-    """Return the processes that worked on each run."""
+    """Return the table of the sessions of each run."""
     rows = []
     for run in runs:
         found = read_sessions(run.sessions)
@@ -124,7 +124,7 @@ def sessions(runs: Sequence[RunRecords]) -> str:
 
 
 def results(runs: Sequence[RunRecords]) -> str:
-    """Return the numbers that the runs ended with: those of one run in columns, those of several beside each other."""
+    """Return the final metrics: of one run in columns, of several side by side."""
     numbers = _beside([run.results for run in runs])
     rows = [[key, *(words.number(value) for value in values)] for key, values in numbers.items()]
     inside = table(["", *(run.name for run in runs)], rows, numbers=range(1, len(runs) + 1))
@@ -135,9 +135,9 @@ def results(runs: Sequence[RunRecords]) -> str:
 
 
 def settings(runs: Sequence[RunRecords]) -> str:
-    """Return what differs between the configurations, and below it all settings.
+    """Return the differences between the configurations, followed by all settings.
 
-    Runs started with a configuration are not compared with those of which only the trainer's settings are known.
+    Runs started with a configuration are not compared with runs for which only the trainer's settings are known.
     """
     started = [run for run in runs if run.config_file] or [run for run in runs if run.config]
     left_out = ", ".join(run.name for run in runs if run not in started)
@@ -146,7 +146,7 @@ def settings(runs: Sequence[RunRecords]) -> str:
 
 
 def environment(runs: Sequence[RunRecords]) -> str:
-    """Return device, threads and versions of the last session of each run."""
+    """Return device, threads and versions from the last session of each run."""
     return _compared("Environment", runs, [_environment(run) for run in runs], "lines")
 
 

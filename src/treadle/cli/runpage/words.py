@@ -1,4 +1,4 @@
-"""Values as short texts, the same on a page and in a table of a terminal."""
+"""Formatting of values as short strings, for pages and terminal tables alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """Return a number with four significant digits, a whole one with all.
+    """Format a number with four significant digits, an integer with all.
 
     Example:
         >>> number(0.123456), number(12345), number(None)
@@ -24,7 +24,7 @@ def number(value: float | None) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Return a size in the unit that fits.
+    """Format a size in a suitable unit.
 
     Example:
         >>> size(1_591_837)
@@ -39,7 +39,7 @@ def size(num_bytes: int) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return hours, minutes and seconds.
+    """Format a duration in hours, minutes and seconds.
 
     Example:
         >>> duration(3725)
@@ -49,12 +49,12 @@ def duration(seconds: float | None) -> str:
 
 
 def date(seconds: float | None) -> str:
-    """Return a moment, seconds since 1970, in the time of this place, to the minute."""
+    """Format a time, in seconds since 1970, as local time to the minute."""
     return NONE if not seconds else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def ago(seconds: float | None, now: float) -> str:
-    """Return how long ago a moment was.
+    """Format how long ago a time was.
 
     Example:
         >>> ago(100.0, 220.0)
@@ -76,14 +76,14 @@ def steps_done(run: RunSummary) -> str:
 
 
 def best_metric(run: RunSummary) -> str:
-    """Return the best value of a run's metric; the loss of the last step, in brackets, for a run that has none."""
+    """Return the best value of a run's metric, or the loss of its last step in brackets if it has none."""
     if run.metric is not None and run.best is not None:
         return f"{run.metric} {number(run.best)}"
     return NONE if run.loss is None else f"(loss {number(run.loss)})"
 
 
 def plain(value: Any) -> str:
-    """Return a setting as text.
+    """Format a setting as a string.
 
     Example:
         >>> plain(None), plain(0.001), plain([1, 2]), plain("adam")

@@ -16,24 +16,23 @@ def verify(
     arguments: TargetArguments = None,
     steps: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Steps of each run.  [default: 24, of a pack 120]", show_default=False),
+        typer.Option(help="Steps of each run.  [default: 24; 120 for a pack]", show_default=False),
     ] = None,
-    kills: Annotated[int, typer.Option(help="How often the run is killed.")] = 3,
-    seed: Annotated[int, typer.Option(help="Decides at which steps and how it is killed.")] = 0,
+    kills: Annotated[int, typer.Option(help="Number of kills.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the steps and signals of the kills.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a stop changes nothing: train straight and again with kills, and compare every step to the bit.
+    """Check that stopping and resuming changes nothing: train with and without kills and compare every step to the bit.
 
-    The target runs for some steps, twice, and then again while it is killed (SIGKILL and SIGTERM) at random steps and
-    rerun until it ends. Of each step the samples, random states, loss, gradients, weights, optimizer, averages,
-    schedule, metrics and log are compared. The answer is EXACT, or the first thing that differs, the likely cause and
-    the fix.
+    The target runs twice without a stop, and then again while it is killed (SIGKILL and SIGTERM) at random steps and
+    rerun until it ends. For each step, the samples, random states, loss, gradients, weights, optimizer, averages,
+    schedule, metrics and log are compared. The answer is EXACT, or the first difference, its likely cause and the fix.
 
-    A script runs as `python TARGET` does, a configuration as `treadle train TARGET`, up to the end of its first
-    training; its trainer saves every 3 steps at least and writes to a temporary folder. What your code itself writes
-    elsewhere before that is not held back.
+    A script runs as with `python TARGET`, a configuration as with `treadle train TARGET`, up to the end of its first
+    training; its trainer saves at least every 3 steps and writes to a temporary folder. Files that your own code writes
+    elsewhere before that are not redirected.
 
-    Exit code: 0 exact, 3 not exact, 2 a wrong setting or nothing to check, 1 the target failed by itself.
+    Exit code: 0 exact, 3 not exact, 2 invalid setting or nothing to check, 1 the target itself failed.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The result of a verification on a terminal."""
+"""Terminal output of a verification."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLES = {"EXACT": "bold green", "NOT EXACT": "bold red", "NOT CHECKED": "bold 
 
 
 def print_report(result: Verification, console: Console) -> None:
-    """Print a table of what was compared, the verdict, and what explains it."""
+    """Print a table of what was compared, the verdict and its explanation."""
     if result.parts:
         print_table(_table(result), console)
     if result.difference is not None:

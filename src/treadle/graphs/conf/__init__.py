@@ -1,3 +1,3 @@
-"""The Hydra groups of graph runs: `train`, `model`, `dataset` and `pe`, read as ``pkg://treadle.graphs.conf``."""
+"""Hydra config groups of graph runs: `train`, `model`, `dataset` and `pe`, read as ``pkg://treadle.graphs.conf``."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Data sets of graphs: real molecules, generated families, and the public benchmarks, each with its own splits.
+"""Graph data sets: real molecules, generated families, and public benchmarks, with their splits.
 
-Importing this needs torch and numpy; torch_geometric and RDKit are imported when a data set is asked for.
+Importing this needs torch and numpy; torch_geometric and RDKit are imported when a data set is loaded.
 """
 
 from __future__ import annotations

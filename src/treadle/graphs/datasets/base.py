@@ -1,4 +1,4 @@
-"""What every data set of graphs looks like: three splits, the widths a model needs, and the kind of its target."""
+"""Common interface of graph data sets: three splits, feature widths, and the type of target."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Described:
-    """What a model and a trainer need to know of the graphs."""
+    """Properties of the graphs that a model and a trainer need."""
 
     level: Level
-    """What a target belongs to: the graph, each node, or each pair of `pair_index`."""
+    """Level of the targets: the graph, each node, or each pair of `pair_index`."""
     task_type: TaskType
-    """Which loss and metrics fit, as in `get_loss_fn` and `get_metrics`."""
+    """Task type, as in `get_loss_fn` and `get_metrics`."""
     num_features: int
-    """Rows of the atom table for integer `x`; columns of a float `x`."""
+    """Number of types for integer `x`; number of columns for float `x`."""
     num_classes: int
-    """Outputs of the model: 1 for one regression target or one logit."""
+    """Number of model outputs: 1 for one regression target or one logit."""
     num_edge_features: int | None = None
-    """Rows of the bond table for integer `edge_attr`, columns of a float one; None: the edges carry nothing."""
+    """Number of types for integer `edge_attr`, number of columns for float `edge_attr`; None: no edge features."""
     target_names: tuple[str, ...] = field(default=(), kw_only=True)
-    """A name for each column of `y`; empty where the source names none."""
+    """Name of each column of `y`; empty if the source does not name them."""
 
 
 @checked
 @dataclass(frozen=True)
 class GraphDataset(Described):
-    """Three splits of graphs and what a model needs to know of them.
+    """Three splits of graphs and the properties a model needs.
 
     A split is list-like: ``len(split)``, ``split[i]`` (a ``torch_geometric.data.Data``), ``split[:100]``, and any
     DataLoader of torch_geometric reads it.
     """
 
     name: str = field(kw_only=True)
-    """The name that was asked for."""
+    """Name of the data set, as requested."""
     train: Sequence[Any] = field(kw_only=True, repr=False)
     """Graphs to train on."""
     val: Sequence[Any] = field(kw_only=True, repr=False)
-    """Graphs to choose by."""
+    """Graphs for model selection."""
     test: Sequence[Any] = field(kw_only=True, repr=False)
-    """Graphs to report on; never part of the other two."""
+    """Graphs for the final test, disjoint from the other two splits."""
     node_pe_dim: int | None = None
-    """Columns of `node_pe`; None: no node encoding was asked for."""
+    """Columns of `node_pe`; None: no node encoding."""
     relative_pe_dim: int | None = None
-    """Columns of `edge_pe`; None: no relative encoding was asked for."""
+    """Columns of `edge_pe`; None: no pair encoding."""
 
     def get_splits(self) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """Return the training, validation and test split."""
@@ -67,16 +67,16 @@ class GraphDataset(Described):
 
 @dataclass(frozen=True)
 class Source:
-    """All graphs of one source, before encodings, and how it splits them."""
+    """All graphs of one source, before encodings, with its splits."""
 
     described: Described
     graphs: GraphSplit
     official: tuple[Indices, Indices, Indices]
-    """Numbers of the graphs for training, validation and test."""
+    """Indices of the training, validation and test graphs."""
     has_test_set: bool
-    """Whether the test set is the source's own, which no other split may change."""
+    """Whether the test set is defined by the source, so that no other split may change it."""
     molecules: Indices | None = None
-    """(G,) graphs of one number are one and the same, and stay in the training part; None: none is there twice."""
+    """(G,) molecule numbers; duplicates stay in the training split. None: there are no duplicates."""
 
     def __post_init__(self) -> None:
         for name, chosen in zip(("training", "validation", "test"), self.official, strict=True):
@@ -87,7 +87,7 @@ class Source:
                 )
 
     def redrawn(self, seed: int) -> tuple[Indices, Indices, Indices]:
-        """Return splits of the same sizes drawn by ``seed``; a test set of the source's own stays as it is."""
+        """Return random splits of the same sizes drawn with ``seed``; a test set defined by the source is kept."""
         train, val, test = self.official
         pool = np.concatenate([train, val] if self.has_test_set else [train, val, test])
         drawn = np.random.default_rng(seed).permutation(np.sort(pool))
@@ -98,11 +98,11 @@ class Source:
 
 
 def repeats_first(order: Indices, molecules: Indices) -> Indices:
-    """Move repeated items to the front, equal ones side by side, so that no later part has it too.
+    """Move duplicates to the front, equal ones adjacent, so that no later split contains them too.
 
     Args:
-        order: (N,) numbers of graphs.
-        molecules: (G,) graphs of one number are one and the same.
+        order: (N,) indices of graphs.
+        molecules: (G,) molecule numbers; equal numbers are duplicates.
 
     Example:
         >>> repeats_first(np.array([3, 0, 2, 1]), np.array([7, 8, 9, 7])).tolist()
@@ -116,12 +116,12 @@ def repeats_first(order: Indices, molecules: Indices) -> Indices:
 
 
 def scaffold_split(scaffolds: Sequence[str]) -> tuple[Indices, Indices, Indices]:
-    """Split molecules 80/10/10 so that no scaffold is in two parts: the largest groups are for training.
+    """Split molecules 80/10/10 so that no scaffold is in two splits; the largest groups are for training.
 
-    The usual split of molecules (Wu et al. 2018, "MoleculeNet"): it tests on scaffolds that were not trained on.
+    The standard split of molecules (Wu et al. 2018, "MoleculeNet"): it tests on scaffolds not seen in training.
 
     Args:
-        scaffolds: that of each molecule, as `murcko_scaffold` names it.
+        scaffolds: scaffold of each molecule, from `murcko_scaffold`.
 
     Example:
         >>> [part.tolist() for part in scaffold_split(["a"] * 7 + ["b", "c", "d"])]
@@ -146,7 +146,7 @@ def scaffold_split(scaffolds: Sequence[str]) -> tuple[Indices, Indices, Indices]
 
 
 def tenths(numbers: Indices) -> tuple[Indices, Indices, Indices]:
-    """Cut numbers into the first 80 %, the next 10 % and the last 10 %, rounded in favour of the first.
+    """Split indices into the first 80 %, the next 10 % and the last 10 %, rounded in favour of the first.
 
     Example:
         >>> [len(part) for part in tenths(np.arange(4990))]
@@ -158,7 +158,7 @@ def tenths(numbers: Indices) -> tuple[Indices, Indices, Indices]:
 
 
 def consecutive(*sizes: int) -> tuple[Indices, Indices, Indices]:
-    """Return the numbers of three splits that lie one after the other.
+    """Return the indices of three consecutive splits.
 
     Example:
         >>> [part.tolist() for part in consecutive(2, 1, 1)]

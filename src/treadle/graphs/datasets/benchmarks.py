@@ -1,7 +1,7 @@
-"""The public benchmarks that torch_geometric reads: ZINC, QM9, CIFAR10 and the Long Range Graph Benchmark.
+"""Public benchmarks loaded with torch_geometric: ZINC, QM9, CIFAR10 and the Long Range Graph Benchmark.
 
-torch_geometric downloads and processes them; here they get one form. Codes of several properties, as in the molecules
-of the long-range sets, become columns of zeros and ones.
+torch_geometric downloads and processes them; here they are converted to one format. Codes of several properties, as in
+the molecules of the long-range sets, become one-hot columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPLITS = ("train", "val", "test")
 
 
 def load_zinc(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Read the subset of ZINC with its 12,000 molecules: 28 kinds of atoms, 4 of bonds, scaled penalised logP."""
+    """Load the ZINC subset of 12,000 molecules: 28 atom types, 4 bond types, scaled penalised logP."""
     raw = [f"raw/{split}.{kind}" for split in _SPLITS for kind in ("pickle", "index")]
     processed = [f"subset/processed/{split}.pt" for split in _SPLITS]
 
@@ -43,7 +43,7 @@ def load_zinc(name: str, root: Path, *, num_workers: int | None) -> Source:
 
 
 def load_qm9(name: str, root: Path, *, num_workers: int | None, target: int = 4) -> Source:
-    """Read QM9: 130,831 molecules with hydrogens. It comes without a split; 80/10/10 by seed 0.
+    """Load QM9: 130,831 molecules with hydrogens. It has no official split; 80/10/10 with seed 0.
 
     ``target`` is a column of torch_geometric's table of 19 properties; 4 is the gap between HOMO and LUMO in eV.
     """
@@ -65,9 +65,9 @@ def load_qm9(name: str, root: Path, *, num_workers: int | None, target: int = 4)
 
 
 def load_cifar10(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Read CIFAR10 as graphs of superpixels (Dwivedi et al. 2020), ten classes of 60,000 pictures, its own splits.
+    """Load CIFAR10 as superpixel graphs (Dwivedi et al. 2020): 60,000 images in ten classes, with the official splits.
 
-    A node has the mean colour of its pixels and its place, an edge the nearness of its ends.
+    A node has the mean colour and the position of its pixels, an edge the proximity of its ends.
     """
     raw = ["CIFAR10/raw/CIFAR10_v2.pt"]
     processed = [f"CIFAR10/processed/{split}_data.pt" for split in _SPLITS]
@@ -107,7 +107,7 @@ _LRGB = {
 
 
 def load_lrgb(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Read a set of the Long Range Graph Benchmark (Dwivedi et al. 2022) with its own splits."""
+    """Load a data set of the Long Range Graph Benchmark (Dwivedi et al. 2022) with its official splits."""
     own_name = name.replace("_", "-")
     superpixels = name.endswith("_sp")
     graph = _contacts if name == "pcqm_contact" else _whole
@@ -115,7 +115,7 @@ def load_lrgb(name: str, root: Path, *, num_workers: int | None) -> Source:
     raw = [f"raw/{split}.{ending}" for split in _SPLITS]
     processed = [f"processed/{split}.pt" for split in _SPLITS]
     with on_disk(name, root / own_name, [raw, processed]) as (folder, missing):
-        # The class adds the name to its root by itself.
+        # The class appends the name to its root itself.
         read = partial(_local(LRGBDataset, missing), str(folder.parent), own_name)
         parts = [[graph(data) for data in read(split=split)] for split in _SPLITS]
     return _source(_LRGB[name], parts, one_hot=None if superpixels else {"x": ATOM_CODES, "edge_attr": BOND_CODES})
@@ -129,5 +129,5 @@ def _source(
 
 
 def _local(kind: Any, missing: bool) -> Any:
-    """Return a class of torch_geometric that downloads only if it must: it would fetch raw files it does not need."""
+    """Return a torch_geometric class that downloads only if needed; it would otherwise fetch unneeded raw files."""
     return kind if missing else type(kind.__name__, (kind,), {"_download": lambda self: None})

@@ -1,4 +1,4 @@
-"""Codes of several properties as columns of zeros and ones, side by side."""
+"""One-hot columns from integer codes of several properties."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from treadle.errors import ConfigError
 __all__ = ["ATOM_CODES", "BOND_CODES", "check_codes", "one_hot_columns"]
 
 ATOM_CODES = (119, 5, 12, 12, 10, 6, 6, 2, 2)
-"""Values of OGB's nine properties of an atom: element, chirality, degree, charge, hydrogens, radicals, hybridisation,
-aromatic, in a ring."""
+"""Numbers of values of OGB's nine atom properties: element, chirality, degree, charge, hydrogens, radicals,
+hybridisation, aromatic, in a ring."""
 BOND_CODES = (5, 6, 2)
-"""Values of OGB's three properties of a bond: kind, stereo, conjugated."""
+"""Numbers of values of OGB's three bond properties: type, stereo, conjugated."""
 
 
 def check_codes(what: str, codes: Tensor, sizes: Sequence[int]) -> None:
-    """Raise ConfigError unless codes are those of the properties.
+    """Raise ConfigError unless all codes are valid for their properties.
 
     Args:
-        what: names them in the message.
+        what: name of the codes for the error message.
         codes: (M, K) integers.
-        sizes: how many values each of the K properties has.
+        sizes: number of values of each of the K properties.
 
     Example:
         >>> check_codes("x", torch.tensor([[1, 3]]), (2, 3))
@@ -49,11 +49,11 @@ def check_codes(what: str, codes: Tensor, sizes: Sequence[int]) -> None:
 
 
 def one_hot_columns(codes: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return one column per value of each property; a linear map of them is the sum of one vector per property.
+    """Return one column per value of each property; a linear map of them sums one vector per property.
 
     Args:
         codes: (M, K) integers, property k from 0 to ``sizes[k]`` - 1.
-        sizes: how many values each property has.
+        sizes: number of values of each property.
 
     Returns:
         (M, sum of sizes) float32.

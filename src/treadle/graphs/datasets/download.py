@@ -1,4 +1,4 @@
-"""Folders of downloaded data: whole or absent, and never fetched again."""
+"""Downloaded data folders, complete or absent and never downloaded twice."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ __all__ = ["on_disk"]
 
 @contextlib.contextmanager
 def on_disk(name: str, folder: Path, complete: Sequence[Sequence[str]]) -> Iterator[tuple[Path, bool]]:
-    """Give the folder to read a data set from, and whether it must be downloaded into that folder first.
+    """Yield the folder to read a data set from, and whether it must first be downloaded into that folder.
 
-    Files on disk are never downloaded again. A download goes into a folder beside, which takes its place when the
-    block ends well and is removed when it fails. An incomplete folder is left alone: torch_geometric would empty it.
+    Files on disk are never downloaded again. A download goes into a temporary sibling folder, which replaces the target
+    when the block succeeds and is removed when it fails. An incomplete folder is left untouched, since torch_geometric
+    would empty it.
 
     Args:
-        name: names the data set in messages.
-        folder: where it belongs.
-        complete: sets of files below ``folder``; one of them there is enough to read the data.
+        name: name of the data set for messages.
+        folder: target folder.
+        complete: sets of files below ``folder``; any one of them is sufficient to read the data.
 
     Raises:
-        FileNotFoundError: the data are not there and could not be downloaded, or the folder is incomplete.
+        FileNotFoundError: the data are missing and could not be downloaded, or the folder is incomplete.
     """
     if any(all((folder / file).is_file() for file in files) for files in complete):
         yield folder, False
@@ -41,7 +42,7 @@ def on_disk(name: str, folder: Path, complete: Sequence[Sequence[str]]) -> Itera
         fresh.mkdir()
         try:
             yield fresh, True
-        except Exception as error:  # whatever the network, an archive or its reader trips over
+        except Exception as error:  # any failure of the network, an archive or its reader
             raise FileNotFoundError(
                 f"data set {name!r} is not in {folder} and could not be downloaded "
                 f"({type(error).__name__}: {error}). Put {', '.join(complete[0])} there by hand, or use molecules that "

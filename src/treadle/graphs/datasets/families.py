@@ -1,4 +1,4 @@
-"""Ten families of random graphs. A size is a number, or the lowest and highest of a range it is drawn from."""
+"""Ten families of random graphs. A size is a number, or the bounds of a range it is drawn from."""
 
 from __future__ import annotations
 
@@ -20,47 +20,47 @@ Size: TypeAlias = "int | Sequence[int]"
 
 
 def grid_2d(rng: np.random.Generator, *, height: Size = (4, 8), width: Size = (4, 8)) -> Any:
-    """A rectangle of squares."""
+    """Draw a rectangular grid."""
     return nx.grid_graph([_size(rng, height), _size(rng, width)])
 
 
 def grid_3d(rng: np.random.Generator, *, height: Size = (2, 4), width: Size = (2, 4), depth: Size = (3, 4)) -> Any:
-    """A box of cubes."""
+    """Draw a three-dimensional grid."""
     return nx.grid_graph([_size(rng, height), _size(rng, width), _size(rng, depth)])
 
 
 def ring(rng: np.random.Generator, *, num_nodes: Size = (16, 40)) -> Any:
-    """One cycle."""
+    """Draw one cycle."""
     return nx.cycle_graph(_size(rng, num_nodes))
 
 
 def tree(
     rng: np.random.Generator, *, num_nodes: Size = (16, 40), branching: Size | None = None, height: Size = 4
 ) -> Any:
-    """A tree, every labelled tree as likely as any other; with `branching` the full one with so many branches each."""
+    """Draw a uniformly random labelled tree, or with `branching` a full tree with that many branches per node."""
     if branching is not None:
         return nx.balanced_tree(_size(rng, branching), _size(rng, height))
     return nx.random_labeled_tree(_size(rng, num_nodes), seed=_seed(rng))
 
 
 def random_regular(rng: np.random.Generator, *, num_nodes: Size = (16, 40), degree: int = 3) -> Any:
-    """Every node has `degree` neighbours; one node more where the numbers are both odd, since no such graph exists."""
+    """Draw a graph where every node has `degree` neighbours; if both numbers are odd, it has one more node."""
     size = _size(rng, num_nodes)
     return nx.random_regular_graph(degree, size + size * degree % 2, seed=_seed(rng))
 
 
 def barabasi_albert(rng: np.random.Generator, *, num_nodes: Size = (16, 40), m: int = 2) -> Any:
-    """Each new node is joined to `m` others, more likely to those with many neighbours."""
+    """Draw a graph by preferential attachment: each new node joins `m` others, favouring those with many neighbours."""
     return nx.barabasi_albert_graph(_size(rng, num_nodes), m, seed=_seed(rng))
 
 
 def watts_strogatz(rng: np.random.Generator, *, num_nodes: Size = (16, 40), k: int = 4, p: float = 0.1) -> Any:
-    """A ring with edges to the `k` nearest, each moved to a random end with probability `p`."""
+    """Draw a ring with edges to the `k` nearest nodes, each rewired to a random end with probability `p`."""
     return nx.watts_strogatz_graph(_size(rng, num_nodes), k, p, seed=_seed(rng))
 
 
 def erdos_renyi(rng: np.random.Generator, *, num_nodes: Size = (16, 40), p: float = 0.1) -> Any:
-    """Every pair is an edge with probability `p`."""
+    """Draw a graph where every pair is an edge with probability `p`."""
     return nx.gnp_random_graph(_size(rng, num_nodes), p, seed=_seed(rng))
 
 
@@ -72,14 +72,14 @@ def sbm(
     p_in: float = 0.4,
     p_out: float = 0.02,
 ) -> Any:
-    """Blocks of nodes: a pair is an edge with probability `p_in` in a block and `p_out` between blocks."""
+    """Draw blocks of nodes: a pair is an edge with probability `p_in` within a block and `p_out` between blocks."""
     sizes = [_size(rng, block_size) for _ in range(_size(rng, num_blocks))]
     chances = np.where(np.eye(len(sizes)) > 0, p_in, p_out)
     return nx.stochastic_block_model(sizes, chances.tolist(), seed=_seed(rng))
 
 
 def random_geometric(rng: np.random.Generator, *, num_nodes: Size = (16, 40), radius: float = 0.25) -> Any:
-    """Points in the unit square, joined up to the distance `radius`."""
+    """Draw points in the unit square, joined up to the distance `radius`."""
     return nx.random_geometric_graph(_size(rng, num_nodes), radius, seed=_seed(rng))
 
 
@@ -105,10 +105,10 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def graph_params_of(family: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a family by their names here.
+    """Translate the settings of a family to this library's names.
 
     Raises:
-        ConfigError: one is given by both of its names.
+        ConfigError: a setting is given under both of its names.
 
     Example:
         >>> graph_params_of("ring", {"n": 20}), graph_params_of("grid_2d", {"m": 3, "width": 4})
@@ -125,7 +125,7 @@ def graph_params_of(family: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_graph_params(family: str, params: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting the family does not have, or one of no sensible kind.
+    """Raise ConfigError for an unknown setting of the family, or an invalid value.
 
     Example:
         >>> check_graph_params("ring", {"num_nodes": (30, 20)})
@@ -161,14 +161,14 @@ def draw_graph(family: str, params: Mapping[str, Any], rng: np.random.Generator)
 
     Args:
         family: a key of :data:`FAMILIES`.
-        params: its settings, as :func:`check_graph_params` allows them.
+        params: its settings, as validated by :func:`check_graph_params`.
         rng: the only source of randomness.
 
     Returns:
-        ``edge_index`` (2, E) int64 with both directions of every edge and no self-loop, and the number of nodes.
+        ``edge_index`` (2, E) int64 with both directions of every edge and no self-loops, and the number of nodes.
 
     Raises:
-        ConfigError: there is no graph with these settings, such as more neighbours than nodes.
+        ConfigError: no graph has these settings, such as more neighbours than nodes.
 
     Example:
         >>> edge_index, num_nodes = draw_graph("ring", {"num_nodes": 4}, np.random.default_rng(0))

@@ -1,4 +1,4 @@
-"""Files of processed graphs: written atomically, used only for the very settings they were made with."""
+"""Cache files of processed graphs, written atomically and used only for the exact settings they were made with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("treadle.graphs")
 
 
 def digest(*paths: Path) -> str:
-    """Return a fingerprint of the contents of files."""
+    """Return a hash of the contents of files."""
     found = hashlib.sha256()
     for path in paths:
         found.update(hashlib.sha256(path.read_bytes()).digest())
@@ -28,15 +28,15 @@ def digest(*paths: Path) -> str:
 
 
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], bool]:
-    """Return what ``build`` gives, from a file where an equal key has been built before.
+    """Return the result of ``build``, from a file if an equal key was built before.
 
-    The file holds tensors and plain values and is read without unpickling code. A damaged one is rebuilt with a
-    warning; a folder that cannot be written costs the time again, and a warning.
+    The file holds tensors and plain values and is read without unpickling code. A damaged file is rebuilt with a
+    warning; if the folder is not writable, a warning is logged and the result is rebuilt next time.
 
     Args:
-        folder: holds the files; made when it is missing.
+        folder: cache folder; created if missing.
         key: everything the content depends on, as plain values.
-        build: makes the content: tensors, numbers, strings, lists and dicts.
+        build: returns the content: tensors, numbers, strings, lists and dicts.
 
     Returns:
         The content, and whether it came from a file.

@@ -1,9 +1,9 @@
-"""SMILES to graphs: one node per heavy atom, two directed edges per bond, columns of zeros and ones for both.
+"""Conversion of SMILES to graphs: one node per heavy atom, two directed edges per bond, one-hot columns for both.
 
-Several properties of an atom matter at once, so each is one-hot and they lie side by side; a linear layer over the
-columns is then the sum of one learned vector per property. The last entry of a property takes every value that is not
-listed. Bonds have no such entry: a molecule with another kind of bond than the four is counted as unusable. Stereo is
-not encoded, since neither set of molecules that ships offline has any.
+Each property of an atom is one-hot and the columns are concatenated, so a linear layer over them sums one learned
+vector per property. The last entry of a property covers every value that is not listed. Bonds have no such entry: a
+molecule with a bond type other than the four is counted as unusable. Stereo is not encoded, since neither of the
+offline molecule sets has any.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Array: TypeAlias = npt.NDArray[Any]
 _OTHER = "other"
 _ATOM_PROPERTIES: dict[str, tuple[str | int, ...]] = {
     "element": ("B", "C", "N", "O", "F", "Si", "P", "S", "Cl", "As", "Se", "Br", "I", _OTHER),
-    "degree": (0, 1, 2, 3, 4, 5, _OTHER),  # bonded neighbours, hydrogens included
+    "degree": (0, 1, 2, 3, 4, 5, _OTHER),  # bonded neighbours, including hydrogens
     "charge": (-2, -1, 0, 1, 2, _OTHER),
     "hydrogens": (0, 1, 2, 3, _OTHER),
     "hybridisation": ("SP", "SP2", "SP3", "SP3D", "SP3D2", _OTHER),
@@ -42,9 +42,9 @@ ATOM_COLUMNS = (
     "aromatic",
     "in ring",
 )
-"""Meaning of each column of `x`, for an atom."""
+"""Meaning of each atom column of `x`."""
 BOND_COLUMNS = (*(f"bond {kind}" for kind in _BONDS), "conjugated", "in ring")
-"""Meaning of each column of `edge_attr`, for a bond."""
+"""Meaning of each bond column of `edge_attr`."""
 
 # For each property, the column of each of its values.
 _COLUMN_OF = [
@@ -53,21 +53,21 @@ _COLUMN_OF = [
 
 
 class UnusableMoleculeError(ValueError):
-    """A SMILES gives no graph; the message has the reason."""
+    """Error for a SMILES that cannot be converted to a graph; the message has the reason."""
 
 
 def graph_from_smiles(smiles: str) -> Data:
-    """Turn one molecule into a graph.
+    """Convert one molecule to a graph.
 
     Args:
-        smiles: a molecule as RDKit reads it.
+        smiles: a SMILES that RDKit can parse.
 
     Returns:
-        ``x`` (N, 40) and ``edge_attr`` (E, 6), float32 of zeros and ones with the columns :data:`ATOM_COLUMNS` and
+        ``x`` (N, 40) and ``edge_attr`` (E, 6), one-hot float32 with the columns :data:`ATOM_COLUMNS` and
         :data:`BOND_COLUMNS`; ``edge_index`` (2, E) with both directions of every bond; and ``smiles``.
 
     Raises:
-        UnusableMoleculeError: RDKit cannot read it, it has no atoms, or a bond of another kind than the four.
+        UnusableMoleculeError: RDKit cannot parse it, it has no atoms, or a bond is not of the four types.
         ImportError: RDKit is not installed.
 
     Example:
@@ -82,7 +82,7 @@ def graph_from_smiles(smiles: str) -> Data:
 
 
 def _molecule(smiles: str) -> Any:
-    with import_rdkit("rdBase").BlockLogs():  # its complaints go to stderr, past logging
+    with import_rdkit("rdBase").BlockLogs():  # its messages go to stderr, bypassing logging
         molecule = import_rdkit("Chem").MolFromSmiles(smiles)
     if molecule is None:
         raise UnusableMoleculeError("RDKit cannot read it")
@@ -133,7 +133,7 @@ def _data(arrays: Mapping[str, _Array], smiles: str) -> Data:
 
 
 def _labelled(smiles: str) -> dict[str, _Array] | str:
-    """Return the arrays of a graph with its penalised logP, or why there is none: one bad molecule ends no other."""
+    """Return the arrays of a graph with its penalised logP, or the reason for failure as a string."""
     try:
         molecule = _molecule(smiles)
         arrays = _arrays(molecule)
@@ -145,23 +145,23 @@ def _labelled(smiles: str) -> dict[str, _Array] | str:
 def graphs_from_smiles(
     smiles: Sequence[str], *, source: str, num_workers: int | None = None
 ) -> tuple[list[Data], list[str]]:
-    """Turn molecules into graphs with their penalised logP, in several processes.
+    """Convert molecules to graphs with their penalised logP, in several processes.
 
     Args:
         smiles: the molecules.
-        source: names them in the log.
+        source: name of the molecules for the log.
         num_workers: see :func:`parallel_map`; the result does not depend on it.
 
     Returns:
-        The graphs in the given order, each with ``y`` (1, 1), and one line about every molecule that gave none. If
-        there are such, one warning counts them and names the first.
+        The graphs in the given order, each with ``y`` (1, 1), and one line for every molecule that failed. If there are
+        any, one warning counts them and names the first.
 
     Example:
         >>> graphs, unusable = graphs_from_smiles(["CCO", "C1CC", "c1ccccc1"], source="three", num_workers=0)
         >>> len(graphs), unusable
         (2, ["number 2, 'C1CC': RDKit cannot read it"])
     """
-    import_rdkit("Chem")  # if it is missing, one error here and not one in each process
+    import_rdkit("Chem")  # if it is missing, raise once here rather than in each process
     results = parallel_map(_labelled, smiles, num_workers=num_workers)
     unusable = [
         f"number {number}, {text!r}: {result}"
@@ -177,15 +177,15 @@ def graphs_from_smiles(
 def usable_graphs(
     smiles: Sequence[str], *, num_workers: int | None = None, lines: Sequence[int] | None = None
 ) -> tuple[list[Data | None], list[str]]:
-    """Turn molecules into graphs without targets, in several processes.
+    """Convert molecules to graphs without targets, in several processes.
 
     Args:
         smiles: the molecules.
         num_workers: see :func:`parallel_map`; the result does not depend on it.
-        lines: of a file, by which molecules are named; None names them by their number.
+        lines: line numbers of a file, used to name molecules; None names them by their index.
 
     Returns:
-        A graph for each molecule, None where there is none, and one line about every molecule that gave none.
+        A graph for each molecule, or None if it failed, and one line for every molecule that failed.
 
     Example:
         >>> graphs, unusable = usable_graphs(["CCO", "C1CC"], num_workers=0)
@@ -214,7 +214,7 @@ def _arrays_or_reason(smiles: str) -> dict[str, _Array] | str:
 
 
 def murcko_scaffold(smiles: str) -> str:
-    """Return the rings of a molecule and what joins them, as canonical SMILES; empty for a molecule without rings.
+    """Return the Murcko scaffold (rings and their linkers) as canonical SMILES; empty for a molecule without rings.
 
     Example:
         >>> murcko_scaffold("CCc1ccccc1"), murcko_scaffold("CCO")
@@ -225,10 +225,10 @@ def murcko_scaffold(smiles: str) -> str:
 
 
 def number_molecules(smiles: Sequence[str]) -> Tensor:
-    """Numbers molecules: equal ones have one number, whichever SMILES they are written as. Stereo does not count.
+    """Number molecules so that equal ones share a number, whatever their SMILES; stereo is ignored.
 
     Args:
-        smiles: molecules that RDKit reads.
+        smiles: molecules that RDKit can parse.
 
     Returns:
         (N,) int64.
@@ -244,7 +244,7 @@ def number_molecules(smiles: Sequence[str]) -> Tensor:
 
 
 def describe_unusable(unusable: Sequence[str], total: int, *, most: int = 20) -> str:
-    """Return one sentence that counts the molecules that gave no graph and names the first ones, at most so many.
+    """Return a sentence with the number of molecules that failed, naming up to ``most`` of them.
 
     Example:
         >>> describe_unusable(["number 2, 'C1CC': RDKit cannot read it"], 3)

@@ -1,4 +1,4 @@
-"""Two sets of real molecules that come with packages and need no download: `nci` and `zinc_clean_leads`."""
+"""Two sets of real molecules that are bundled with packages and need no download: `nci` and `zinc_clean_leads`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["load_nci", "load_zinc_clean_leads"]
 
 _log = logging.getLogger("treadle.graphs")
 
-_VERSION = 2  # of the conversion of molecules; files of a lower one are not read
+_VERSION = 2  # version of the molecule conversion; files of a lower version are not read
 _MOLECULES = Described(
     level="graph",
     task_type="regression",
@@ -40,10 +40,10 @@ _MOLECULES = Described(
 
 
 def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Read the first 5,000 compounds of the NCI open database, which RDKit ships; 80/10/10 by seed 0.
+    """Load the first 5,000 compounds of the NCI open database, bundled with RDKit; 80/10/10 with seed 0.
 
-    The file has some molecules more than once, under other SMILES or as mirror images, which are one graph here. All of
-    those are for training: else a test molecule would have been trained on.
+    The file contains some molecules more than once, with different SMILES or as mirror images, which are the same graph
+    here. All duplicates are in the training split: otherwise a test molecule could have been seen in training.
     """
     path = rdkit_file("RDDataDir", "NCI/first_5K.smi", use=f"{name!r} is made from it")
 
@@ -69,7 +69,7 @@ def load_zinc_clean_leads(
     num_test: int = 1_000,
     seed: int = 0,
 ) -> Source:
-    """Draw molecules of the ZINC clean leads of the MOSES benchmark: its test file gives the test set."""
+    """Sample molecules from the ZINC clean leads of the MOSES benchmark; the test set comes from its test file."""
     sizes = {"num_train": num_train, "num_val": num_val, "num_test": num_test}
     for argument, size in sizes.items():
         if size < 1:
@@ -97,13 +97,13 @@ def _processed(name: str, root: Path, key: dict[str, Any], build: Any) -> dict[s
     rdkit_version = import_rdkit("rdBase").rdkitVersion
     key = {"name": name, "version": _VERSION, "rdkit": rdkit_version, **key}
     content, from_file = cached(root / name, key, build)
-    if from_file and content["unusable"]:  # all were named when the file was made
+    if from_file and content["unusable"]:  # all were reported when the file was made
         _log.info("%s: %s", name, describe_unusable(content["unusable"], content["total"], most=3))
     return content
 
 
 def _moses_files(name: str) -> tuple[Path, Path]:
-    """Find the two files without importing the package, whose models need far more than is used here."""
+    """Find the two files without importing the package, whose models have many more dependencies."""
     spec = importlib.util.find_spec("moses")
     folders: Sequence[str] = [] if spec is None else spec.submodule_search_locations or []
     for folder in folders:
@@ -118,7 +118,7 @@ def _moses_files(name: str) -> tuple[Path, Path]:
 
 
 class _Lines:
-    """The lines of a text, found by their ends; a million strings would take longer than all else."""
+    """Lazily decoded lines of a text, located by line ends; splitting it into a million strings would be slow."""
 
     def __init__(self, text: bytes):
         self.text = text
@@ -128,7 +128,7 @@ class _Lines:
         return len(self.ends) - 1  # the first line is the header
 
     def draw(self, count: int, rng: np.random.Generator, *, argument: str) -> list[str]:
-        """Return ``count`` different lines in random order."""
+        """Return ``count`` distinct lines in random order."""
         if count > len(self):
             raise ConfigError(f"{argument} = {count:,} is more than the {len(self):,} molecules of the file")
         chosen = rng.choice(len(self), count, replace=False)

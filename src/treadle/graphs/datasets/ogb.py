@@ -1,7 +1,7 @@
-"""The molecules of the Open Graph Benchmark (Hu et al. 2020), read from the files that its archives hold.
+"""Molecules of the Open Graph Benchmark (Hu et al. 2020), read from the files in its archives.
 
-The package `ogb` is not used: its reader unpickles files, which torch 2.6 and later refuse, and asks questions on the
-terminal. The layout of the folders is the same, so data that it has downloaded are found.
+The package `ogb` is not used: its reader unpickles files, which torch 2.6 and later reject, and prompts on the
+terminal. The folder layout is the same, so data downloaded by it are found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treadle.graphs.datasets.packed import GraphSplit, pack
 __all__ = ["load_ogb"]
 
 _URL = "http://snap.stanford.edu/ogb/data/graphproppred/csv_mol_download"
-_ARCHIVES = {"lipo": "lipophilicity"}  # all others are called as the data set
+_ARCHIVES = {"lipo": "lipophilicity"}  # all others are named like the data set
 _NUM_TARGETS = {
     "bace": 1, "bbbp": 1, "clintox": 2, "esol": 1, "freesolv": 1, "hiv": 1, "lipo": 1, "muv": 17, "pcba": 128,
     "sider": 27, "tox21": 12, "toxcast": 617,
@@ -37,7 +37,7 @@ _PARTS = ("train", "valid", "test")
 
 
 def load_ogb(name: str, root: Path, *, num_workers: int | None) -> Source:
-    """Read a set of molecules of OGB with its scaffold split; an unknown label is NaN."""
+    """Load an OGB molecule data set with its scaffold split; unknown labels are NaN."""
     short = name.removeprefix("ogbg_mol")
     files = [f"raw/{part}.csv.gz" for part in _RAW] + [f"split/scaffold/{part}.csv.gz" for part in _PARTS]
     with on_disk(name, root / name, [files]) as (folder, missing):
@@ -59,7 +59,7 @@ def load_ogb(name: str, root: Path, *, num_workers: int | None) -> Source:
 
 
 def _download(folder: Path, archive_name: str) -> None:
-    """Download an archive and unpack the contents of its one folder."""
+    """Download an archive and unpack the contents of its single folder."""
     archive = Path(download_url(f"{_URL}/{archive_name}.zip", str(folder), log=False))
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(folder)
@@ -70,7 +70,7 @@ def _download(folder: Path, archive_name: str) -> None:
 
 
 def _table(path: Path) -> npt.NDArray[np.float64]:
-    """Return the numbers of a file, a row a line; an empty field is NaN."""
+    """Return the numbers of a file, one row per line; an empty field is NaN."""
     with gzip.open(path, "rt") as file:
         lines = (",".join(field or "nan" for field in line.rstrip("\n").split(",")) for line in file)
         return np.loadtxt(lines, delimiter=",", ndmin=2)
@@ -84,13 +84,13 @@ def _graphs(name: str, tables: Mapping[str, npt.NDArray[np.float64]]) -> list[Da
     for part, expected in rows.items():
         if len(tables[part]) != expected:
             raise ConfigError(
-                f"data set {name!r}: {part}.csv.gz has {len(tables[part]):,} lines, and the lists of sizes say "
+                f"data set {name!r}: {part}.csv.gz has {len(tables[part]):,} lines, and the lists of sizes have "
                 f"{expected:,}; remove its folder so that it is downloaded again"
             )
     x = _per_graph(tables["node-feat"], num_nodes)
     bonds, ends = _per_graph(tables["edge-feat"], num_edges), _per_graph(tables["edge"], num_edges)
     labels = torch.from_numpy(tables["graph-label"]).float()
-    # A bond is listed once; its two directions lie side by side, as ogb's own reader has them.
+    # A bond is listed once; its two directions are adjacent, as in ogb's own reader.
     return [
         Data(
             x=x_i,

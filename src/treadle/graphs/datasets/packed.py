@@ -1,7 +1,7 @@
-"""Graphs in few large tensors: quick to load, small in memory, and list-like to a DataLoader.
+"""Graphs packed into a few large tensors: fast to load, compact, and list-like for a DataLoader.
 
-Every field of all graphs is one tensor, in the narrowest dtype that holds its values exactly: columns of zeros
-and ones take one byte a value instead of four. A graph is cut out, and widened again, when it is asked for.
+Each field of all graphs is one tensor, in the narrowest dtype that represents its values exactly: one-hot columns take
+one byte per value instead of four. A graph is sliced and converted back when accessed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _NARROW = (torch.uint8, torch.int16, torch.int32)
 
 
 class GraphSplit(InMemoryDataset):  # type: ignore[misc]  # torch_geometric is untyped
-    """One split of a data set: a list of ``torch_geometric.data.Data`` over packed tensors.
+    """Split of a data set: a list of ``torch_geometric.data.Data`` backed by packed tensors.
 
     Args:
-        packed: what :func:`pack` returned, or what a file of it holds.
-        one_hot: fields that are codes, with the number of values of each of their columns; a graph has the columns
-            of :func:`one_hot_columns` instead.
+        packed: result of :func:`pack`, possibly loaded from a file.
+        one_hot: fields of integer codes, with the number of values of each column; a graph gets the columns of
+            :func:`one_hot_columns` instead.
 
     Attributes:
-        encodings: those of every graph, in the same order; attached when a graph is asked for.
+        encodings: encodings of every graph, in the same order; attached when a graph is accessed.
 
     Raises:
-        ConfigError: a code is outside its range.
+        ConfigError: a code is out of range.
 
     Example:
         >>> triangle = Data(x=torch.ones(3, 1), edge_index=torch.tensor([[0, 1, 2], [1, 2, 0]]), y=torch.zeros(1, 1))
@@ -54,7 +54,7 @@ class GraphSplit(InMemoryDataset):  # type: ignore[misc]  # torch_geometric is u
             check_codes(name, self._data[name], sizes)
 
     def get(self, idx: int) -> Data:
-        """Return graph ``idx`` in the dtypes it was packed from; changing its attributes changes no other copy."""
+        """Return graph ``idx`` in its original dtypes; changing its attributes affects no other copy."""
         data = super().get(idx)
         for name, dtype in self._wide.items():
             data[name] = data[name].to(dtype)
@@ -64,14 +64,14 @@ class GraphSplit(InMemoryDataset):  # type: ignore[misc]  # torch_geometric is u
 
 
 def pack(graphs: Sequence[Data]) -> dict[str, Any]:
-    """Join graphs field by field, each in the narrowest dtype that holds it exactly.
+    """Concatenate graphs field by field, each in the narrowest dtype that represents it exactly.
 
     Args:
-        graphs: at least one; all have the same attributes.
+        graphs: at least one; all with the same attributes.
 
     Returns:
-        Plain tensors, lists and strings: ``fields`` (name -> values of all graphs), ``slices`` (name -> where each
-        graph begins; None for a single graph) and ``dtypes`` (name -> what a narrowed field really is).
+        Plain tensors, lists and strings: ``fields`` (name -> values of all graphs), ``slices`` (name -> start of each
+        graph; None for a single graph) and ``dtypes`` (name -> original dtype of a narrowed field).
 
     Raises:
         ConfigError: there are no graphs.
@@ -101,7 +101,7 @@ def _narrowed(graph: Data, dtypes: Mapping[str, torch.dtype]) -> Data:
 
 
 def _narrowest(value: Tensor) -> torch.dtype:
-    """Return the smallest dtype that gives the values back exactly."""
+    """Return the smallest dtype that represents the values exactly."""
     for dtype in _NARROW:
         if dtype.itemsize < value.dtype.itemsize and torch.equal(value.to(dtype).to(value.dtype), value):
             return dtype

@@ -1,4 +1,4 @@
-"""One function over many items, in several processes, in order."""
+"""Ordered parallel map over processes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 _CHUNK = 64
-_WORTH_IT = 4 * _CHUNK  # below, starting processes costs more than they save
-_MOST = 8  # unless the caller asks for more
+_WORTH_IT = 4 * _CHUNK  # below this, starting processes costs more than it saves
+_MOST = 8  # unless the caller requests more
 
 
 def count_workers(num_workers: int | None) -> int:
-    """Return how many processes are meant: the number itself, or for None one per core, at most 8.
+    """Return the number of processes: the given number, or for None one per core, at most 8.
 
-    None means 0, this process alone, where processes cannot be forked: a script without ``if __name__ == "__main__"``
-    would run again in each. The same holds in a process that may have no children, such as a worker of a DataLoader.
+    None means 0, the current process only, if processes cannot be forked, since a script without ``if __name__ ==
+    "__main__"`` would run again in each. The same holds in a process that may not have children, such as a DataLoader
+    worker.
 
     Raises:
         ConfigError: the number is negative.
@@ -52,10 +53,10 @@ def parallel_map(
     """Apply a function to every item and return the results in the order of the items.
 
     Args:
-        function: a function of a module whose result depends on its argument only. It returns arrays of numpy rather
-            than tensors: each tensor would come back through a separate open file.
-        items: what it is applied to.
-        num_workers: processes (:func:`count_workers`).
+        function: a module-level function whose result depends only on its argument. It should return NumPy arrays
+            rather than tensors, since each tensor would be returned through a separate open file.
+        items: its arguments.
+        num_workers: number of processes (:func:`count_workers`).
 
     Raises:
         ConfigError: ``num_workers`` is negative.
@@ -69,7 +70,7 @@ def parallel_map(
         with one_thread():
             return [function(item) for item in items]
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
-    # One thread each: a child of a process that has used OpenMP hangs in its first parallel region.
+    # One thread each: a forked child of a process that has used OpenMP hangs in its first parallel region.
     count = min(count, math.ceil(len(items) / _CHUNK))
     with ProcessPoolExecutor(count, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return list(pool.map(function, items, chunksize=_CHUNK))

@@ -1,4 +1,4 @@
-"""Data sets of graphs by name."""
+"""Registry of graph data sets by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SYNTHETIC = (
 _OGB = (
     "bace", "bbbp", "clintox", "esol", "freesolv", "hiv", "lipo", "muv", "pcba", "sider", "tox21", "toxcast",
 )  # fmt: skip
-# Name -> module and function, imported when the data set is asked for: torch_geometric and RDKit are heavy.
+# Name -> module and function, imported when the data set is loaded: torch_geometric and RDKit are heavy.
 _SOURCES = {
     "nci": "offline:load_nci",
     "zinc_clean_leads": "offline:load_zinc_clean_leads",
@@ -56,7 +56,7 @@ _SOURCES = {
 
 
 def dataset_names() -> list[str]:
-    """Return every name :func:`get_dataset` knows.
+    """Return every name that :func:`get_dataset` accepts.
 
     Example:
         >>> "nci" in dataset_names(), "synthetic_grid_2d" in dataset_names()
@@ -66,7 +66,7 @@ def dataset_names() -> list[str]:
 
 
 def list_available_datasets() -> dict[str, list[str]]:
-    """Return the names of :func:`get_dataset` by kind: molecular, lrgb, ogb, superpixel, synthetic.
+    """Return the names of :func:`get_dataset` by category: molecular, lrgb, ogb, superpixel, synthetic.
 
     Example:
         >>> {kind: names[0] for kind, names in list_available_datasets().items()}["lrgb"]
@@ -92,35 +92,35 @@ def get_dataset(
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> GraphDataset:
-    """Load a data set of graphs, with encodings if wanted.
+    """Load a graph data set, optionally with positional encodings.
 
     ``smiles_csv`` reads ``file="molecules.csv"``: a column of SMILES, and columns of targets, empty where unknown.
-    ``nci`` and ``zinc_clean_leads`` are molecules that come with the packages rdkit and molsets, ``synthetic_*``
-    graphs are generated, and the others are benchmarks: ``zinc``, ``qm9``, the long-range sets (such as
-    ``peptides_func``) and those of OGB (such as ``ogbg_molhiv``). These are read from ``root``, or downloaded into it.
-    A hyphen reads as an underscore, capitals as small letters.
+    ``nci`` and ``zinc_clean_leads`` are molecules bundled with the packages rdkit and molsets, ``synthetic_*`` graphs
+    are generated, and the others are benchmarks: ``zinc``, ``qm9``, the long-range sets (such as ``peptides_func``) and
+    those of OGB (such as ``ogbg_molhiv``), read from ``root`` or downloaded into it. Names are case-insensitive, and
+    hyphens count as underscores.
 
     Args:
         name: one of :func:`dataset_names`.
-        root: folder of downloads and of processed graphs.
-        pe_config: encodings: settings, the name of a preset, or None for none (see `parse_pe_config`).
-        splits: ``"official"``: those of the source; where it has none, 80/10/10 by a fixed seed. ``"random"``: drawn
-            by ``seed`` in the same sizes; a test set of the source's own stays its test set.
-        pe_cache_dir: folder of computed encodings; None: beside the processed graphs.
-        use_preprocessed_pe: read encodings from that folder if they were made of the same graphs with the same
-            settings; False recomputes them.
-        num_workers: processes for molecules and encodings; 0: this one, None: one per core, at most 8. The result
-            does not depend on it.
-        progress: is called with the number of graphs that are encoded and that of all, again and again.
-        **kwargs: settings of the data set; the message to an unknown one lists them.
+        root: folder for downloads and processed graphs.
+        pe_config: encodings, as settings or the name of a preset; None for no encodings (see `parse_pe_config`).
+        splits: ``"official"``: those of the source, or 80/10/10 with a fixed seed if it has none. ``"random"``: drawn
+            with ``seed`` in the same sizes; a test set defined by the source is kept.
+        pe_cache_dir: folder for computed encodings; None: next to the processed graphs.
+        use_preprocessed_pe: load encodings from that folder if they match the graphs and settings; False recomputes
+            them.
+        num_workers: processes for molecules and encodings; 0: the current one, None: one per core, at most 8. The
+            result does not depend on it.
+        progress: called repeatedly with the number of encoded graphs and the total.
+        **kwargs: settings of the data set; the error for an unknown one lists them.
 
     Returns:
-        Three list-like splits, and the widths, task and level of the data.
+        Three list-like splits, and the feature widths, task and level of the data.
 
     Raises:
-        ConfigError: a name, a setting or an encoding is unknown or wrong.
+        ConfigError: a name, a setting or an encoding is unknown or invalid.
         ImportError: a package is missing; the message names what to install.
-        FileNotFoundError: the data are not there and cannot be downloaded; the message names sets that can be had.
+        FileNotFoundError: the data are missing and cannot be downloaded; the message names available alternatives.
 
     Example:
         >>> data = get_dataset("synthetic_tree", task="distance_regression", num_graphs=20, pe_config="default")
@@ -145,7 +145,7 @@ def get_dataset(
 def _split_source(
     name: str, root: Path, splits: str, *, num_workers: int | None, options: Mapping[str, Any]
 ) -> tuple[Source, tuple[Indices, ...]]:
-    """Read a source and choose its splits, after every option has been checked."""
+    """Load a source and choose its splits, after validating every option."""
     if splits not in ("official", "random"):
         raise ConfigError(
             f" must be 'official' or 'random'; {nearest(splits, ('official', 'random'))}",

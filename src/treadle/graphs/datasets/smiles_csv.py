@@ -1,4 +1,4 @@
-"""Molecules of a file of one's own: a column of SMILES and columns of targets, some of which may be unknown."""
+"""Molecules from a user's file, with a SMILES column and target columns that may have unknown values."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def load_smiles_csv(
     task: str = "regression",
     split: str = "scaffold",
 ) -> Source:
-    """Read molecules and their targets; an empty field is NaN, which losses and metrics leave out.
+    """Load molecules and their targets; an empty field is NaN, which losses and metrics ignore.
 
     Args:
-        name: of the data set.
-        root: is not used; the file is read where it is.
-        num_workers: processes that read molecules.
-        file: with a line of names.
-        smiles: the column of SMILES.
+        name: name of the data set.
+        root: unused; the file is read from its own path.
+        num_workers: processes that convert molecules.
+        file: CSV file with a header.
+        smiles: name of the SMILES column.
         targets: columns to predict; None: all others.
         task: ``"regression"``, or ``"multilabel"`` for columns of 0 and 1.
-        split: ``"scaffold"``, or ``"random"`` (80/10/10 by seed 0).
+        split: ``"scaffold"``, or ``"random"`` (80/10/10 with seed 0).
 
     Raises:
-        ConfigError: an argument is wrong, or the file has not the columns, or a target is no number.
+        ConfigError: an argument is invalid, the file lacks a column, or a target is not a number.
     """
     for argument, value, known in (("task", task, _TASKS), ("split", split, _SPLITS)):
         if value not in known:
@@ -94,7 +94,7 @@ def load_smiles_csv(
 
 
 def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -> list[str]:
-    """Return the columns of targets, or raise ConfigError for one that is not there, or for none."""
+    """Return the target columns, or raise ConfigError if one is missing or there are none."""
     for column in chosen:
         if column not in columns:
             raise ConfigError(
@@ -106,24 +106,24 @@ def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -
 
 
 def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], list[Mapping[str, Any]]]:
-    """Read the names of the columns, and the rows, of a file with a column of SMILES.
+    """Read the column names and the rows of a file with a SMILES column.
 
     Raises:
-        ConfigError: the file is not there, has no such column, or a row has too few fields.
+        ConfigError: the file is missing, has no such column, or a row has too few fields.
     """
     return _read_table(path, smiles)[:2]
 
 
 def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list[Mapping[str, Any]], list[int]]:
-    """Read molecules to predict: the column of their SMILES, the rows, and the line of the file that each ends on.
+    """Read molecules to predict: the SMILES column, the rows, and the line on which each row ends.
 
     Args:
-        path: ``.smi`` or ``.txt``: one SMILES a line, and what else is behind it; else comma-separated values, with a
-            line of names.
-        smiles: the column of SMILES; None uses the only one whose name has "smiles" in it, in capitals or not.
+        path: a ``.smi`` or ``.txt`` file with one SMILES per line, optionally followed by other text; or a CSV file
+            with a header.
+        smiles: name of the SMILES column; None uses the only one whose name contains "smiles", case-insensitively.
 
     Raises:
-        ConfigError: the file is not there, has no rows or no such column, or a row has too few fields.
+        ConfigError: the file is missing, has no rows or no such column, or a row has too few fields.
     """
     if path.suffix in (".smi", ".txt"):
         return _read_lines(path)
@@ -162,7 +162,7 @@ def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping
         with path.open(newline="", encoding="utf-8-sig") as opened:
             reader = csv.DictReader(opened)
             columns = list(reader.fieldnames or ())
-            for fields in reader:  # which passes over empty lines
+            for fields in reader:  # which skips empty lines
                 rows.append(fields)
                 lines.append(reader.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -188,7 +188,7 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(
-            f"targets: {column!r} has {text!r} in line {line}, which is no number; leave it empty"
+            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty"
         ) from None
     if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
         wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"

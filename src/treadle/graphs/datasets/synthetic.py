@@ -1,4 +1,4 @@
-"""Generated graphs: ten families, six tasks, every graph a function of the seed and its own number."""
+"""Generated graphs: ten families and six tasks, each graph determined by the seed and its index."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_synthetic(
     task_params: Mapping[str, Any] | None = None,
     seed: int = 42,
 ) -> Source:
-    """Generate the graphs of one family with one task; the first 80 % are for training. Nothing is written."""
+    """Generate graphs of one family with one task; the first 80 % are for training. Nothing is written to disk."""
     check_whole(10, num_graphs=num_graphs)
     check_whole(0, seed=seed)
     family = name.removeprefix("synthetic_")
@@ -56,7 +56,7 @@ def load_synthetic(
 def _generate(
     number: int, *, family: str, params: Mapping[str, Any], task: SyntheticTask, seed: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Draw graph ``number``, again and again until the task finds something to ask about."""
+    """Draw graph ``number``, repeating until the task can define a target."""
     rng = np.random.default_rng([seed, number])
     for _ in range(_TRIES):
         edge_index, num_nodes = draw_graph(family, params, rng)

@@ -1,4 +1,4 @@
-"""Penalised logP, the target of the molecules that ship offline."""
+"""Penalised logP, the target of the offline molecules."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def import_rdkit(module: str) -> Any:
 
 
 def rdkit_file(folder: str, name: str, *, use: str) -> Path:
-    """Return a file that RDKit ships.
+    """Return the path of a file bundled with RDKit.
 
     Args:
         folder: attribute of ``rdkit.RDConfig``.
-        name: of the file in it.
-        use: why it is needed, for the message.
+        name: name of the file in that folder.
+        use: purpose of the file, for the error message.
 
     Raises:
-        ImportError: RDKit is not installed, or from a build without the file.
+        ImportError: RDKit is not installed, or its build lacks the file.
     """
     path = Path(getattr(import_rdkit("RDConfig"), folder)) / name
     if not path.is_file():
@@ -49,9 +49,9 @@ def rdkit_file(folder: str, name: str, *, use: str) -> Path:
 
 @cache
 def _synthetic_accessibility() -> Any:
-    """Import the scorer of Ertl and Schuffenhauer from RDKit's folder of contributions, which is not a package.
+    """Import the Ertl and Schuffenhauer scorer from RDKit's Contrib folder, which is not a package.
 
-    It reads its table of fragments from beside itself at the first score.
+    It reads its fragment table from the same folder at the first score.
     """
     use = "penalised logP needs its synthetic-accessibility score"
     path = rdkit_file("RDContribDir", "SA_Score/sascorer.py", use=use)
@@ -67,14 +67,14 @@ def penalized_logp(molecule: Any) -> float:
     """Return logP - SA - max(0, largest ring - 6), not normalised.
 
     logP is Crippen's estimate of the octanol-water partition coefficient, SA the synthetic accessibility of Ertl and
-    Schuffenhauer (1 easy, 10 hard), the ring sizes those of RDKit's smallest set of smallest rings. After
+    Schuffenhauer (1 easy, 10 hard); ring sizes are those of RDKit's smallest set of smallest rings. After
     Gómez-Bombarelli et al., ACS Cent. Sci. 2018, 4, 268.
 
     Args:
         molecule: an RDKit molecule, or its SMILES.
 
     Raises:
-        ValueError: RDKit cannot read the SMILES.
+        ValueError: RDKit cannot parse the SMILES.
         ImportError: RDKit, or its scorer, is not installed.
 
     Example:

@@ -1,7 +1,7 @@
-"""Tasks on generated graphs: six, each at its own level.
+"""Six tasks on generated graphs, at graph, node or pair level.
 
-A task gives ``x`` (N, F) float32 and ``y``, a value per graph, node or pair by its level; pairs are listed in
-``pair_index`` (2, P). Where the task has no signal, ``x`` is log(1 + degree), one column.
+A task provides ``x`` (N, F) float32 and ``y``, one value per graph, node or pair; pairs are listed in ``pair_index``
+(2, P). For tasks without a node signal, ``x`` is log(1 + degree), one column.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Fields: TypeAlias = dict[str, Tensor]
 
 
 class SyntheticTask:
-    """One task: its description, and the fields that it adds to a graph."""
+    """Base class of tasks, which describe themselves and add fields to a graph."""
 
     described: Described
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
-        """Return ``x``, ``y`` and, for pairs, ``pair_index``; None if the graph has nothing to ask about."""
+        """Return ``x``, ``y`` and, for pairs, ``pair_index``; None if the task is undefined on the graph."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class PairwiseDistanceClassification(SyntheticTask):
-    """Whether the two nodes of a pair are at most `distance_threshold` hops apart; nodes without a path are not."""
+    """Classification of node pairs by whether at most `distance_threshold` hops separate them (unconnected: no)."""
 
     distance_threshold: int = 3
     num_pairs: int = 64
@@ -56,7 +56,7 @@ class PairwiseDistanceClassification(SyntheticTask):
 
 @dataclass(frozen=True)
 class DistanceRegression(SyntheticTask):
-    """The number of hops between the two nodes of a pair that a path connects."""
+    """Regression of the number of hops between two connected nodes."""
 
     num_pairs: int = 64
     described = Described(level="edge", task_type="regression", num_features=1, num_classes=1)
@@ -72,9 +72,9 @@ class DistanceRegression(SyntheticTask):
 
 @dataclass(frozen=True)
 class PECapacity(SyntheticTask):
-    """The distance of a pair as a class, from nodes that all look alike: what the encodings alone can tell.
+    """Classification of pair distance with identical node features, which tests what encodings alone convey.
 
-    Class c means c + 1 hops, the last one for `max_distance` and more.
+    Class c means c + 1 hops, the last one `max_distance` or more.
     """
 
     max_distance: int = 8
@@ -82,7 +82,7 @@ class PECapacity(SyntheticTask):
 
     @property
     def described(self) -> Described:  # type: ignore[override]
-        """A class per pair."""
+        """Description with one class per pair."""
         return Described("edge", "classification", num_features=1, num_classes=self.max_distance)
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
@@ -97,13 +97,13 @@ class PECapacity(SyntheticTask):
 
 @dataclass(frozen=True)
 class StructuralRole(SyntheticTask):
-    """The core number of every node, as a class; `num_classes` - 1 includes all above it."""
+    """Classification of nodes by core number; class `num_classes` - 1 includes all higher ones."""
 
     num_classes: int = 4
 
     @property
     def described(self) -> Described:  # type: ignore[override]
-        """A class per node."""
+        """Description with one class per node."""
         return Described("node", "classification", num_features=1, num_classes=self.num_classes)
 
     def label(self, edge_index: Tensor, num_nodes: int, rng: np.random.Generator) -> Fields | None:
@@ -114,9 +114,9 @@ class StructuralRole(SyntheticTask):
 
 @dataclass(frozen=True)
 class LocalVsGlobal(SyntheticTask):
-    """Whether a random signal is positive on average near a marked node, or far from it, by `scope`.
+    """Classification by whether a random signal is positive on average near or far from a marked node, by `scope`.
 
-    Near are the nodes within `local_threshold` hops, the marked one included; far those at `global_threshold` or more.
+    Near nodes are within `local_threshold` hops, including the marked one; far nodes at `global_threshold` or more.
     """
 
     scope: str = "global"
@@ -148,7 +148,7 @@ class LocalVsGlobal(SyntheticTask):
 
 @dataclass(frozen=True)
 class DiffusionSource(SyntheticTask):
-    """Which node something spread from: at each step every node hands the part `rate` on to its neighbours, evenly."""
+    """Localisation of a diffusion source: at each step every node passes a fraction `rate` evenly to its neighbours."""
 
     diffusion_steps: int = 5
     rate: float = 0.5
@@ -181,10 +181,10 @@ TASKS: dict[str, Callable[..., SyntheticTask]] = {
 
 
 def make_task(name: str, params: Mapping[str, Any]) -> SyntheticTask:
-    """Build a task and check its settings.
+    """Build a task and validate its settings.
 
     Raises:
-        ConfigError: the task or a setting is unknown, or a value is outside its range.
+        ConfigError: the task or a setting is unknown, or a value is out of range.
 
     Example:
         >>> make_task("structural_role", {"num_classes": 3}).described.num_classes
@@ -210,7 +210,7 @@ def _log_degrees(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 
 def _draw_pairs(allowed_NN: Tensor, most: int, rng: np.random.Generator) -> Tensor | None:
-    """Return up to ``most`` different pairs (2, P), the smaller number first; None if none is allowed."""
+    """Draw up to ``most`` distinct pairs (2, P), the smaller index first; return None if none is allowed."""
     pairs = allowed_NN.triu(1).nonzero()
     if len(pairs) == 0:
         return None

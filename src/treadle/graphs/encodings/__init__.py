@@ -1,4 +1,4 @@
-"""Positional encodings of nodes and of pairs of nodes, exact on the plain graph.
+"""Exact positional encodings of nodes and node pairs on plain graphs.
 
 Needs torch only. One function per encoding; :func:`encode_graphs` for a whole data set; :class:`AddPositionalEncodings`
 as a transform.

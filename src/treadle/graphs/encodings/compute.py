@@ -1,4 +1,4 @@
-"""Encodings of one graph, as functions and as a transform of ``torch_geometric``, which need not be installed."""
+"""Encodings of one graph, as functions and as ``torch_geometric`` transforms (which work without it)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Section = TypeVar("Section")
 
 
 class GraphEncoding(NamedTuple):
-    """The encodings of one graph; None for those that are off.
+    """Encodings of one graph; None for disabled ones.
 
     N = nodes, P = listed pairs of nodes.
     """
@@ -41,7 +41,7 @@ class GraphEncoding(NamedTuple):
     """(P, relative_dim) float32."""
 
     def attach(self, data: Any) -> Any:
-        """Return a shallow copy of a graph that has the encodings as attributes of these names."""
+        """Return a shallow copy of a graph with the encodings as attributes of the same names."""
         data = copy.copy(data)
         for name, value in self._asdict().items():
             if value is not None:
@@ -51,18 +51,18 @@ class GraphEncoding(NamedTuple):
 
 @checked
 def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | NodePEConfig) -> Tensor:
-    """Return the encoding of the nodes of one graph.
+    """Return the node encoding of one graph.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        config: all settings (:func:`parse_pe_config`), or the section ``node`` alone.
+        config: all settings (:func:`parse_pe_config`), or only the section ``node``.
 
     Returns:
-        (N, dim) float32; (N, 0) where node encodings are off.
+        (N, dim) float32; (N, 0) if node encodings are disabled.
 
     Raises:
-        ConfigError: a setting is wrong, or the edges name a node outside the graph.
+        ConfigError: a setting is invalid, or an edge refers to a node outside the graph.
 
     Example:
         >>> compute_node_pe(torch.tensor([[0, 1], [1, 2]]), 3, "default").shape
@@ -78,18 +78,18 @@ def compute_node_pe(edge_index: Tensor, num_nodes: int, config: PEConfigLike | N
 def compute_relative_pe(
     edge_index: Tensor, num_nodes: int, config: PEConfigLike | RelativePEConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the encoding of the pairs of nodes of one graph.
+    """Return the pair encoding of one graph.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        config: all settings (:func:`parse_pe_config`), or the section ``relative`` alone.
+        config: all settings (:func:`parse_pe_config`), or only the section ``relative``.
 
     Returns:
-        ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, dim) float32; P and dim are 0 where pair encodings are off.
+        ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, dim) float32; P and dim are 0 if pair encodings are disabled.
 
     Raises:
-        ConfigError: a setting is wrong, or the edges name a node outside the graph.
+        ConfigError: a setting is invalid, or an edge refers to a node outside the graph.
 
     Example:
         >>> pairs, code = compute_relative_pe(torch.tensor([[0, 1], [1, 2]]), 3, "default")
@@ -106,7 +106,7 @@ def compute_relative_pe(
 
 
 def _section(config: Any, kind: type[Section], parse: Callable[[Any], Section | None], name: str) -> Section | None:
-    """Return one section of a configuration, given alone or within the whole."""
+    """Return one section of a configuration, given alone or as part of all settings."""
     if isinstance(config, kind):
         return config
     if isinstance(config, Mapping) and _is_section(config):
@@ -116,12 +116,12 @@ def _section(config: Any, kind: type[Section], parse: Callable[[Any], Section | 
 
 
 def _is_section(config: Mapping[str, Any]) -> bool:
-    """Whether a mapping is one section: no key inside a section is called as a section is."""
+    """Return whether a mapping is a single section; no key inside a section has a section's name."""
     return len(config) > 0 and not {"node", "relative"} & set(config)
 
 
 def encode_graph(edge_index: Tensor, num_nodes: int, config: PEConfig) -> GraphEncoding:
-    """Return all encodings of one graph; what node and pair encodings share is computed once."""
+    """Return all encodings of one graph, computing shared quantities once."""
     graphs, device = PlainGraphs([edge_index], num_nodes), edge_index.device
     node_pe = index = values = None
     if config.node is not None:
@@ -135,14 +135,14 @@ def encode_graph(edge_index: Tensor, num_nodes: int, config: PEConfig) -> GraphE
 class AddPositionalEncodings:
     """Transform that adds encodings to a graph: ``node_pe``, ``edge_pe_index`` and ``edge_pe``.
 
-    Usable wherever ``torch_geometric`` takes a transform, and without it: a graph is any object with ``edge_index``
-    and ``num_nodes`` (or ``x``, a row a node). For a whole data set, :func:`encode_graphs` is many times faster.
+    Works as a ``torch_geometric`` transform, and without it: a graph is any object with ``edge_index`` and
+    ``num_nodes`` (or ``x``, one row per node). For a whole data set, :func:`encode_graphs` is many times faster.
 
     Args:
         pe_config: see :func:`parse_pe_config`.
 
     Raises:
-        ConfigError: a setting is wrong; or, when it is called, the graph has no edges or nodes to read, or it is a
+        ConfigError: a setting is invalid; or, when called, the graph has no ``edge_index`` or ``num_nodes``, or it is a
             batch of several graphs, whose encodings would be those of their union.
 
     Example:
@@ -181,15 +181,15 @@ class AddPositionalEncodings:
 
 
 class RandomSignFlip:
-    """Transform that multiplies leading columns of ``node_pe`` by random signs, one a graph and column.
+    """Transform that multiplies leading columns of ``node_pe`` by random signs, one per graph and column.
 
-    This is the training half of ``sign_invariant: flip``: eigenvectors are stored with a fixed sign, which evaluation
-    uses as it is, while in training every sign is as good as the other. The signs come from torch's global generator
-    of the CPU, which a checkpoint restores. Use it as the transform of the training data, or on a batch of
-    ``torch_geometric`` in the training step.
+    This is the training part of ``sign_invariant: flip``: eigenvectors are stored with a fixed sign, which evaluation
+    uses unchanged, while in training signs are arbitrary. The signs come from torch's global CPU generator, which a
+    checkpoint restores. Use it as the transform of the training data, or on a ``torch_geometric`` batch in the training
+    step.
 
     Args:
-        columns: :attr:`NodePEConfig.flip_columns`; 0 changes nothing and draws nothing.
+        columns: :attr:`NodePEConfig.flip_columns`; 0 is a no-op and draws nothing.
 
     Example:
         >>> from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Settings of the encodings: those of nodes and of pairs of nodes, and their widths."""
+"""Settings of node and pair encodings, and their widths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LapConfig:
     """Settings of the Laplacian eigenvectors."""
 
     k: int = 16
-    """Columns; a graph with fewer eigenvectors has zeros in the rest."""
+    """Columns; zero-padded for a graph with fewer eigenvectors."""
     sign_invariant: str = "abs"
     """``"abs"``, ``"square"`` (exact for repeated eigenvalues too), or ``"flip"`` (see :class:`RandomSignFlip`)."""
 
@@ -34,7 +34,7 @@ class LapConfig:
 @checked
 @dataclass(frozen=True)
 class RWSEConfig:
-    """Settings of the return probabilities of a random walk."""
+    """Settings of random-walk return probabilities."""
 
     scales: Sequence[int] = tuple(range(1, 21))
     """Numbers of steps, one column each."""
@@ -72,10 +72,10 @@ class RoleConfig:
 @checked
 @dataclass(frozen=True)
 class NodePEConfig:
-    """What every node is given.
+    """Settings of the node encodings.
 
     Raises:
-        ConfigError: a value is outside its range, or the columns asked for do not fit into ``dim``.
+        ConfigError: a value is out of range, or the columns do not fit into ``dim``.
 
     Example:
         >>> NodePEConfig().blocks
@@ -85,10 +85,10 @@ class NodePEConfig:
     """
 
     type: str = "rwse"
-    """``"lap"``, ``"rwse"``, ``"hks"``, ``"role"``, several of them as ``"lap+rwse"``, ``"combined"``: the four side by
-    side, or ``"none"``."""
+    """``"lap"``, ``"rwse"``, ``"hks"``, ``"role"``, several of them as ``"lap+rwse"``, ``"combined"`` for all four, or
+    ``"none"``."""
     dim: int | None = None
-    """Width of ``node_pe``; columns beyond those of the encoding are zero. None: as many as the encoding has."""
+    """Width of ``node_pe``, zero-padded. None: the number of columns of the encoding."""
     lap: LapConfig = field(default_factory=LapConfig)
     rwse: RWSEConfig = field(default_factory=RWSEConfig)
     hks: HKSConfig = field(default_factory=HKSConfig)
@@ -113,7 +113,7 @@ class NodePEConfig:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The encodings side by side, with their numbers of columns."""
+        """Concatenated encodings with their numbers of columns."""
         widths = {
             "lap": self.lap.k,
             "rwse": len(self.rwse.scales),
@@ -125,7 +125,7 @@ class NodePEConfig:
 
     @property
     def columns(self) -> int:
-        """Columns that are not padding."""
+        """Number of columns without padding."""
         return sum(self.blocks.values())
 
     @property
@@ -135,17 +135,17 @@ class NodePEConfig:
 
     @property
     def flip_columns(self) -> int:
-        """Leading columns whose signs are to be drawn in training; 0 unless ``lap.sign_invariant`` is ``"flip"``."""
+        """Leading columns whose signs are drawn in training; 0 unless ``lap.sign_invariant`` is ``"flip"``."""
         return self.blocks.get("lap", 0) if self.lap.sign_invariant == "flip" else 0
 
 
 @checked
 @dataclass(frozen=True)
 class RelativePEConfig:
-    """What every pair of nodes is given.
+    """Settings of the pair encodings.
 
     Raises:
-        ConfigError: a value is outside its range.
+        ConfigError: a value is out of range.
 
     Example:
         >>> RelativePEConfig().dim, RelativePEConfig(type="diffusion").dim
@@ -161,11 +161,11 @@ class RelativePEConfig:
     scales: Sequence[float] = (0.1, 1.0, 10.0)
     """``diffusion``: times, one column each."""
     num_landmarks: int = 4
-    """``landmark``: nodes to measure from."""
+    """``landmark``: number of landmark nodes."""
     reduce: Sequence[str] = ("min", "max", "mean")
-    """``landmark``: how the landmarks are summed up, one column each."""
+    """``landmark``: reductions over the landmarks, one column each."""
     seed: int = 0
-    """``landmark``: seeds the choice of the landmarks of each graph."""
+    """``landmark``: seed for drawing the landmarks of each graph."""
 
     def __post_init__(self) -> None:
         _check_word("relative.type", self.type, _RELATIVE_TYPES)
@@ -186,7 +186,7 @@ class RelativePEConfig:
 @checked
 @dataclass(frozen=True)
 class PEConfig:
-    """The encodings of a data set; None leaves out those of nodes or of pairs, and so does the type ``"none"``.
+    """Encodings of a data set; None or the type ``"none"`` disables node or pair encodings.
 
     Example:
         >>> config = parse_pe_config("default")
@@ -198,7 +198,7 @@ class PEConfig:
     relative: RelativePEConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("node", "relative"):  # one way to say it, so that equal settings are equal
+        for name in ("node", "relative"):  # one representation, so that equal settings compare equal
             part = getattr(self, name)
             if part is not None and part.type == "none":
                 object.__setattr__(self, name, None)
@@ -214,7 +214,7 @@ class PEConfig:
         return None if self.relative is None else self.relative.dim
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values that :func:`parse_pe_config` reads back."""
+        """Return the settings as plain values that :func:`parse_pe_config` accepts."""
         sections = {"node": self.node, "relative": self.relative}
         return {name: {"type": "none"} if part is None else _plain(part) for name, part in sections.items()}
 
@@ -224,17 +224,17 @@ PEConfigLike: TypeAlias = "PEConfig | Mapping[str, Any] | str | None"
 
 @checked
 def parse_pe_config(config: PEConfigLike) -> PEConfig:
-    """Read the settings of encodings and check every key and value.
+    """Parse the settings of encodings and validate every key and value.
 
-    A section that is absent, ``enabled: false`` or ``type: none`` is off; a key that is absent inside a section has
-    its default.
+    A section that is absent, ``enabled: false`` or ``type: none`` is disabled; a missing key in a section uses its
+    default.
 
     Args:
         config: a mapping with the sections ``node`` and ``relative``; the name of a preset (:data:`PE_PRESETS`); None
-            for no encodings; or settings that are already read.
+            for no encodings; or already parsed settings.
 
     Raises:
-        ConfigError: a key, a type or a preset is unknown (the nearest is named), or a value is outside its range.
+        ConfigError: a key, a type or a preset is unknown (the closest match is named), or a value is out of range.
 
     Example:
         >>> parse_pe_config({"node": {"type": "lap_pe", "lap": {"k": 8}}, "relative": {"type": "none"}}).node.columns
@@ -257,12 +257,12 @@ def parse_pe_config(config: PEConfigLike) -> PEConfig:
 
 
 def parse_node_config(section: Mapping[str, Any] | None) -> NodePEConfig | None:
-    """Read the section ``node`` of the settings; None when it is off."""
+    """Parse the section ``node`` of the settings; None if it is disabled."""
     return _parse_section(NodePEConfig, "node", section, [*_NODE_TYPES, *_NODE_ALIASES])
 
 
 def parse_relative_config(section: Mapping[str, Any] | None) -> RelativePEConfig | None:
-    """Read the section ``relative`` of the settings; None when it is off."""
+    """Parse the section ``relative`` of the settings; None if it is disabled."""
     return _parse_section(RelativePEConfig, "relative", section, _RELATIVE_TYPES)
 
 
@@ -291,7 +291,7 @@ def _parse_section(
         inner = _mapping(f"{where}.{part}", values[part])
         refuse_unknown(f"{where}.{part}", inner, [entry.name for entry in dataclasses.fields(_PARTS[part])])
         values[part] = _PARTS[part](**inner)
-    read = kind(**values)  # also where it is off: a wrong value is an error today, not when it is switched on
+    read = kind(**values)  # even if disabled: an invalid value is an error now, not only once it is enabled
     return read if enabled else None
 
 
@@ -299,14 +299,14 @@ _MSPE_NAMES = {**_NODE_ALIASES, "shortest_path": "spd", "effective_resistance": 
 
 
 def of_mspe(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section with what the project mspe writes in other words: ``types``, ``scales``, ``sign_invariant``.
+    """Translate mspe's keys in a section: ``types``, ``scales``, ``sign_invariant``.
 
     Args:
         name: ``"node"`` or ``"relative"``.
-        values: the section; without ``types`` it is returned as it is.
+        values: the section; without ``types`` it is returned unchanged.
 
     Raises:
-        ConfigError: ``type`` is given too, a list of pair encodings has several, or signs are to be kept.
+        ConfigError: ``type`` is also given, there are several pair encodings, or signs are to be kept.
 
     Example:
         >>> of_mspe("node", {"types": ["rwse"], "dim": 32, "scales": [1, 2, 4]})
@@ -336,12 +336,12 @@ _BLOCKS = ("lap", "rwse", "hks", "role")
 
 
 def _in_order(types: Sequence[str]) -> list[str]:
-    """Return encodings of nodes in the order of their columns, each once."""
+    """Return the distinct node encodings in the order of their columns."""
     return [block for block in _BLOCKS if block in types]
 
 
 def _spread_scales(found: dict[str, Any], types: Sequence[str], where: str) -> None:
-    """Give each encoding the scales of the section, and eigenvectors as many columns as fit beside the others."""
+    """Give each encoding the scales of the section, and eigenvectors the remaining columns."""
     if not found.pop("sign_invariant", True):
         raise ConfigError(
             "signs of eigenvectors are arbitrary; leave it out, or set lap.sign_invariant to 'flip'",
@@ -356,7 +356,7 @@ def _spread_scales(found: dict[str, Any], types: Sequence[str], where: str) -> N
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:
-    """Return a copy of a section, with tuples for lists: settings are shared between graphs and never change."""
+    """Return a copy of a section with lists as tuples: settings are shared between graphs and immutable."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"must be a mapping of settings, not a {type(value).__name__}", argument=where, value=value)
     return {
@@ -406,14 +406,14 @@ def _check_times(name: str, values: Any) -> None:
 
 PE_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "default": {"node": {}, "relative": {}},
-    # The former default, without scale: it loses to the walks alone, standardised.
+    # The former default, unscaled; it performs worse than the standardised walks alone.
     "combined": {"node": {"type": "combined", "dim": 32, "rwse": {"scales": [1, 2, 4, 8, 16]}}, "relative": {}},
     "light": {
         "node": {"type": "rwse", "dim": 16, "rwse": {"scales": [1, 2, 4]}},
         "relative": {"num_buckets": 16, "max_distance": 5},
     },
-    # Many scales, and no column of padding: 20 eigenvectors, walks of 2 to 32 steps (one step never returns on a graph
-    # without self-loops), heat from 0.1 to 10, and 3 columns of the role make 64.
+    # Many scales and no padding: 20 eigenvectors, walks of 2 to 32 steps (one step never returns on a graph without
+    # self-loops), heat from 0.1 to 10, and 3 role columns make 64.
     "mspe": {
         "node": {
             "type": "combined",
@@ -426,4 +426,4 @@ PE_PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "none": {},
 }
-"""The named settings: the keys that differ from the defaults."""
+"""Presets, as the keys that differ from the defaults."""

@@ -1,13 +1,12 @@
-"""Graphs of one size as one batch: plain edges, and what the encodings share.
+"""Batches of equally sized plain graphs, with the quantities that the encodings share.
 
-A plain graph is symmetric and has no edge twice and no edge from a node to itself. Everything is computed on the CPU
-in float64. Memory is that of dense B x N x N matrices: molecules by the thousand, or single graphs of a few thousand
-nodes.
+A plain graph is symmetric, without duplicate edges or self-loops. Everything is computed on the CPU in float64. Memory
+is that of dense B x N x N matrices: thousands of molecules, or single graphs of a few thousand nodes.
 
-Whole numbers are exact in any order, so they are counted for all graphs at once. What rounds is computed for each
-graph apart (:func:`apart`): the encodings of a graph do not depend on those that it is computed beside.
+Integers are exact in any order, so they are computed for all graphs at once. Floating-point results are computed for
+each graph separately (:func:`apart`), so the encodings of a graph do not depend on the other graphs of its batch.
 
-Shapes: B = graphs, N = nodes of each, E = directed edges of all of them, M = eigenvectors (= N).
+Shapes: B = graphs, N = nodes of each, E = directed edges of all graphs, M = eigenvectors (= N).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from treadle.errors import ConfigError
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Run a block on one thread, so that sums are taken in the same order everywhere; small matrices gain nothing."""
+    """Run a block on one thread, so that the order of summation is fixed; small matrices gain nothing from threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -35,14 +34,14 @@ def one_thread() -> Iterator[None]:
 
 
 def apart(compute: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
-    """Apply a function to each graph's part of stacked tensors, and stacks the results.
+    """Apply a function to each graph's part of stacked tensors, and stack the results.
 
-    BLAS and LAPACK choose their path by the number of matrices, by their alignment in memory (within a stack, matrices
-    of odd size are not all aligned alike) and by the number of threads. The last bits depend on the path, and where
-    eigenvalues repeat, whole eigenvectors do.
+    BLAS and LAPACK choose their code path by the number of matrices, by their memory alignment (within a stack,
+    matrices of odd size are not all aligned alike) and by the number of threads. The last bits depend on the path, and
+    for repeated eigenvalues, whole eigenvectors do.
 
     Args:
-        compute: takes one part of each stack, an aligned copy.
+        compute: called with one part of each stack, as an aligned copy.
         stacks: (B, ...) each, B at least 1.
 
     Example:
@@ -54,21 +53,22 @@ def apart(compute: Callable[..., Tensor], *stacks: Tensor) -> Tensor:
 
 
 class Spectrum(NamedTuple):
-    """Eigenvalues, ascending, and eigenvectors in columns."""
+    """Ascending eigenvalues, and eigenvectors as columns."""
 
     values_BM: Tensor
     vectors_BNM: Tensor
 
 
 class PlainGraphs:
-    """B plain graphs of N nodes each; derived values are computed once, when first asked for.
+    """Batch of B plain graphs with N nodes each; derived values are computed once, on first access.
 
     Args:
-        edge_indices: one (2, e) integer tensor a graph: nodes numbered from 0, edges in one direction or both.
+        edge_indices: one (2, e) integer tensor per graph, with nodes numbered from 0 and edges in one or both
+            directions.
         num_nodes: N, at least 1.
 
     Raises:
-        ConfigError: an ``edge_index`` is not of this form, or names a node outside the graph.
+        ConfigError: an ``edge_index`` does not have this form, or refers to a node outside the graph.
 
     Example:
         >>> graphs = PlainGraphs([torch.tensor([[0, 1, 1, 2], [1, 0, 2, 2]])], 3)
@@ -79,7 +79,7 @@ class PlainGraphs:
     def __init__(self, edge_indices: Sequence[Tensor], num_nodes: int):
         self.num_graphs = len(edge_indices)
         self.num_nodes = num_nodes
-        # Nodes of graph b are b*N ... b*N + N - 1, as in any disjoint union. Sorted by source.
+        # Nodes of graph b are b*N ... b*N + N - 1, as in a disjoint union. Sorted by source.
         self.sources_E, self.targets_E = _plain_edges(edge_indices, num_nodes)
 
     @cached_property
@@ -102,11 +102,11 @@ class PlainGraphs:
 
     @cached_property
     def spectrum(self) -> Spectrum:
-        """Of the normalised Laplacian I - D^-1/2 A D^-1/2, in which the row of an isolated node is 0."""
+        """Spectrum of the normalised Laplacian I - D^-1/2 A D^-1/2; the row of an isolated node is 0."""
         scale_BN = self.degrees_BN.double().clamp(min=1).rsqrt()
         laplacian_BNN = -scale_BN.unsqueeze(-1) * self.adjacency_BNN * scale_BN.unsqueeze(-2)
         laplacian_BNN.diagonal(dim1=-2, dim2=-1).copy_((self.degrees_BN > 0).double())
-        # The eigenvalues are one more row, so that both come out of one decomposition.
+        # The eigenvalues are an additional row, so that one decomposition returns both.
         joined_B1NM = apart(_values_and_vectors, laplacian_BNN)
         return Spectrum(joined_B1NM[:, 0].clamp(0.0, 2.0), joined_B1NM[:, 1:].contiguous())
 
@@ -114,15 +114,15 @@ class PlainGraphs:
     def hops_BNN(self) -> Tensor:
         """Edges on a shortest path, int32; -1 between components.
 
-        Breadth-first search from every node at once, on lists of edges: each step looks at the neighbours of the nodes
-        that were reached last, so that all of it costs N·E per graph.
+        Breadth-first search from every node at once, on edge lists: each step visits the neighbours of the nodes
+        reached last, for a total cost of N·E per graph.
         """
         size = self.num_nodes
         hops = torch.full((self.num_graphs * size * size,), -1, dtype=torch.int32)
         last_reached_by = torch.empty_like(hops)
         degrees = self.degrees_BN.flatten()
         first_edge = degrees.cumsum(0) - degrees
-        # A pair (start, node) is the number start * N + node; start counts through the union, node within its graph.
+        # A pair (start, node) is encoded as start * N + node; start indexes the union, node its graph.
         start = torch.arange(self.num_graphs * size)
         pairs = start * size + start % size
         level = 0
@@ -136,7 +136,7 @@ class PlainGraphs:
             edge = torch.arange(owner.numel()) + (first_edge[node] - (fan.cumsum(0) - fan))[owner]
             pairs = start[owner] * size + self.targets_E[edge] % size
             pairs = pairs[hops[pairs] < 0]
-            # A node that is reached from two sides at once is kept once: by whichever wrote last.
+            # A node reached from two sides at once is kept once, by the last write.
             order = torch.arange(pairs.numel(), dtype=torch.int32)
             last_reached_by[pairs] = order
             pairs = pairs[last_reached_by[pairs] == order]
@@ -144,20 +144,21 @@ class PlainGraphs:
 
     @cached_property
     def connected_BNN(self) -> Tensor:
-        """Whether two nodes lie in one component."""
+        """Whether two nodes are in the same component."""
         return self.hops_BNN >= 0
 
     @cached_property
     def components_B(self) -> Tensor:
-        """Number of components: of nodes that no node before them is connected to."""
+        """Number of components, counted as nodes not connected to any earlier node."""
         first_BN = self.connected_BNN.to(torch.uint8).argmax(dim=-1)
         return (first_BN == torch.arange(self.num_nodes)).sum(dim=-1)
 
     @cached_property
     def cores_BN(self) -> Tensor:
-        """Core numbers, int64: the largest k such that the node is in a subgraph where all have at least k neighbours.
+        """Core numbers, int64: the largest k such that the node is in a subgraph of minimum degree k.
 
-        Nodes with the fewest neighbours left are taken away first (Batagelj and Zaversnik 2003), in all graphs at once.
+        Nodes with the fewest remaining neighbours are removed first (Batagelj and Zaversnik 2003), in all graphs at
+        once.
         """
         degrees = self.degrees_BN.flatten().clone()
         cores, present = torch.zeros_like(degrees), torch.ones_like(degrees, dtype=torch.bool)
@@ -180,7 +181,7 @@ def _values_and_vectors(matrix_NN: Tensor) -> Tensor:
 
 
 def _plain_edges(edge_indices: Sequence[Tensor], num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Return sources and targets of all edges in the union: symmetric, sorted, without doubles and self-loops."""
+    """Return sources and targets of all edges in the union: symmetric, sorted, without duplicates and self-loops."""
     for edge_index in edge_indices:
         check_graph(edge_index, num_nodes)
     local_2E = torch.cat([edge_index.cpu().long() for edge_index in edge_indices], dim=1)
@@ -194,7 +195,7 @@ def _plain_edges(edge_indices: Sequence[Tensor], num_nodes: int) -> tuple[Tensor
 
 
 def check_graph(edge_index: Tensor, num_nodes: int, *, where: str = "") -> None:
-    """Raise ConfigError unless the edges are integers of shape (2, E) that name nodes of the graph.
+    """Raise ConfigError unless the edges are integers of shape (2, E) that refer to nodes of the graph.
 
     Example:
         >>> check_graph(torch.tensor([[0], [3]]), 3, where="graph 7: ")
@@ -223,7 +224,7 @@ def hop_distances(edge_index: Tensor, num_nodes: int) -> Tensor:
     """Return the number of edges on a shortest path between all nodes of one graph.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
 
     Returns:
@@ -240,7 +241,7 @@ def core_numbers(edge_index: Tensor, num_nodes: int) -> Tensor:
     """Return the core number of every node of one graph.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The encodings of a whole data set: graphs of equal size together, in several processes if wanted.
+"""Encodings of a whole data set, batched by graph size and optionally computed in several processes.
 
 Shapes: G = graphs, B = graphs of one chunk, N = nodes of each, D = width.
 """
@@ -20,21 +20,21 @@ from treadle.graphs.encodings.graphs import PlainGraphs, check_graph, one_thread
 from treadle.graphs.encodings.node import node_encoding
 from treadle.graphs.encodings.relative import listed, pair_encoding
 
-# Pairs of nodes of one chunk: a float64 matrix of 2 MiB stays in the cache.
+# Node pairs per chunk: a float64 matrix of 2 MiB stays in the cache.
 _PAIRS = 2**18
 _MOST_GRAPHS = 256
 
 
 class EncodedGraphs:
-    """The encodings of many graphs, in a compact form: ``encoded[i]`` is a copy of those of graph i.
+    """Compact encodings of many graphs; ``encoded[i]`` is a copy of those of graph i.
 
-    Pair encodings are kept dense, codes as integers, and are listed and made one-hot when a graph is asked for.
+    Pair encodings are stored densely, with codes as integers, and are listed and one-hot encoded on access.
 
     Attributes:
-        config: what they were made with.
+        config: settings of the encodings.
         num_nodes: (G,) int64.
         node: (ΣN, node_dim) float32, or None.
-        pairs: (ΣN²,) whole codes or (ΣN², D) float32, or None.
+        pairs: (ΣN²,) integer codes or (ΣN², D) float32, or None.
     """
 
     def __init__(self, config: PEConfig, num_nodes: Tensor, node: Tensor | None, pairs: Tensor | None):
@@ -72,17 +72,17 @@ def encode_graphs(
 ) -> EncodedGraphs:
     """Compute the encodings of many graphs.
 
-    The encodings of a graph are the same to the bit alone, among any others, and for any number of workers. No random
-    number is drawn from a global generator.
+    The encodings of a graph are bit-identical alone, together with any others, and for any number of workers. The
+    global generators are not used.
 
     Args:
         graphs: ``(edge_index, num_nodes)`` of each.
         config: see :func:`parse_pe_config`.
-        num_workers: processes, as of a ``DataLoader``; 0 computes here.
-        progress: is called with the number of graphs that are done and that of all, after each chunk.
+        num_workers: worker processes, as in ``DataLoader``; 0 computes in this process.
+        progress: called after each chunk with the number of finished graphs and the total.
 
     Raises:
-        ConfigError: a setting is wrong, or a graph names a node that it does not have.
+        ConfigError: a setting is invalid, or an edge refers to a node outside its graph.
 
     Example:
         >>> path, ring = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
@@ -98,7 +98,7 @@ def encode_graphs(
     chunks = _Chunks([edge_index for edge_index, _ in graphs], _split(sizes), settings)
     gathered = _Gathered(settings, sizes)
     done = 0
-    with one_thread():  # in the workers of a DataLoader there is one, too
+    with one_thread():  # DataLoader workers also have one
         for chunk in _computed(chunks, num_workers):
             gathered.put(chunk)
             done += len(chunk.members)
@@ -110,14 +110,14 @@ def encode_graphs(
 class _Chunk(NamedTuple):
     members: list[int]
     node_BND: Tensor | None
-    pairs_BNN: Tensor | None  # with a last axis D where they are no codes
+    pairs_BNN: Tensor | None  # with a last axis D unless they are codes
 
 
 class _Chunks(Dataset[_Chunk]):
-    """Chunks as the items of a data set, so that the workers of a DataLoader compute them."""
+    """Data set of chunks, so that DataLoader workers compute them."""
 
     def __init__(self, edge_indices: list[Tensor], members: list[tuple[int, list[int]]], config: PEConfig):
-        # Two tensors, not thousands: sent to a worker, each would hold an open file.
+        # Two tensors, not thousands: each tensor sent to a worker holds an open file.
         self.edges = torch.cat(
             [torch.zeros(2, 0, dtype=torch.long), *(index.cpu().long() for index in edge_indices)], 1
         )
@@ -138,7 +138,7 @@ class _Chunks(Dataset[_Chunk]):
 
 
 def _split(sizes: Tensor) -> list[tuple[int, list[int]]]:
-    """Return size and numbers of graphs of equal size, a chunk each, the largest first to end evenly."""
+    """Return chunks of equally sized graphs as (size, indices), the largest first to balance the workers."""
     chunks = []
     for size in sorted(set(sizes.tolist()), reverse=True):
         members = (sizes == size).nonzero().flatten().tolist()
@@ -150,12 +150,12 @@ def _split(sizes: Tensor) -> list[tuple[int, list[int]]]:
 def _computed(chunks: _Chunks, num_workers: int) -> Iterable[_Chunk]:
     if num_workers == 0:
         return (chunks[number] for number in range(len(chunks)))
-    # The loader would draw the seeds of its workers from the global generator, which belongs to the training.
+    # The loader would draw worker seeds from the global generator, which belongs to training.
     return DataLoader(chunks, batch_size=None, num_workers=num_workers, generator=torch.Generator())
 
 
 class _Gathered:
-    """Chunks put back into the order of the data set."""
+    """Chunk results in the order of the data set."""
 
     def __init__(self, config: PEConfig, sizes_G: Tensor):
         self.config = config

@@ -1,6 +1,6 @@
-"""Encodings of nodes: Laplacian eigenvectors, random walks, heat kernels, structural roles.
+"""Node encodings: Laplacian eigenvectors, random walks, heat kernels, structural roles.
 
-All of them are those of the plain graph (:mod:`treadle.graphs.encodings.graphs`): float64 inside, float32 out.
+All are computed on the plain graph (:mod:`treadle.graphs.encodings.graphs`), in float64, and returned as float32.
 
 Shapes: B = graphs, N = nodes, M = eigenvectors (= N), K = columns, T = scales.
 """
@@ -17,32 +17,31 @@ from treadle.errors.arguments import checked
 from treadle.graphs.encodings.config import HKSConfig, LapConfig, NodePEConfig, RoleConfig, RWSEConfig
 from treadle.graphs.encodings.graphs import PlainGraphs, apart
 
-# Eigenvalues closer than this are one eigenvalue, and those below it are zero. eigh is right to about 1e-15.
+# Eigenvalues closer than this are treated as equal, and those below it as zero. eigh is accurate to about 1e-15.
 _EQUAL = 1e-6
 
 
 @checked
 def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: str = "abs") -> Tensor:
-    """Return eigenvectors φ of the normalised Laplacian I - D^-½ A D^-½ (row 0 for an isolated node).
+    """Return eigenvectors φ of the normalised Laplacian I - D^-½ A D^-½ (the row of an isolated node is 0).
 
-    Eigenvalues below 1e-6 are left out; the rest are taken ascending. An eigenvector's sign is arbitrary, and where
-    eigenvalues repeat no direction either, so one of three functions of it is returned.
+    Eigenvalues below 1e-6 are skipped; the rest are in ascending order. An eigenvector's sign is arbitrary, and so is
+    its direction within a repeated eigenspace, so one of three functions of it is returned.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        k: columns; those without an eigenvector are 0.
-        sign_invariant: ``"abs"``: the absolute value; where eigenvalues repeat, the root of the mean of φ² over the
-            eigenspace. ``"square"``: the mean of φ² over the eigenspace. Neither depends on the basis that was found
-            for an eigenspace. ``"flip"``: φ with its largest entry positive (the first of equal ones);
-            :class:`RandomSignFlip` draws new signs in training. Where eigenvalues repeat, ``"flip"`` depends on
-            the numbering of the nodes.
+        k: columns, zero-padded.
+        sign_invariant: ``"abs"``: the absolute value; for repeated eigenvalues, the root of the mean of φ² over the
+            eigenspace. ``"square"``: the mean of φ² over the eigenspace. Neither depends on the basis found for an
+            eigenspace. ``"flip"``: φ with its largest entry positive (the first if tied); :class:`RandomSignFlip` draws
+            new signs in training. For repeated eigenvalues, ``"flip"`` depends on the numbering of the nodes.
 
     Returns:
         (N, k) float32.
 
     Raises:
-        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge refers to a node outside the graph.
 
     Example:
         >>> path = torch.tensor([[0, 1], [1, 2]])
@@ -54,18 +53,18 @@ def lap_pe(edge_index: Tensor, num_nodes: int, *, k: int = 16, sign_invariant: s
 
 @checked
 def rwse_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[int] = RWSEConfig.scales) -> Tensor:
-    """Return the probability that a random walk is back at its start after t steps: diag(P^t), P = D⁻¹A.
+    """Return the probability that a random walk returns to its start after t steps: diag(P^t), P = D⁻¹A.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        scales: the numbers of steps t, at least 1.
+        scales: numbers of steps t, at least 1.
 
     Returns:
         (N, len(scales)) float32; 0 for an isolated node.
 
     Raises:
-        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge refers to a node outside the graph.
 
     Example:
         >>> rwse_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, scales=[1, 2, 3, 4])[0].tolist()
@@ -82,15 +81,15 @@ def hks_pe(edge_index: Tensor, num_nodes: int, *, scales: Sequence[float] = (0.1
     2009.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        scales: the times t, above 0.
+        scales: times t, above 0.
 
     Returns:
         (N, len(scales)) float32, between 0 and 1; 1 for an isolated node.
 
     Raises:
-        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge refers to a node outside the graph.
 
     Example:
         >>> round(hks_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, scales=[1.0])[0].item(), 6)
@@ -106,15 +105,15 @@ def role_pe(
     """Return the structural role of each node: log(1 + degree), clustering coefficient, core number.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        features: which of the three, in which order.
+        features: which of the three, in order.
 
     Returns:
         (N, len(features)) float32.
 
     Raises:
-        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge refers to a node outside the graph.
 
     Example:
         >>> role_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, features=["clustering", "kcore"])[0].tolist()
@@ -124,7 +123,7 @@ def role_pe(
 
 
 def node_encoding(graphs: PlainGraphs, config: NodePEConfig) -> Tensor:
-    """Return the encoding that the settings describe, (B, N, dim) float32, zero-padded to ``dim`` columns."""
+    """Return the configured encoding, (B, N, dim) float32, zero-padded to ``dim`` columns."""
     parts: dict[str, Callable[[], Tensor]] = {
         "lap": lambda: _lap(graphs, config.lap),
         "rwse": lambda: _rwse(graphs, config.rwse),
@@ -157,7 +156,7 @@ def _without_sign(values_M: Tensor, vectors_NM: Tensor, how: str) -> Tensor:
         largest_NM = size_NM >= size_NM.amax(dim=0) - _EQUAL
         first_1M = largest_NM.to(torch.uint8).argmax(dim=0, keepdim=True)
         return vectors_NM * vectors_NM.gather(0, first_1M).sign()
-    # Number the eigenspaces, add up φ² within each, and give every column the mean of its eigenspace.
+    # Number the eigenspaces, sum φ² within each, and give every column the mean of its eigenspace.
     space_M = (torch.diff(values_M, prepend=values_M[:1]) > _EQUAL).cumsum(dim=0)
     width_M = torch.bincount(space_M, minlength=len(space_M))[space_M]
     summed_NM = torch.zeros_like(vectors_NM).index_add_(1, space_M, vectors_NM.square())[:, space_M]
@@ -178,9 +177,9 @@ def _return_probabilities(transition_NN: Tensor, scales: Sequence[int]) -> Tenso
         return powers[steps]
 
     def returning(steps: int) -> Tensor:
-        if steps == 1:  # no edge leads from a node to itself
+        if steps == 1:  # there are no self-loops
             return transition_NN.new_zeros(len(transition_NN))
-        # The diagonal of a product needs no product.
+        # The diagonal of a product does not need the full product.
         return (power((steps + 1) // 2) * power(steps // 2).mT).sum(dim=-1)
 
     return torch.stack([returning(steps) for steps in scales], dim=-1)
@@ -205,7 +204,7 @@ def _role(graphs: PlainGraphs, config: RoleConfig) -> Tensor:
 
 
 def _clustering(graphs: PlainGraphs) -> Tensor:
-    """Triangles at a node over pairs of its neighbours, integers both; 0 where there is no pair."""
+    """Return triangles at each node over pairs of its neighbours, both integers; 0 if there are no pairs."""
     adjacency_BNN = graphs.adjacency_BNN
     twice_triangles_BN = ((adjacency_BNN @ adjacency_BNN) * adjacency_BNN).sum(dim=-1)
     degrees_BN = graphs.degrees_BN
@@ -215,6 +214,6 @@ def _clustering(graphs: PlainGraphs) -> Tensor:
 def _standardised(values_NK: Tensor) -> Tensor:
     centred_NK = values_NK - values_NK.mean(dim=0)
     deviation_K = centred_NK.square().mean(dim=0).sqrt()
-    # Rounding leaves about 1e-16 of a constant; real columns differ by much more.
+    # Rounding leaves about 1e-16 of a constant column; real columns vary much more.
     constant_K = deviation_K <= 1e-12 * values_NK.abs().amax(dim=0).clamp(min=1.0)
     return torch.where(constant_K, 0.0, centred_NK / deviation_K)

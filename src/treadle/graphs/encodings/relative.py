@@ -1,8 +1,8 @@
-"""Encodings of pairs of nodes: hop distance, diffusion, effective resistance, distance to landmarks.
+"""Pair encodings: hop distance, diffusion, effective resistance, distance to landmarks.
 
-Pairs of one graph are kept dense: an integer where a pair has one of a few codes (``spd``, ``bfs``), else a
-vector. :func:`listed` turns either into the list of pairs that a model reads. A one-hot code takes a hundred times the
-memory of its number, so whole data sets are kept as numbers (:class:`EncodedGraphs`).
+Pairs of one graph are stored densely: as an integer if there are only a few codes (``spd``, ``bfs``), else as a vector.
+:func:`listed` converts either to the list of pairs that a model reads. A one-hot code takes a hundred times the memory
+of its integer, so whole data sets are stored as integers (:class:`EncodedGraphs`).
 
 Shapes: B = graphs, N = nodes, M = eigenvectors (= N), P = listed pairs, D = width, T = scales, L = landmarks.
 """
@@ -24,13 +24,13 @@ from treadle.graphs.encodings.graphs import PlainGraphs, apart
 def spd_pe(
     edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Return the one-hot hop distance of all pairs of nodes, a node with itself included.
+    """Return the one-hot hop distance of all pairs of nodes, including each node with itself.
 
-    Distance d falls into bucket ⌊min(d, max_distance)·(num_buckets - 1)/max_distance⌋; a pair in different components
-    has the zero vector.
+    Distance d falls into bucket ⌊min(d, max_distance)·(num_buckets - 1)/max_distance⌋; an unconnected pair has the zero
+    vector.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
         num_buckets: width of the code, at least 2.
         max_distance: larger distances share the last bucket.
@@ -39,7 +39,7 @@ def spd_pe(
         ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², num_buckets) float32.
 
     Raises:
-        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge refers to a node outside the graph.
 
     Example:
         >>> pairs, code = spd_pe(torch.tensor([[0, 1], [1, 2]]), 3, num_buckets=3, max_distance=2)
@@ -53,15 +53,15 @@ def spd_pe(
 def bfs_pe(
     edge_index: Tensor, num_nodes: int, *, num_buckets: int = 32, max_distance: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """Return the code of :func:`spd_pe` for the pairs at a distance of 1 to ``max_distance`` only.
+    """Return the code of :func:`spd_pe` only for pairs at distances 1 to ``max_distance``.
 
-    The arguments are those of :func:`spd_pe`; pairs further apart than ``max_distance`` are not listed.
+    The arguments are those of :func:`spd_pe`; pairs farther apart than ``max_distance`` are not listed.
 
     Returns:
         ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, num_buckets) float32.
 
     Raises:
-        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge refers to a node outside the graph.
 
     Example:
         >>> bfs_pe(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]]), 5, max_distance=2)[0].shape
@@ -77,15 +77,15 @@ def diffusion_pe(
     """Return the heat that flows between all pairs of nodes: exp(-tL) of the normalised Laplacian.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        scales: the times t, above 0.
+        scales: times t, above 0.
 
     Returns:
         ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², len(scales)) float32.
 
     Raises:
-        ConfigError: a setting is outside its range, or the edges name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge refers to a node outside the graph.
 
     Example:
         >>> pairs, heat = diffusion_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3, scales=[1.0])
@@ -97,20 +97,20 @@ def diffusion_pe(
 
 @checked
 def resistance_pe(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Return the effective resistance between all pairs, every edge being a resistor of 1.
+    """Return the effective resistance between all pairs, with every edge a unit resistor.
 
-    It is L⁺ᵢᵢ + L⁺ⱼⱼ - 2L⁺ᵢⱼ with L = D - A. It never exceeds the hop distance, and equals it where there is only one
-    path (Klein and Randić 1993).
+    It is L⁺ᵢᵢ + L⁺ⱼⱼ - 2L⁺ᵢⱼ with L = D - A. It never exceeds the hop distance, and equals it if there is only one path
+    (Klein and Randić 1993).
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
 
     Returns:
         ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², 1) float32; 0 between components.
 
     Raises:
-        ConfigError: the edges name a node outside the graph.
+        ConfigError: an edge refers to a node outside the graph.
 
     Example:
         >>> pairs, ohm = resistance_pe(torch.tensor([[0, 1, 2], [1, 2, 0]]), 3)
@@ -130,23 +130,23 @@ def landmark_pe(
     seed: int = 0,
     landmarks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return how differently far two nodes are from landmarks: |d(i, l) - d(j, l)|, reduced over the landmarks l.
+    """Return the difference between two nodes' distances to landmarks, |d(i, l) - d(j, l)|, reduced over landmarks l.
 
-    Landmarks in another component than the pair do not count; a pair without any, or in different components, has 0.
+    Landmarks in a different component than the pair are ignored; a pair without any, or unconnected, has 0.
 
     Args:
-        edge_index: (2, E) integer; direction, doubles and self-loops do not matter.
+        edge_index: (2, E) integer; direction, duplicates and self-loops are ignored.
         num_nodes: N.
-        num_landmarks: nodes to draw; all of them where there are fewer.
+        num_landmarks: nodes to draw; all nodes if there are fewer.
         reduce: ``"min"``, ``"max"`` and ``"mean"``, one column each.
-        seed: seeds the draw. It picks by number, so another numbering of the nodes gives other landmarks.
-        landmarks: the nodes themselves, in place of a draw.
+        seed: seed of the draw. Nodes are drawn by index, so a different numbering gives different landmarks.
+        landmarks: explicit landmark nodes instead of drawn ones.
 
     Returns:
         ``edge_pe_index`` (2, N²) int64 and ``edge_pe`` (N², len(reduce)) float32.
 
     Raises:
-        ConfigError: a setting is outside its range, or edges or landmarks name a node outside the graph.
+        ConfigError: a setting is out of range, or an edge or landmark refers to a node outside the graph.
 
     Example:
         >>> path = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
@@ -167,7 +167,7 @@ def landmark_pe(
 
 
 def pair_encoding(graphs: PlainGraphs, config: RelativePEConfig) -> Tensor:
-    """Return the encoding of all pairs in the form that :func:`listed` reads.
+    """Return the encoding of all pairs in the format of :func:`listed`.
 
     Returns:
         ``spd``, ``bfs``: (B, N, N) uint8, or int16 for more than 254 buckets; 1 + the bucket, and 0 for no code.
@@ -188,17 +188,16 @@ def listed(block: Tensor, config: RelativePEConfig) -> tuple[Tensor, Tensor]:
 
     Args:
         block: one graph of :func:`pair_encoding`.
-        config: what it was made with.
+        config: settings of the encoding.
 
     Returns:
         ``edge_pe_index`` (2, P) int64 and ``edge_pe`` (P, dim) float32.
     """
-    # This runs whenever a graph of a data set is asked for; nonzero and index_select are several times as fast as the
-    # other ways to say it.
+    # This runs for every access to a graph; nonzero and index_select are several times as fast as the alternatives.
     kept_NN = block > 0 if config.type == "bfs" else torch.ones(block.shape[:2], dtype=torch.bool)
     index_2P = kept_NN.nonzero().T.contiguous()
     if block.is_floating_point():
-        return index_2P, block.flatten(0, 1).clone()  # the caller's own, as the code is
+        return index_2P, block.flatten(0, 1).clone()  # owned by the caller, like the code
     one_hot = torch.eye(config.num_buckets + 1)[:, 1:]  # code 0 is the zero vector
     return index_2P, one_hot.index_select(0, block[kept_NN].int())
 
@@ -227,15 +226,15 @@ def _diffusion(graphs: PlainGraphs, scales: Sequence[float]) -> Tensor:
     def heat(values_M: Tensor, vectors_NM: Tensor) -> Tensor:
         return torch.stack([(vectors_NM * torch.exp(-t * values_M)) @ vectors_NM.mT for t in scales], dim=-1)
 
-    # Between components the sum is 0 but for rounding.
+    # Between components the sum is 0 up to rounding.
     return (apart(heat, *graphs.spectrum) * graphs.connected_BNN.unsqueeze(-1)).float()
 
 
 def _resistance(graphs: PlainGraphs) -> Tensor:
-    """Σ (φ(i)/√dᵢ - φ(j)/√dⱼ)² / λ over the eigenvectors of the normalised Laplacian with λ > 0.
+    """Return Σ (φ(i)/√dᵢ - φ(j)/√dⱼ)² / λ over the eigenvectors of the normalised Laplacian with λ > 0.
 
-    This equals the formula on L = D - A (Lovász, "Random walks on graphs", 1993, from hitting times), and so needs no
-    second decomposition. λ = 0 once for each component.
+    This equals the formula for L = D - A (Lovász, "Random walks on graphs", 1993, from hitting times) without a second
+    decomposition. λ = 0 occurs once per component.
     """
     values_BM, vectors_BNM = graphs.spectrum
     positive_BM = torch.arange(graphs.num_nodes) >= graphs.components_B.unsqueeze(-1)
@@ -252,7 +251,7 @@ def _resistance(graphs: PlainGraphs) -> Tensor:
 def _landmark(graphs: PlainGraphs, landmarks_L: Tensor, reduce: Sequence[str]) -> Tensor:
     hops_BNL = graphs.hops_BNN[:, :, landmarks_L].double()
     difference_BNNL = (hops_BNL.unsqueeze(2) - hops_BNL.unsqueeze(1)).abs()
-    # For a connected pair, one node sees the landmark exactly if the other does.
+    # For a connected pair, one node reaches the landmark if and only if the other does.
     counts_BNNL = (hops_BNL >= 0).unsqueeze(2) & graphs.connected_BNN.unsqueeze(-1)
     counted_BNN = counts_BNNL.sum(dim=-1)
     reduced = {

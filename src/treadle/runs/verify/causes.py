@@ -1,4 +1,4 @@
-"""From the first difference to its likely cause and the fix."""
+"""Diagnosis of the first difference: its likely cause and the fix."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _DETERMINISTIC = (
 
 @dataclass(frozen=True)
 class Cause:
-    """What most likely makes the difference.
+    """Likely cause of a difference.
 
     Attributes:
         name: a short key for programs.
-        rule: what was seen and what it means.
+        rule: the observation and what it means.
         fix: what to change.
     """
 
@@ -37,11 +37,11 @@ class Cause:
 
 
 def likely_cause(difference: Difference, device: str = "cpu") -> Cause:
-    """Name the likely cause of a difference.
+    """Return the likely cause of a difference.
 
     Args:
-        difference: the first one.
-        device: where the target ran.
+        difference: the first difference.
+        device: the device of the target.
     """
     if difference.part == STEPS:
         return Cause("other_length", "the runs have other steps", "let the number of steps depend on nothing random")
@@ -53,11 +53,13 @@ def likely_cause(difference: Difference, device: str = "cpu") -> Cause:
 def _between_straight_runs(difference: Difference, device: str) -> Cause:
     part = difference.part
     if "weights before the forward pass" in difference.parts and difference.after_resume == 1:
-        return Cause("unseeded_script", "two straight runs start from other weights: nothing seeds them", _SEED)
+        return Cause(
+            "unseeded_script", "two uninterrupted runs start from different weights: nothing seeds them", _SEED
+        )
     if part == "sample ids":
         return Cause(
             "unseeded_order",
-            "two straight runs read the samples in another order although the weights they start from are equal: the "
+            "two uninterrupted runs read the samples in different orders although they start from equal weights: the "
             "order depends on something that no seed reaches, such as time.time(), an unseeded generator or the order "
             "of a set",
             "use shuffle=True under treadle.set_seed, or a sampler with generator=torch.Generator().manual_seed(seed)",
@@ -69,14 +71,14 @@ def _between_straight_runs(difference: Difference, device: str) -> Cause:
     if part.startswith("random state"):
         return Cause(
             "unseeded_draw",
-            f"two straight runs have another state of the {difference.leaf} generator: something seeds it by the time, "
-            "or draws a number of values that depends on the time",
+            f"the {difference.leaf} generator differs between two uninterrupted runs: something seeds it with the "
+            "time, or draws a number of values that depends on the time",
             f"{_SEED}. Seed nowhere else",
         )
     kernels = "kernels that sum in varying order (atomics) or " if device != "cpu" else ""
     return Cause(
         "not_deterministic",
-        f"two straight runs with equal data, weights and random state differ in the {part}: {kernels}a value that "
+        f"two uninterrupted runs with equal data, weights and random state differ in the {part}: {kernels}a value that "
         "depends on the time, on an unseeded generator, on the order of a set or on a file that an earlier run left",
         _DETERMINISTIC,
     )
@@ -85,8 +87,9 @@ def _between_straight_runs(difference: Difference, device: str) -> Cause:
 def _unseeded_content(difference: Difference) -> Cause:
     return Cause(
         "unseeded_data",
-        "two straight runs read the same samples and got other values: the data set or its collate function draws from "
-        f"a generator that no seed reaches, such as np.random.default_rng() without a seed{_named(difference)}",
+        "two uninterrupted runs read the same samples and got different values: the data set or its collate "
+        "function draws from a generator that no seed reaches, such as np.random.default_rng() without a seed"
+        f"{_named(difference)}",
         "draw from random, numpy.random or torch, whose state treadle keeps (also in workers), or seed by sample: "
         "np.random.default_rng([seed, index])",
     )
@@ -95,7 +98,9 @@ def _unseeded_content(difference: Difference) -> Cause:
 def _reseeded(difference: Difference) -> Cause:
     ours, theirs = difference.seeds
     shown = (theirs or ours)[0]
-    before = f" (in the straight run: {ours[0].split(' at ')[0]})" if ours and theirs and ours[0] != theirs[0] else ""
+    before = (
+        f" (in the uninterrupted run: {ours[0].split(' at ')[0]})" if ours and theirs and ours[0] != theirs[0] else ""
+    )
     return Cause(
         "reseeded_in_forward",
         f"the forward pass seeds a generator: {shown}{before}. So its random numbers, a dropout mask for one, do not "
@@ -110,7 +115,7 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
     if part == "sample ids":
         return Cause(
             "order_not_restored",
-            "after a resume the samples come in another order: the sampler keeps its own state, or draws from a "
+            "after a resume the samples come in a different order: the sampler keeps its own state, or draws from a "
             f"generator that is not known to treadle{_named(difference, 'sampler', 'loader')}",
             "give the sampler an attribute `generator` (a torch.Generator), let its order depend on a seed and "
             "set_epoch(epoch) alone, or give the loader state_dict and load_state_dict",
@@ -118,8 +123,8 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
     if part == "batch content":
         return Cause(
             "state_in_dataset",
-            "after a resume the same samples have other values: the data set keeps a state between items (a counter, a "
-            f"cache, its own generator), so an item depends on what was read before it"
+            "after a resume the same samples have different values: the data set keeps a state between items (a "
+            f"counter, a cache, its own generator), so an item depends on what was read before it"
             f"{_named(difference, 'dataset', 'loader', 'global')}",
             "let __getitem__ depend on the index and on the generators of random, numpy.random and torch alone; "
             "per-sample noise: np.random.default_rng([seed, index])",
@@ -130,8 +135,8 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
         where = "in the forward pass" if "after the forward" in part else "between two steps, a hook for one,"
         return Cause(
             "extra_draw",
-            f"after a resume the {difference.leaf} generator has another state: something {where} draws or seeds by a "
-            f"value that is not saved{_named(difference)}",
+            f"after a resume the {difference.leaf} generator has a different state: something {where} draws, or "
+            f"seeds by a value that is not saved{_named(difference)}",
             _KEEP,
         )
     if part == "loss":
@@ -142,7 +147,7 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
 
 
 def _unregistered(difference: Difference, device: str) -> Cause:
-    kernels = "; if no such value exists: kernels that add in another order each time" if device != "cpu" else ""
+    kernels = "; if no such value exists: kernels that add in varying order" if device != "cpu" else ""
     return Cause(
         "unregistered_buffer",
         "after a resume data, weights and random state are equal and the loss is not: the forward pass uses a value "
@@ -157,7 +162,7 @@ def _unsaved(difference: Difference) -> Cause:
     if part == "learning rate":
         return Cause(
             "unsaved_hook_state",
-            f"after a resume {difference.leaf.rsplit('.', 1)[-1]} of the optimizer is another one although data, "
+            f"after a resume {difference.leaf.rsplit('.', 1)[-1]} of the optimizer differs although data, "
             f"weights, scheduler and random state are equal: a hook or the script sets it by a value that is not saved"
             f"{named}",
             _KEEP,
@@ -185,14 +190,14 @@ def _unsaved(difference: Difference) -> Cause:
         )
     return Cause(
         "state_not_restored",
-        f"the {part} is another one after a resume: {difference.leaf} is not restored by its state_dict and "
+        f"the {part} differs after a resume: {difference.leaf} is not restored by its state_dict and "
         f"load_state_dict{named}",
         "put all that it depends on into its state_dict",
     )
 
 
 def _named(difference: Difference, *kinds: str) -> str:
-    """Name the values outside checkpoints that differ: most likely one of them is to blame."""
+    """List the values outside checkpoints that differ, the likely culprits."""
     names = list(difference.outside)
     first = [name for kind in kinds for name in names if name.split(" ")[0] == kind]
     ordered: Sequence[str] = first or ([] if kinds else names)

@@ -1,4 +1,4 @@
-"""The process that runs the target: arranges for the recorder, moves the files, runs the script as ``__main__``."""
+"""The process that runs the target: installs the recorder, redirects files, runs the script as ``__main__``."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from treadle.runs.verify.recorder import Looker, Recorder
 
 
 class Arrangement(MovedRuns):
-    """Observer of the trainers of the target: moves what they write into the work folder and adds the recorder.
+    """Observer of the target's trainers: redirects their files into the work folder and adds the recorder.
 
     Args:
-        job: what this process is asked to do.
-        file: where the lines go.
+        job: the job of this process.
+        file: the output of records.
     """
 
     command = "verify"
@@ -44,13 +44,13 @@ class Arrangement(MovedRuns):
         self.job = job
         self.file = file
         self.watch = SeedWatch()
-        self.pack = False  # the command of a pack has a run folder as an option
+        self.pack = False  # the command of a pack takes the run folder as an option
 
     def before_running(self, engine: Engine) -> None:
-        """Move the files of hooks, sees to checkpoints, and add the recorder.
+        """Redirect the files of hooks, ensure checkpoints, and add the recorder.
 
         Raises:
-            ConfigError: the target is of a face that writes files which cannot be moved.
+            ConfigError: the target's face writes files that cannot be redirected.
         """
         if not self.pack:
             self._arrange_files(engine)
@@ -59,12 +59,12 @@ class Arrangement(MovedRuns):
                 self._note(f"a checkpoint every {self.job.interval} steps instead of every {hook.interval}")
                 hook.interval = self.job.interval
         recorder = Recorder(self.job, self.file, self.watch)
-        recorder.replays = not self.pack  # a trainer of epochs leaves the folder of its call alone
+        recorder.replays = not self.pack  # a trainer of epochs then leaves the folder of its call alone
         engine.hooks = [recorder, *engine.hooks, Looker(recorder)]
 
     def _arrange_files(self, engine: Engine) -> None:
         for left_out in self.move(engine):
-            self._note(f"{left_out} left out: it would send these runs away")
+            self._note(f"{left_out} left out: it would upload these runs")
         if not any(isinstance(hook, CheckpointingHook) for hook in engine.hooks):
             self._note(f"a CheckpointingHook added: there is none (every {self.job.interval} steps, and SIGTERM)")
             engine.hooks = [*engine.hooks, CheckpointingHook(self.job.interval, exit_signals=signal.SIGTERM)]
@@ -74,7 +74,7 @@ class Arrangement(MovedRuns):
 
 
 class _WarningFile(logging.Handler):
-    """Handler that writes the library's warnings into the records: they often name the cause."""
+    """Handler that writes the library's warnings into the records, since they often name the cause."""
 
     def __init__(self, file: RecordFile):
         super().__init__(logging.WARNING)
@@ -85,7 +85,7 @@ class _WarningFile(logging.Handler):
 
 
 def run_job(job: Job) -> NoReturn:
-    """Run the target in this process, which was forked for it, and end the process."""
+    """Run the target in this forked process, and end the process."""
     code = 1
     try:
         _redirect(job)
@@ -93,7 +93,7 @@ def run_job(job: Job) -> NoReturn:
     except BaseException:  # noqa: BLE001  (nothing may return into the server this was forked from)
         traceback.print_exc()
     finally:
-        # As at the end of an interpreter; a plain return would continue in the server.
+        # As at interpreter exit; a plain return would continue in the server.
         with contextlib.suppress(OSError):
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
@@ -113,7 +113,7 @@ def _redirect(job: Job) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  (for the life of the process)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    # A new interpreter would draw these from the system; torch's default seed is a constant and stays one.
+    # A new interpreter would seed these from the system; torch's default seed is a constant and is kept.
     random.seed()
     np.random.seed()
 

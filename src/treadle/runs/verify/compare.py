@@ -1,4 +1,4 @@
-"""Comparing the records of two runs: what differs first, and how much of it."""
+"""Comparison of the records of two runs: the first difference, and how many records differ."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ STEPS = "steps"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that differs between a run and the first straight one.
+    """First difference between a run and the first uninterrupted one.
 
     Attributes:
-        straight: whether the other run was straight too.
-        kind: ``"step"``, ``"epoch"`` or ``"end"``: which record.
+        straight: whether the other run was uninterrupted too.
+        kind: the record, ``"step"``, ``"epoch"`` or ``"end"``.
         step: the step of the record.
         resumed_at: the step that the process of the record started from.
         part: a key of ``PARTS``, or ``"steps"``.
-        leaf: where in the part.
-        expected: what the first straight run had there.
-        found: what the other run had there.
+        leaf: the position in the part.
+        expected: the value of the first uninterrupted run.
+        found: the value of the other run.
         parts: every part of the record that differs.
         outside: values outside checkpoints that differ: name -> (expected, found).
-        seeds: calls that seeded a generator in the forward pass: (of the first straight run, of the other).
+        seeds: calls that seeded a generator in the forward pass: (of the first uninterrupted run, of the other).
     """
 
     straight: bool
@@ -44,17 +44,17 @@ class Difference:
 
     @property
     def after_resume(self) -> int:
-        """How many steps after a resume it is; 1 is the first."""
+        """The number of steps after a resume; 1 is the first."""
         return self.step - self.resumed_at
 
 
 @dataclass
 class PartResult:
-    """How one part compares over all records.
+    """Comparison of one part over all records.
 
     Attributes:
-        records: in how many it was compared.
-        differing: in how many it differs.
+        records: the number of records compared.
+        differing: the number of records that differ.
         first_step: the smallest step where it differs, or None.
     """
 
@@ -71,15 +71,15 @@ class PartResult:
 
 
 class Comparison:
-    """Comparison of runs with the first straight one.
+    """Comparison of runs with the first uninterrupted one.
 
     Args:
-        reference: the lines of the first straight run.
+        reference: the lines of the first uninterrupted run.
 
     Attributes:
         parts: the result of each part, in the order of ``PARTS``.
-        records: how many records were compared.
-        unseeded: generators not compared, since their state differs between starts: ``"python"``, ``"numpy"``.
+        records: the number of records compared.
+        unseeded: generators not compared, since their initial state differs between runs: ``"python"``, ``"numpy"``.
     """
 
     def __init__(self, reference: Iterable[Mapping[str, Any]]):
@@ -89,10 +89,10 @@ class Comparison:
         self.unseeded: frozenset[str] = frozenset()
 
     def leave_out_unseeded(self, other: Sequence[Mapping[str, Any]]) -> None:
-        """Find which generators start from a different state in another straight run.
+        """Find the generators whose initial state differs in another uninterrupted run.
 
-        A script may seed torch alone. That breaks no promise as long as nothing draws from the others, and if
-        something does, what was drawn differs and is named.
+        A script may seed torch alone. That is fine as long as nothing draws from the others; if something does, the
+        drawn values differ and are reported.
         """
         part = "random state before the forward pass"
         ours = next((line for line in self._reference.values() if line["kind"] == "step"), None)
@@ -102,7 +102,7 @@ class Comparison:
             self.unseeded = frozenset(name for name in ("python", "numpy") if before.get(name) != now.get(name))
 
     def first_difference(self, lines: Iterable[Mapping[str, Any]], *, straight: bool) -> Difference | None:
-        """Compare every record of a run and return the difference that came first."""
+        """Compare every record of a run and return the first difference."""
         first: Difference | None = None
         resumed_at = 0
         for line in lines:
@@ -156,8 +156,8 @@ def _changed(ours: Mapping[str, str], theirs: Mapping[str, str]) -> dict[str, tu
 def same_seed_each_step(lines: Iterable[Mapping[str, Any]]) -> str | None:
     """Return a call that seeds a generator alike in the forward pass of every step, or None.
 
-    A resume is exact all the same, but the run is hardly what was meant. A call inside a block that puts the state
-    back is none: the generator continues there.
+    A resume is still exact, but this is hardly intended. A call inside a block that restores the state does not count,
+    since the generator continues afterwards.
     """
     steps = [line for line in lines if line["kind"] == "step"]
     for call in steps[0]["seeds"] if len(steps) > 1 else []:

@@ -1,4 +1,4 @@
-"""The result of a verification in words and as plain values."""
+"""Descriptions of a verification's result, in words and as plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def verdict_reason(result: Verification) -> str:
     if result.verdict == "EXACT":
         kills = f"{len(result.kills)} kills ({'; '.join(describe_kill(kill) for kill in result.kills)})"
         return (
-            f"{steps}, {kills}: {result.records} records and the end state equal the straight run's to the bit "
+            f"{steps}, {kills}: {result.records} records and the end state equal the uninterrupted run's to the bit "
             f"({result.seconds:.0f} s)"
         )
     difference = result.difference
@@ -27,7 +27,7 @@ def verdict_reason(result: Verification) -> str:
         return result.reason
     what = "the number of steps" if difference.part == STEPS else difference.part
     if difference.straight:
-        return f"two straight runs already differ, first in the {what} of step {difference.step}"
+        return f"two uninterrupted runs already differ, first in the {what} of step {difference.step}"
     return f"step {difference.step} differs in the {what}, {_since(difference)}"
 
 
@@ -40,18 +40,18 @@ def _since(difference: Difference) -> str:
 
 
 def describe_difference(difference: Difference) -> str:
-    """Return one sentence with the first difference of two runs and both values.
+    """Return a sentence with the first difference of two runs and both values.
 
     Example:
         >>> describe_difference(Difference(False, "step", 7, 6, "loss", "0.0", "0.5", "0.25"))
-        'step 7, loss (0.0): 0.5 in the straight run and 0.25 in the first step after the resume at step 6'
+        'step 7, loss (0.0): 0.5 in the uninterrupted run and 0.25 in the first step after the resume at step 6'
     """
     where = {"step": "step", "epoch": "the epoch's end at step", "end": "the end, at step"}[difference.kind]
     leaf = f" ({difference.leaf})" if difference.leaf else ""
     if difference.part == "sample ids":
         leaf = f" (micro-batch {int(difference.leaf.split(' ')[0]) + 1})"
     other = "in the second" if difference.straight else _since(difference)
-    run = "first straight run" if difference.straight else "straight run"
+    run = "first uninterrupted run" if difference.straight else "uninterrupted run"
     return (
         f"{where} {difference.step}, {difference.part}{leaf}: {difference.expected} in the {run} and "
         f"{difference.found} {other}"
@@ -59,7 +59,7 @@ def describe_difference(difference: Difference) -> str:
 
 
 def describe_kill(kill: Kill) -> str:
-    """Return where a kill came.
+    """Describe where a kill happened.
 
     Example:
         >>> describe_kill(Kill(5, "SIGKILL", "before"))

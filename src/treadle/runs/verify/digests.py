@@ -1,4 +1,4 @@
-"""Values as short texts that are equal if, and only if, the values are equal to the bit."""
+"""Digests of values: short strings that are equal if, and only if, the values are equal to the bit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _DURATIONS = ("time", "seconds", "duration", "memory", "per_second")
 
 
 def leaves_of(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
-    """Return ``path -> text`` of every leaf of nested values: numbers as they are, tensors as digests.
+    """Return ``path -> string`` of every leaf of nested values: numbers as they are, tensors as digests.
 
     Args:
-        value: nesting of mappings, sequences, tensors, arrays, generators and plain values; of other objects the
-            attributes are taken.
-        path: where the value hangs.
-        depth: for the recursion.
+        value: nesting of mappings, sequences, tensors, arrays, generators and plain values; for other objects, their
+            attributes.
+        path: the path of the value.
+        depth: the recursion depth.
 
     Example:
         >>> leaves_of({"lr": 0.1, "steps": [1, 2]})
@@ -54,7 +54,7 @@ def leaves_of(value: Any, path: str = "", *, depth: int = 0) -> dict[str, str]:
 
 
 def leaf_text(value: Any) -> str | None:
-    """Return the text of a value without parts, or None for one with parts.
+    """Return the string of an atomic value, or None for a composite one.
 
     Example:
         >>> leaf_text(0.1), leaf_text({})
@@ -97,7 +97,7 @@ def _tensor_text(tensor: Tensor) -> str:
         return f"{kind} {_hashed(repr(dense.tolist()).encode())}"
     plain = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if plain.numel() == 1 and not plain.is_complex():
-        return repr(plain.item())  # a loss or a learning rate reads better as the number that it is
+        return repr(plain.item())  # a loss or a learning rate is more readable as a number
     return f"{kind} {_hashed(plain.view(torch.uint8).numpy().tobytes())}"
 
 
@@ -106,7 +106,7 @@ def _hashed(data: bytes) -> str:
 
 
 def without_durations(texts: Mapping[str, str]) -> dict[str, str]:
-    """Drop leaves that measure time or memory: they are of this process and in no promise.
+    """Drop leaves that measure time or memory, which belong to this process and are not guaranteed.
 
     Example:
         >>> without_durations({"train.loss": "0.5", "train.step_time": "0.01"})

@@ -1,4 +1,4 @@
-"""Evidence: values outside every checkpoint that may explain a difference, and calls that seed a generator."""
+"""Evidence for a difference: values outside every checkpoint, and calls that seed a generator."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _SEEDING = ((torch, "manual_seed"), (torch, "seed"), (np.random, "seed"), (rando
 
 
 def outside_values(engine: Engine, loader: Any) -> dict[str, str]:
-    """Return the values that user code keeps in its own objects and that no checkpoint holds.
+    """Return values that user code keeps in its own objects and that no checkpoint holds.
 
     Args:
-        engine: the engine that runs.
+        engine: the running engine.
         loader: its loader, or None.
 
     Returns:
-        ``"kind Class.attribute" -> text`` of data set, samplers, hooks, model and trainer.
+        ``"kind Class.attribute" -> string`` for data set, samplers, hooks, model and trainer.
     """
     found: dict[str, str] = {}
     for kind, owner, values in _owners(engine, loader):
@@ -82,7 +82,7 @@ def _attributes(owner: Any) -> Mapping[str, Any]:
 
 
 def _unregistered(module: nn.Module) -> dict[str, Any]:
-    """Return what a module keeps beside its parameters and persistent buffers."""
+    """Return the state of a module other than its parameters and persistent buffers."""
     kept = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
     if _is_library(module):
         return kept
@@ -107,7 +107,7 @@ def _text(value: Any) -> str | None:
 
 
 class SeedWatch:
-    """Record of every call, made while it is on, that seeds a global generator, and of the line it comes from.
+    """Record of calls that seed a global generator while it is active, with their lines.
 
     Example:
         >>> watch = SeedWatch()
@@ -120,7 +120,7 @@ class SeedWatch:
         self.calls: list[str] = []
 
     def install(self) -> None:
-        """Replace the seeding functions of this process, for good: it runs one target and ends."""
+        """Replace the seeding functions of this process permanently, since it runs one target and ends."""
         for module, name in _SEEDING:
             setattr(module, name, self._watched(getattr(module, name), f"{module.__name__}.{name}"))
         torch.random.manual_seed = torch.manual_seed

@@ -1,4 +1,4 @@
-"""The job of one process, and the lines in which it reports the outcome."""
+"""Jobs of the processes of a verification, and the lines in which they report."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Kill:
-    """One planned kill.
+    """Planned kill.
 
     Attributes:
-        step: in which it happens.
+        step: the step of the kill.
         signal: ``"SIGKILL"`` or ``"SIGTERM"``.
         place: ``"inside"`` the step, ``"before"`` or ``"after"`` its checkpoint.
     """
@@ -27,17 +27,17 @@ class Kill:
 
 @dataclass(frozen=True)
 class Job:
-    """One process that runs the target.
+    """Job of one process that runs the target.
 
     Attributes:
         target: path of a script or a configuration, or the name of a pack.
-        arguments: of the script, or settings.
-        folder: of the workspace, log and records of this run.
-        number: which process of this run it is, from 0.
-        steps: how many to train; counted from the first step of this process.
-        stop_at: the absolute step to stop at, which wins; None where ``steps`` counts.
-        interval: steps between two checkpoints, at most.
-        kill: when to end it, or None.
+        arguments: arguments of the script, or settings.
+        folder: the folder of the workspace, log and records of this run.
+        number: the number of this process within the run, from 0.
+        steps: the number of steps to train, from the first step of this process.
+        stop_at: the absolute step to stop at, which takes precedence; None if ``steps`` applies.
+        interval: the most steps between two checkpoints.
+        kill: when to kill the process, or None.
         limit: seconds after which it is ended, or None.
     """
 
@@ -53,17 +53,17 @@ class Job:
 
     @property
     def workspace(self) -> Path:
-        """The folder that the target writes to."""
+        """The output folder of the target."""
         return Path(self.folder) / "workspace"
 
     @property
     def log(self) -> Path:
-        """The output of the target."""
+        """The file with the output of the target."""
         return Path(self.folder) / "output.log"
 
     @property
     def records(self) -> Path:
-        """One JSON line per step."""
+        """The file of records, one JSON line per step."""
         return Path(self.folder) / "records.jsonl"
 
     def to_line(self) -> str:
@@ -72,7 +72,7 @@ class Job:
 
     @classmethod
     def from_line(cls, line: str) -> Job:
-        """The inverse of :meth:`to_line`.
+        """Parse the result of :meth:`to_line`.
 
         Example:
             >>> job = Job("train.py", [], "runs", 0, 24, None, 3, Kill(5, "SIGKILL", "inside"))
@@ -85,7 +85,7 @@ class Job:
 
 
 class RecordFile:
-    """File of lines that are whole whatever happens to the process: each is one write to an append-only file."""
+    """Append-only file whose lines are complete whatever happens to the process: each is a single write."""
 
     def __init__(self, path: Path, number: int):
         self.number = number
@@ -98,7 +98,7 @@ class RecordFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that were written; none where there is no file."""
+    """Return the lines that were written; empty if there is no file."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines()

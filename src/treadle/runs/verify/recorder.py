@@ -1,8 +1,7 @@
-"""The recorder: writes one line per step with a digest of everything that happened, and ends the process as planned.
+"""The recorder: writes one line per step with digests of everything that happened, and kills the process as planned.
 
-It wraps the target's own hooks. The first hook stops the run at its last step and asks for the record to be
-written once every hook has seen the step and before any checkpoint is; the last hook looks at the step when the
-others have done what they do.
+It wraps the target's own hooks. The first hook stops the run at its last step and has the record written after every
+hook has seen the step but before any checkpoint is; the last hook observes the step after all others.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ PARTS = {
     "sample ids": "which samples were read",
     "batch content": "what was read",
     "random state before the forward pass": "python, numpy and torch",
-    "weights before the forward pass": "after hooks had their say",
+    "weights before the forward pass": "after all hooks",
     "random state after the forward pass": "python, numpy and torch",
     "loss": "loss, weight and records of each micro-batch",
     "gradients": "by parameter, and their norm",
@@ -59,12 +58,12 @@ _OF_CHECKPOINT = {
 
 
 class Recorder(BaseHook):
-    """Recorder that stops the run at its last step, kills it as planned and writes the records; the first hook.
+    """First hook of the run, which stops it at its last step, kills it as planned and writes the records.
 
     Args:
-        job: what this process is asked to do.
-        file: where the lines go.
-        watch: notes calls that seed a generator.
+        job: the job of this process.
+        file: the output of records.
+        watch: records calls that seed a generator.
     """
 
     def __init__(self, job: Job, file: RecordFile, watch: SeedWatch):
@@ -78,7 +77,7 @@ class Recorder(BaseHook):
         self.stop_at = 0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Say where the run starts and begin to look at the data."""
+        """Record where the run starts and begin to observe the data."""
         self.stop_at = trainer.step + self.job.steps if self.job.stop_at is None else self.job.stop_at
         trainer.should_stop = trainer.step >= self.stop_at
         self.file.write("start", step=trainer.step, source=trainer.resume_source, device=str(trainer.device))
@@ -105,15 +104,15 @@ class Recorder(BaseHook):
             held[path if path not in held else f"{path} (again)"] = text
 
     def look_before_forward(self, trainer: Engine) -> None:
-        """Take down what the forward pass starts from."""
+        """Record the state before the forward pass."""
         self._add("random state before the forward pass", _random_state())
         self._add("weights before the forward pass", leaves_of(model_state(trainer.model)))
         self.outside = outside_values(trainer, self.loader)
-        self.logged = {}  # what came after the last record may lie before a checkpoint or behind it
+        self.logged = {}  # logs after the last record may come before or after a checkpoint
         self.watch.calls, self.watch.on = [], True
 
     def look_before_update(self, trainer: Engine) -> None:
-        """Take down what the update starts from, and kill in the middle of a step."""
+        """Record the state before the update, and kill in the middle of a step if planned."""
         self.watch.on = False
         self._add("random state after the forward pass", _random_state())
         gradients = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
@@ -122,7 +121,7 @@ class Recorder(BaseHook):
         self._kill(trainer.step, "inside")
 
     def on_after_step(self, trainer: Engine) -> None:
-        """End the run at its last step; the record is written when every hook has seen the step."""
+        """End the run at its last step; the record is written after every hook has seen the step."""
         self.watch.on = False
         trainer.should_stop = trainer.should_stop or trainer.step >= self.stop_at
         trainer.request_write(lambda: self._write_step(trainer))
@@ -135,7 +134,9 @@ class Recorder(BaseHook):
 
     def _write(self, kind: str, trainer: Engine) -> None:
         tree = trainer.state_dict()
-        tree["data"] = {key: value for key, value in tree["data"].items() if key != "loader"}  # may say it otherwise
+        tree["data"] = {
+            key: value for key, value in tree["data"].items() if key != "loader"
+        }  # may represent it differently
         for part, keys in _OF_CHECKPOINT.items():
             held = {key: tree[key] for key in keys if tree.get(key) not in (None, {}, [])}
             texts = leaves_of(held) if held else {}
@@ -147,7 +148,7 @@ class Recorder(BaseHook):
         self.parts, self.logged = {}, {}
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Kill between two steps: the checkpoint of the one before is written."""
+        """Kill between two steps, after the checkpoint of the previous one."""
         self._kill(trainer.step - 1, "after")
 
     def _kill(self, step: int, place: str) -> None:
@@ -158,20 +159,20 @@ class Recorder(BaseHook):
         os.kill(os.getpid(), getattr(signal, kill.signal))
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Keep what was logged in this step."""
+        """Keep the records logged in this step."""
         if not dry_run:
             self.logged.update(without_durations(leaves_of(records)))
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Write the state after an evaluation, before an epoch's checkpoint."""
+        """Record the state after an evaluation, before an epoch's checkpoint."""
         trainer.request_write(lambda: self._write("epoch", trainer))
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Write the state at the end, when every hook has had its say."""
+        """Record the state at the end, after every hook."""
         trainer.request_write(lambda: self._write("end", trainer))
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Leave the script when the run is over: what comes after could write into the user's own folders.
+        """Exit the script when the run is over, since later code could write into the user's own folders.
 
         Raises:
             SystemExit: always, if training ended without an error.
@@ -182,13 +183,13 @@ class Recorder(BaseHook):
 
 
 class Looker(BaseHook):
-    """Look at a step for the recorder after every other hook; the last of the hooks."""
+    """Last hook of the run, which observes a step for the recorder after every other hook."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Forget what hooks log when they are opened: that happens in every process."""
+        """Discard logs from opening the hooks, which happens in every process."""
         self.recorder.logged = {}
 
     def on_before_step(self, trainer: Engine) -> None:
@@ -215,7 +216,7 @@ def _random_state() -> dict[str, str]:
 
 
 def _as_text(ids: Any) -> str:
-    """Return the ids themselves: they name the samples to look at.
+    """Return the ids themselves, which name the samples to look at.
 
     Example:
         >>> import torch
@@ -227,7 +228,7 @@ def _as_text(ids: Any) -> str:
 
 
 def _after(owner: Any, name: str, look: Callable[[Any], None]) -> None:
-    """Show every result of a method of one object to ``look``."""
+    """Pass every result of a method of one object to ``look``."""
     method = getattr(owner, name)
 
     def looked_at(*args: Any, **kwargs: Any) -> Any:
@@ -239,7 +240,7 @@ def _after(owner: Any, name: str, look: Callable[[Any], None]) -> None:
 
 
 def _before(owner: Any, name: str, look: Callable[[Any], None]) -> None:
-    """Show the argument of every call of a method of one object to ``look``."""
+    """Pass the argument of every call of a method of one object to ``look``."""
     method = getattr(owner, name)
 
     def looked_at(argument: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The runs of a verification: two straight ones, and one that is killed and rerun until it ends."""
+"""The runs of a verification: two uninterrupted ones, and one that is killed and rerun until it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from treadle.runs.verify.describe import describe_difference, verdict_reason
 from treadle.runs.verify.jobs import Job, Kill, read_records
 
 _INTERVAL = 3
-_APART_SECONDS = 1.1  # a seed made from whole seconds must not be the same in two runs
+_APART_SECONDS = 1.1  # a seed taken from whole seconds must not be the same in two runs
 _LEAST_LIMIT = 120.0
 
 
@@ -32,7 +32,7 @@ class Verification:
 
     Attributes:
         verdict: ``"EXACT"``, ``"NOT EXACT"`` or ``"NOT CHECKED"``.
-        reason: why it is not exact or not checked, where no difference shows it.
+        reason: why it is not exact or not checked, if no difference shows it.
     """
 
     target: str
@@ -64,16 +64,16 @@ class Verification:
 
 
 class Server:
-    """Process that starts the runs of a target; the other side of ``treadle.runs.verify.server``."""
+    """Process that starts the runs of a target; the client of ``treadle.runs.verify.server``."""
 
     def __init__(self, target: str, hash_seed: int, log: Path):
-        # Values that depend on the order of a set must come out: the two servers hash strings differently.
+        # To expose values that depend on the order of a set, the two servers hash strings differently.
         environment = {"PYTHONHASHSEED": str(hash_seed), **os.environ}
         with open(log, "a", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "treadle.runs.verify.server", target],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
-                start_new_session=True,  # Ctrl-C is for the command; the server ends when its stdin does
+                start_new_session=True,  # Ctrl-C is for the command; the server ends with its stdin
             )  # fmt: skip
         self.log = log
 
@@ -90,7 +90,7 @@ class Server:
         return dict(json.loads(answer))
 
     def close(self) -> None:
-        """End it, and the target if it is running."""
+        """End the server, and the target if it is running."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -104,9 +104,9 @@ def two_servers(target: str, seed: int, log: Path) -> Iterator[tuple[Server, Ser
     """Start two servers that hash strings differently, and end them after the block.
 
     Args:
-        target: what they will run first; what it imports may be imported early.
-        seed: decides how strings are hashed.
-        log: where they write what goes wrong in themselves.
+        target: the target; its imports may be done early.
+        seed: seed of the string hashing.
+        log: file for errors of the servers themselves.
     """
     one, other = random.Random(seed).sample(range(1, 2**32 - 1), 2)
     servers = Server(target, one, log), Server(target, other, log)
@@ -118,16 +118,16 @@ def two_servers(target: str, seed: int, log: Path) -> Iterator[tuple[Server, Ser
 
 
 class Verifier:
-    """Runs of a target, straight, twice, and again with kills, with their comparison.
+    """Verifier that runs a target twice without a stop and again with kills, and compares the runs.
 
     Args:
         target: path of a script or a configuration, or the name of a pack.
-        arguments: of the script, or settings.
-        steps: how many steps each run has; fewer if the target ends before.
-        kills: how often it is killed.
-        seed: decides at which steps and how.
-        folder: where workspaces, output and records go.
-        say: receives progress, a line each.
+        arguments: arguments of the script, or settings.
+        steps: the number of steps of each run; fewer if the target ends earlier.
+        kills: the number of kills.
+        seed: seed of the steps and signals of the kills.
+        folder: the folder of workspaces, output and records.
+        say: receives progress, line by line.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Verifier:
         """Run everything in children of two servers.
 
         Raises:
-            ConfigError: the target makes no trainer, or one that cannot be verified.
-            TreadleError: the target fails by itself.
+            ConfigError: the target creates no trainer, or one that cannot be verified.
+            TreadleError: the target itself fails.
         """
         started = time.monotonic()
         first, seconds = self._straight(servers[0], "straight-1")
@@ -239,15 +239,15 @@ class Verifier:
     def _failed_rerun(self, job: Job, answer: Mapping[str, Any]) -> str:
         how = f"was ended after {job.limit:.0f} s" if answer["timed_out"] else f"failed (exit code {answer['code']})"
         after = f"after kill {job.number}" if job.number else "before any kill"
-        return f"a straight run ends well and the run {after} {how}: {_last_line(job.log)}"
+        return f"an uninterrupted run ends well and the run {after} {how}: {_last_line(job.log)}"
 
     def _conclude(self, comparison: Comparison, difference: Difference | None, device: str) -> None:
         result = self.result
         result.parts, result.records, result.difference = comparison.parts, comparison.records, difference
         if comparison.unseeded:
             result.notes.append(
-                f"the generators of {' and '.join(sorted(comparison.unseeded))} start in another state in each run and "
-                "were not compared; nothing depended on them here, but seed them too: treadle.set_seed(0), or "
+                f"the generators of {' and '.join(sorted(comparison.unseeded))} start in a different state in each run "
+                "and were not compared; nothing depended on them here, but seed them too: treadle.set_seed(0), or "
                 "seed: 0 in a configuration"
             )
         if difference is not None:
@@ -256,7 +256,7 @@ class Verifier:
             result.verdict = "NOT EXACT"
         elif self.number_of_kills and not any(step > result.first_step for step in result.resumed_from):
             result.reason = (
-                "no rerun went on from a checkpoint: each started from the beginning, so there was nothing to check. "
+                "no rerun continued from a checkpoint: each started from the beginning, so there was nothing to check. "
                 "Give the script's CheckpointingHook load='latest', or use more --steps"
             )
         else:
@@ -264,25 +264,25 @@ class Verifier:
 
 
 def plan_kills(chance: random.Random, count: int, first_step: int, last_step: int) -> list[Kill]:
-    """Choose where to kill: at different steps in rising order, SIGKILL and SIGTERM by turns.
+    """Plan kills at distinct steps in ascending order, alternating between SIGKILL and SIGTERM.
 
     Args:
-        chance: decides.
-        count: how many; fewer where there are not as many steps.
-        first_step: where the run starts.
-        last_step: where it ends; no kill comes after the step before it.
+        chance: the random generator.
+        count: the number of kills; fewer if there are not enough steps.
+        first_step: the first step of the run.
+        last_step: the last step; no kill comes after the step before it.
 
     Example:
         >>> [kill.signal for kill in plan_kills(random.Random(0), 3, 0, 24)]
         ['SIGKILL', 'SIGTERM', 'SIGKILL']
     """
-    # Not before the first checkpoint, if there is room: a run that starts from the beginning shows nothing.
+    # Not before the first checkpoint, if possible: a run that starts from the beginning shows nothing.
     low = first_step + _INTERVAL + 1 if last_step - first_step > _INTERVAL + count else first_step + 1
     steps = sorted(chance.sample(range(low, last_step), min(count, last_step - low)))
     plan = []
     for number, step in enumerate(steps):
         hard = number % 2 == 0
-        # A handler saves at the end of the step, so a SIGTERM after the last but one would leave no step to rerun.
+        # A handler saves at the end of the step, so a SIGTERM after the penultimate step would leave none to rerun.
         plan.append(
             Kill(step, "SIGKILL", chance.choice(["inside", "before", "after"]))
             if hard
@@ -300,7 +300,7 @@ def _one(lines: Sequence[Mapping[str, Any]], kind: str) -> Mapping[str, Any]:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of an output; of an error, not the note with the step in which it was raised."""
+    """Return the last line of an output; for an error, skip the note with the step in which it was raised."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     printed = (line.strip() for line in reversed(lines))
     return next((line for line in printed if line and not line.startswith(f"{NOTE} ")), "it wrote nothing")

@@ -1,8 +1,8 @@
-"""A process that has torch imported and forks one child per job: ``python -m treadle.runs.verify.server``.
+"""Fork server with torch imported, which forks one child per job: ``python -m treadle.runs.verify.server``.
 
-Starting an interpreter and importing torch takes seconds, a fork milliseconds. Nothing is computed here and no
-accelerator is touched, so a child is as good as a new interpreter. Two servers with different hash seeds show what
-depends on the order of sets. Jobs come in on stdin, a line each; the answer is a line with the exit status.
+Starting an interpreter and importing torch takes seconds, a fork milliseconds. The server computes nothing and touches
+no accelerator, so a child is as good as a new interpreter. Two servers with different hash seeds expose dependence on
+the order of sets. Jobs arrive on stdin, one per line; the answer is a line with the exit status.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from treadle.runs.verify.child import run_job
 from treadle.runs.verify.jobs import Job
 
 _POLL_SECONDS = 0.02
-# Slow to import and without side effects. torch._dynamo comes with the first optimizer.
+# Slow to import and without side effects. torch._dynamo is imported with the first optimizer.
 _WARM = ("torch._dynamo", "torch.optim", "torch.utils.data")
 _HARMLESS = ("PIL", "numpy", "pandas", "scipy", "sklearn", "torchvision")
 
@@ -33,12 +33,12 @@ def serve(arguments: Sequence[str]) -> None:
     """Run jobs until stdin is closed.
 
     Args:
-        arguments: the target, so that what it is known to need can be imported once.
+        arguments: the target, so that its known imports can be done once.
     """
     jobs, answers = os.dup(0), os.dup(1)
-    os.dup2(2, 1)  # nothing but answers may reach the other side
+    os.dup2(2, 1)  # only answers may reach the client
     for name in (*_WARM, *modules_to_warm(arguments[0])):
-        with contextlib.suppress(ImportError):  # if the target needs it, it will say so
+        with contextlib.suppress(ImportError):  # if the target needs it, it will fail there
             importlib.import_module(name)
     with os.fdopen(jobs, "r") as lines:
         while line := lines.readline():
@@ -47,9 +47,9 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def modules_to_warm(target: str) -> list[str]:
-    """Return what a target imports that may as well be imported once, before the forks.
+    """Return the imports of a target that can be done once, before the forks.
 
-    Only packages that are known to start nothing on import; all else is imported in each child, as in a new process.
+    Only packages known to start nothing on import; everything else is imported in each child, as in a new process.
 
     Example:
         >>> modules_to_warm("spectra")
@@ -76,7 +76,7 @@ def _run_forked(job: Job, pipes: Sequence[int]) -> dict[str, object]:
     started = time.monotonic()
     child = os.fork()
     if child == 0:
-        os.setsid()  # its data workers are ended with it
+        os.setsid()  # its data workers end with it
         for pipe in pipes:
             os.close(pipe)
         run_job(job)
@@ -86,7 +86,7 @@ def _run_forked(job: Job, pipes: Sequence[int]) -> dict[str, object]:
         if ended:
             break
         timed_out = job.limit is not None and time.monotonic() - started > job.limit
-        # While a job runs nothing is sent, so something to read means that the other side is gone.
+        # Nothing is sent while a job runs, so readable input means that the client is gone.
         gone = bool(select.select([pipes[0]], [], [], 0)[0])
         if timed_out or gone:
             os.kill(child, signal.SIGKILL)

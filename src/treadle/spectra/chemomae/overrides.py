@@ -97,7 +97,7 @@ class ExtensionHook(BaseHook):
         """Add the state of the subclass, if there is any."""
         state = self._owner.checkpoint_extra_state()
         if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-            raise ConfigError("checkpoint_extra_state must return a dict whose keys are texts")
+            raise ConfigError("checkpoint_extra_state must return a dict whose keys are strings")
         if state:
             state_dict["hooks"][self.state_key] = state
 
