@@ -118,16 +118,19 @@ class RedrawnLine:
         return shutil.get_terminal_size().columns if self._asked is None else self._asked
 
     def print_above(self, text: str) -> None:
+        """Print a line of the log, and the live line again below it."""
         self._stream.write(f"\r{text.ljust(self._width)}\n{self._text}")
         self._stream.flush()
 
     def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
+        """Write the line over the last one."""
         text = fitting(parts, self.width - 1)
         self._stream.write(f"\r{text.ljust(self._width)}")
         self._stream.flush()
         self._text, self._width = text, len(text)
 
     def stop(self) -> None:
+        """End the line."""
         if self._width:
             self._stream.write("\n")
 
