@@ -56,15 +56,16 @@ class NoReads(BaseHook):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def engine(kind, folder=None, *, hooks=(), dropout=0.1, background=True, grad_clip=1.0):
+def engine(kind, folder=None, *, hooks=(), dropout=0.1, background=True, grad_clip=1.0, lr=1e-2, capture=False):
     torch.manual_seed(0)
     model = Net()
     for block in model.blocks:
         block[1].p = dropout
     model = parallelize(model.cuda(), kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     saving = [] if folder is None else [CheckpointingHook(4, path=folder, background=background)]
-    return Engine(model, optimizer, Fit(), device="cuda", grad_clip=grad_clip, hooks=[EmaHook(0.9), *saving, *hooks])
+    hooks = [EmaHook(0.9), *saving, *hooks]
+    return Engine(model, optimizer, Fit(), device="cuda", grad_clip=grad_clip, hooks=hooks, capture=capture)
 
 
 def batches(rank, ranks, *, bad=None):
@@ -128,6 +129,17 @@ def resumed(kind, rank, ranks, folder):
     return largest(straight, weights(again))
 
 
+def captured(kind, rank, ranks):
+    """The largest difference between captured and eager steps of replicas; the steps of a sharded model are eager."""
+    if kind != "ddp":
+        return 0.0
+    ends = []
+    for capture in (False, True):
+        torch.cuda.manual_seed(rank)
+        ends.append(trained(kind, rank, ranks, lr=torch.tensor(1e-2), capture=capture))
+    return largest(*ends)
+
+
 def skipped(kind, rank, ranks):
     """Return each rank's error for a NaN on rank 1 alone."""
     try:
@@ -160,6 +172,7 @@ def main(folder):
         found[kind] = {
             "beside one process": largest({name: value for name, value in ends.items() if name in alone}, alone),
             "twice": largest(ends, trained(kind, rank, ranks, dropout=0.0)),
+            "captured": captured(kind, rank, ranks),
             "resumed": resumed(kind, rank, ranks, Path(folder, kind)),
             "nan": skipped(kind, rank, ranks),
             "waits": waits(kind, rank, ranks),

@@ -38,6 +38,9 @@ class TestTwoGpus:
     def test_the_same_run_twice_has_the_same_bits(self, found, kind):
         assert [rank[kind]["twice"] for rank in found] == [0.0, 0.0]
 
+    def test_captured_steps_have_the_bits_of_eager_ones(self, found, kind):
+        assert [rank[kind]["captured"] for rank in found] == [0.0, 0.0]
+
     def test_a_run_that_was_cut_ends_as_one_that_was_not(self, found, kind):
         assert [rank[kind]["resumed"] for rank in found] == [0.0, 0.0]
 

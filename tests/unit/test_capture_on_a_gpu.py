@@ -260,6 +260,35 @@ def test_garbage_that_holds_a_graph_breaks_no_recording():
     assert same(run(False, 20), fresh)
 
 
+@pytest.fixture
+def one_nccl_rank(tmp_path):
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_the_exchange_of_replicas_through_nccl_is_in_the_graph(one_nccl_rank, monkeypatch):
+    calls = []
+    all_reduce = torch.distributed.all_reduce
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *a, **k: calls.append(1) or all_reduce(*a, **k))
+
+    def replicas(capture):
+        engine = engine_of(capture, hooks=[Losses()])
+        engine.model = nn.parallel.DistributedDataParallel(engine.model)
+        engine.losses = []
+        engine.prepare()
+        engine.exchange._ranks = 2  # or one rank would exchange nothing
+        before = len(calls)
+        engine.run(loader_of(drop_last=True), max_steps=60)
+        return engine, len(calls) - before
+
+    (eager, of_eager), (captured, of_captured) = replicas(False), replicas(True)
+    assert captured.steps._steps
+    assert of_eager >= 60
+    assert of_captured < of_eager / 2  # replays exchange by themselves
+    assert same(eager, captured)
+
+
 class Plain(Fit):
     """Leaves a loss alone: the records of steps that run ahead would be those of one step."""
 

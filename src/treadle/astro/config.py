@@ -33,9 +33,9 @@ class VocabConfig:
     scalar: int = 56320
     """Ids of all scalar columns together: columns x bins."""
     scalar_bins: int | None = 1024
-    """Ids of one column."""
+    """Ids per column."""
     spectrum: int = 2048
-    """Ids of each spectrum group."""
+    """Ids per spectrum group."""
     spectrum_groups: list[str] = field(default_factory=lambda: list(SPECTRUM_GROUPS))
     """Names of the groups, in the order of their ids."""
 
@@ -75,15 +75,15 @@ class ModelConfig:
     n_types: int = 20
     """Rows of the type table; at least 7 + spectrum groups."""
     d_model: int = 768
-    """Width."""
+    """Model width."""
     n_layers: int = 12
-    """Layers."""
+    """Number of layers."""
     n_heads: int = 12
     """Attention heads; must divide ``d_model``."""
     d_ff: int = 3072
     """Width of the feed-forward layers."""
     dropout: float = 0.1
-    """In [0, 1)."""
+    """Dropout probability, in [0, 1)."""
 
     def __post_init__(self) -> None:
         check_least(1, **{f"model.{name}": value for name, value in vars(self).items() if name != "dropout"})
@@ -97,7 +97,7 @@ class MeaningfulLossConfig:
     """Settings of the expected-value terms of the loss."""
 
     enabled: bool = True
-    """False: cross-entropy alone."""
+    """False: cross-entropy only."""
     sample_k_per_modality: int = 4096
     """Maximum number of positions per modality at which the terms are computed."""
     weight_image: float = 0.1
@@ -125,7 +125,7 @@ class TrainingConfig:
     learning_rate: float = 0.0002
     """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = 0.05
-    """On matrices only."""
+    """Weight decay, applied only to matrices."""
     warmup_steps: int = 2000
     """Linear warm-up steps."""
     total_steps: int | None = None
@@ -139,7 +139,7 @@ class TrainingConfig:
     max_non_finite_grad_retries: int | None = None
     """Retries with fresh micro-batches before NonFiniteError; None: no retries."""
     num_workers: int = 4
-    """Processes that load."""
+    """Number of data-loading processes."""
     pin_memory: bool = True
     """Copy to a CUDA device from pinned memory; no effect without CUDA."""
     persistent_workers: bool = True
@@ -175,23 +175,23 @@ class PathsConfig:
     """File paths of a project; ``{field}`` is replaced by the name of a field."""
 
     datacube_template: str = "datacube_{field}.parquet"
-    """Tables of objects."""
+    """Object tables."""
     image_tokens_template: str = "outputs/image_tokens/datacube_{field}_tokens.npz"
-    """Tokens of images."""
+    """Image tokens."""
     scalar_tokens_template: str = "outputs/scalar_tokens/datacube_{field}_scalar_tokens.npz"
-    """Bins of scalars."""
+    """Scalar bins."""
     spectrum_tokens_template: str = "outputs/spectrum_tokens/datacube_{field}_spectrum_tokens.npz"
-    """Tokens of spectra."""
+    """Spectrum tokens."""
     image_latents_template: str = "outputs/image_latents/datacube_{field}_latents.npz"
-    """Latents of images."""
+    """Image latents."""
     scalar_tokenizer_config: str = "scalar_tokenizers/scalar_tokenizer_config.npz"
-    """The tokenizer of scalars."""
+    """Scalar tokenizer."""
     spectrum_tokenizer_config: str = "spectrum_tokenizers/spectrum_tokenizer_config.npz"
-    """The tokenizer of spectra."""
+    """Spectrum tokenizer."""
     image_autoencoder: str = "image_tokenizers/autoencoder_splus_cuts.pt"
     """Weights of the `AutoEncoder`."""
     image_codebook: str = "image_tokenizers/codebook_kmeans_2048.joblib"
-    """The codebook of images."""
+    """Image codebook."""
     output_dir: str = "runs_tokens_transformer"
     """Checkpoints and history."""
 
@@ -269,11 +269,11 @@ class TokenizersConfig:
     """Sizes of the tokenizers."""
 
     scalar: ScalarTokenizerConfig = field(default_factory=ScalarTokenizerConfig)
-    """Of scalars."""
+    """Sizes of the scalar tokenizer."""
     spectrum: SpectrumTokenizerConfig = field(default_factory=SpectrumTokenizerConfig)
-    """Of spectra."""
+    """Sizes of the spectrum tokenizer."""
     image: ImageTokenizerConfig = field(default_factory=ImageTokenizerConfig)
-    """Of images."""
+    """Sizes of the image tokenizer."""
 
 
 @checked

@@ -68,7 +68,7 @@ class AstroFolder(CheckpointFolder):
         return sorted(found, key=lambda path: path.name.startswith("best"))
 
     def resume(self, source: str | Path | None) -> Path | None:
-        """Load ``resume_from``; rewrite an epoch's file if a kill left only its ``best.pt``."""
+        """Load ``resume_from``; write an epoch's missing file if a kill left only its ``best.pt``."""
         found = super().resume(source)
         if found is not None and found.name == "best.pt":
             own = found.with_name(self._epoch_name())

@@ -75,15 +75,15 @@ class ModelConfig:
     """Sizes of ``CausalTransformerLM``; the numbers of ids and types follow from the tokens."""
 
     d_model: int = 64
-    """Width."""
+    """Model width."""
     n_layers: int = 2
-    """Layers."""
+    """Number of layers."""
     n_heads: int = 4
     """Attention heads; must divide ``d_model``."""
     d_ff: int = 128
     """Width of the feed-forward layers."""
     dropout: float = 0.1
-    """In [0, 1)."""
+    """Dropout probability, in [0, 1)."""
 
     def __post_init__(self) -> None:
         check_least(

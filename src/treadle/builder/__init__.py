@@ -1,6 +1,6 @@
-"""Objects from configurations: ``{"type": "torch.optim.AdamW", "lr": 3e-4}`` becomes the optimizer.
+"""Construction of objects from configurations, such as ``{"type": "torch.optim.AdamW", "lr": 3e-4}``.
 
-A trainer whose parts come from one configuration gets their sections as arguments, beside its own section::
+A trainer whose parts come from one configuration gets their sections as arguments, in addition to its own::
 
     cfg = load_config("configs/train.py")
     trainer = build_from_cfg(
@@ -8,9 +8,9 @@ A trainer whose parts come from one configuration gets their sections as argumen
     )
     trainer.train()
 
-``build_trainer(cfg)`` makes this call for any configuration of that form.
+``build_trainer(cfg)`` does this for any configuration of that form.
 
-A ``type`` may name anything that can be imported and called, so a configuration is as trusted as code.
+A ``type`` may name anything that can be imported and called, so a configuration must be trusted like code.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The step replayed as one CUDA graph: forward, backward, clip and update launched at once, with the same numbers.
+"""Training steps replayed as one CUDA graph: forward, backward, clipping and update, with the same results.
 
 The captured function is :meth:`Engine.train_step` itself. The first step of every shape runs eagerly, so that the
-optimizer has its state; before the second, the step is warmed up and recorded, weights, optimizer and random numbers
-are restored, and one replay is compared with one eager step to the bit. Averages that move with every step do so in the
-graph; the schedule, and averages with an interval, move beside it.
+optimizer has its state; before the second, the step is warmed up and captured, weights, optimizer and RNG are restored,
+and one replay is compared with one eager step to the bit. Averages updated in every step are updated in the graph; the
+schedule, and averages with an interval, outside it.
 
-The learning rate becomes a tensor on the device, in float32, which the schedule changes in place. An eager run whose
-learning rate is a tensor has the same numbers; one whose learning rate is a Python number rounds in float64.
+The learning rate becomes a float32 tensor on the device, which the schedule changes in place. An eager run with a
+tensor learning rate has the same results; one with a Python float rounds in float64.
 
-A gradient that is not finite is left out by the optimizer on the device, and so is every step after it until the host
-has seen it: some steps later, and before anything is saved, logged or evaluated. Parameters have no ``grad`` then that
-a hook could look at.
+A non-finite gradient is skipped by the optimizer on the device, and so is every following step until the host has
+detected it: some steps later, and before anything is saved, logged or evaluated. By then parameters have no ``grad``
+for a hook to inspect.
 """
 
 from __future__ import annotations

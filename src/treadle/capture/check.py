@@ -1,4 +1,4 @@
-"""Whether a captured step gives the numbers of an eager one, tried from the same state, which is put back."""
+"""Comparison of a captured step with an eager one from the same state, which is restored."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class KeptState:
-    """Copies of all that a step changes, to put it back in place.
+    """Copies of everything that a step changes, to restore it in place.
 
     Args:
-        engine: whose state.
+        engine: engine whose state is copied.
     """
 
     def __init__(self, engine: Engine):
@@ -34,7 +34,7 @@ class KeptState:
         self._sizes = self._state_sizes()
         self.live = self._tensors()
         self._copies = [tensor.clone() for tensor in self.live]
-        self.num_weights = len(list(engine.model.parameters()))  # which come first
+        self.num_weights = len(list(engine.model.parameters()))  # weights come first
         self._rng = RngState.capture()
 
     def _tensors(self) -> list[Tensor]:
@@ -49,11 +49,11 @@ class KeptState:
 
     @property
     def weights(self) -> list[Tensor]:
-        """The weights as they were."""
+        """Saved weights."""
         return self._copies[: self.num_weights]
 
     def grew(self) -> bool:
-        """Return whether the optimizer made state since, and take it away again."""
+        """Return whether the optimizer has created state since, and remove it."""
         state = self._engine.optimizer.state
         new = [parameter for parameter in state if id(parameter) not in self._sizes]
         for parameter in new:
@@ -62,14 +62,24 @@ class KeptState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         torch._foreach_copy_(self.live, self._copies)
         self._rng.restore()
         clear_gradients(self._engine)
 
 
-def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptState) -> str | None:
-    """Compare a replay with an eager step from the same state; return the difference, if any."""
+def what_differs(
+    engine: Engine, step: CapturedStep, group: Group, kept: KeptState, *, largest: Callable[[float], float]
+) -> str | None:
+    """Compare a replay with an eager step from the same state; return the difference, if any.
+
+    Args:
+        engine: engine of the step.
+        step: the captured step.
+        group: group to run it with.
+        kept: the state to restore.
+        largest: returns the maximum of a number over ranks, which all run the same steps here.
+    """
 
     def state_after(run: Callable[[], list[StepOutput]]) -> _After:
         kept.restore()
@@ -82,7 +92,7 @@ def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptSta
     before = _host_rng()
     eager = state_after(step.eager)
     drawn = _host_rng() != before
-    difference = replayed.largest_difference(eager)
+    difference = largest(replayed.largest_difference(eager))
     itself, kernels = 0.0, list[str]()
     if difference:
         itself = eager.largest_difference(state_after(step.eager))
@@ -110,24 +120,24 @@ def what_differs(engine: Engine, step: CapturedStep, group: Group, kept: KeptSta
 
 @dataclass(frozen=True)
 class _After:
-    """What a step left: its losses, the tensors of :class:`KeptState`, and those of them that are weights."""
+    """Result of a step: its losses, the tensors of :class:`KeptState`, and which of them are weights."""
 
     losses: list[Tensor]
     state: list[Tensor]
     weights: list[Tensor]
 
     def largest_difference(self, other: _After) -> float:
-        """Return the largest difference between two tensors; 0 only where all are equal."""
+        """Return the largest difference between two tensors; 0 only if all are equal."""
         return _largest_difference([*self.losses, *self.state], [*other.losses, *other.state])
 
     def is_like(self, other: _After, *, start: Sequence[Tensor]) -> bool:
-        """Return whether both differ by rounding only, also in half precision.
+        """Return whether both differ only by rounding, even in half precision.
 
-        The weights may differ by a quarter of the step's change: Adam makes a whole step of a gradient that is 0
-        but for rounding, as that of a key's bias is.
+        The weights may differ by a quarter of the step's change: Adam turns a gradient that is 0 up to rounding, such
+        as that of a key's bias, into a full step.
 
         Args:
-            other: what it is compared with.
+            other: the result to compare with.
             start: the weights before the step.
         """
         pairs = list(zip(self.losses, other.losses, strict=True))
@@ -140,13 +150,13 @@ _UNORDERED = re.compile(r"(.+?) (?:defaults to a non-deterministic algorithm|doe
 
 
 def unordered_kernels(model: nn.Module, run: Callable[[], object]) -> list[str]:
-    """Call a function and return which of its kernels need not give the same bits twice, as torch names them.
+    """Call a function and return torch's names of its non-deterministic kernels.
 
-    Two calls may agree all the same: which of several additions comes first also depends on what else the device does.
+    Two calls may still agree: the order of additions also depends on what else the device does.
 
     Args:
-        model: what the function runs, without its compiler.
-        run: the function.
+        model: model that the function runs, uncompiled.
+        run: the function to call.
 
     Example:
         >>> unordered_kernels(nn.ReLU(), lambda: torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2)))
@@ -174,7 +184,7 @@ def _host_rng() -> tuple[Any, ...]:
 
 
 def _largest_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest difference between tensors of the same shapes; 0 only where they are equal."""
+    """Return the largest difference between tensors of the same shapes; 0 only if they are equal."""
     largest = 0.0
     for one, other in zip(some, others, strict=True):
         if torch.equal(one, other) or bool((one.isnan() & other.isnan()).all()):
@@ -185,7 +195,7 @@ def _largest_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> flo
 
 
 def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the Euclidean distance of all values; values finite in neither are left out."""
+    """Return the Euclidean distance over all values, excluding values finite in neither."""
     squares = [
         (one.double() - other.double()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).square().sum()
         for one, other in zip(some, others, strict=True)

@@ -1,4 +1,4 @@
-"""Gradient checkpointing as one setting: activations of blocks are computed again in the backward pass."""
+"""Gradient checkpointing as one setting: activations of blocks are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_checkpointing(setting: Any, *, name: str = "gradient_checkpointing") -
     """Return the setting.
 
     Args:
-        setting: given by the user.
-        name: of the argument, for the message.
+        setting: the user's setting.
+        name: name of the argument, for the message.
 
     Raises:
         ConfigError: it is neither True nor False nor a list of names.
@@ -46,23 +46,23 @@ def check_checkpointing(setting: Any, *, name: str = "gradient_checkpointing") -
 
 @checked
 def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Module:
-    """Make a model compute activations again in the backward pass, in place; names in files and all bits stay.
+    """Make a model recompute activations in the backward pass, in place; parameter names and results are unchanged.
 
-    A model with a method ``gradient_checkpointing_enable``, as those of transformers, is asked to do so itself. Of any
-    other the blocks are wrapped by ``torch.utils.checkpoint``. Random numbers of torch's own generators and the
-    block's buffers, such as running statistics, are the same in both passes and move once. A block that draws from a
-    private generator, or counts in Python, cannot be run twice with one result: leave it out by name.
+    For a model with a method ``gradient_checkpointing_enable``, as in transformers, that method is used. Blocks of
+    other models are wrapped with ``torch.utils.checkpoint``. Random numbers from torch's global generators and the
+    block's buffers, such as running statistics, are the same in both passes and advance once. A block that draws from a
+    private generator, or counts in Python, cannot be run twice with the same result: exclude it by name.
 
     Args:
-        model: wrapped or not; call it before the model is compiled or spread over ranks.
+        model: model, wrapped or not, before it is compiled, replicated or sharded.
         setting: True for the items of its ModuleLists, names of modules with ``*`` and ``?``, or False for none.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: no block is found, a name fits no module, blocks lie inside each other, or the model's own method
-            would move running statistics twice.
+        ConfigError: no block is found, a name matches no module, blocks are nested, or the model's own method would
+            update running statistics twice.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
@@ -85,7 +85,7 @@ def checkpoint_model(model: nn.Module, setting: Checkpointing = True) -> nn.Modu
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    """Return whether a part of a model computes its activations again, by this setting or by the model's own.
+    """Return whether any part of a model uses gradient checkpointing, by this setting or the model's own.
 
     Example:
         >>> is_checkpointed(nn.Linear(1, 1))
@@ -99,9 +99,9 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 
 class CheckpointedForward:
-    """Forward pass of a block that keeps its inputs only and is run again in the backward pass.
+    """Forward pass of a block that saves only its inputs and is rerun in the backward pass.
 
-    It holds the module itself, so copies and pickles of the module call their own.
+    It refers to the module itself, so that copies and pickles of the module call their own.
 
     Args:
         module: the block.
@@ -117,7 +117,7 @@ class CheckpointedForward:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, checkpointed where a backward pass may follow."""
+        """Run the block, checkpointed if a backward pass may follow."""
         module = self.module
         run = functools.partial(type(module).forward, module)
         if not (module.training and torch.is_grad_enabled()):
@@ -132,9 +132,10 @@ class CheckpointedForward:
 
 @contextlib.contextmanager
 def _with_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
-    """Give buffers the values of the first pass inside the block, and those of now back afterwards.
+    """Set buffers to the values of the first pass inside the block, and restore the current ones afterwards.
 
-    Written through ``.data``: a buffer may be saved for the backward pass, and torch must not count this as a change.
+    They are written through ``.data``: a buffer may be saved for the backward pass, and torch must not count this
+    write.
     """
     now = [buffer.detach().clone() for buffer in buffers]
     for buffer, value in zip(buffers, values, strict=True):
@@ -163,7 +164,7 @@ def _enable_own(model: nn.Module, enable: Any) -> None:
             value=True,
         )
     takes = inspect.signature(enable).parameters
-    # Without reentry the step is exact, also where a block's inputs need no gradient.
+    # With use_reentrant=False the step is exact even if a block's inputs need no gradient.
     how = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     enable(**(how if set(how) <= set(takes) else {}))
 
@@ -184,7 +185,7 @@ def _chosen(model: nn.Module, setting: Checkpointing) -> dict[str, nn.Module]:
     assert not isinstance(setting, bool)
     found = {}
     for pattern in setting:
-        # Of 'layers.*' the blocks are meant and not the modules inside them.
+        # 'layers.*' refers to the blocks, not the modules inside them.
         depth = pattern.count(".")
         fits = {
             name: module

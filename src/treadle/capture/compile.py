@@ -1,8 +1,8 @@
 """torch.compile as one setting: nothing, the whole model, or each of its repeated blocks.
 
-Modules are compiled in place, so that the names of weights stay as they are and nothing wraps the model. Compilation
-happens at the first call of each shape and mode. A layer that occurs twelve times is compiled once: torch finds that
-its code and its shapes are the same.
+Modules are compiled in place, so that parameter names are unchanged and nothing wraps the model. Compilation happens at
+the first call of each shape and mode. A layer that occurs twelve times is compiled once: torch detects that its code
+and shapes are the same.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def check_compile(setting: Any, *, name: str = "compile") -> Compile:
     """Return the setting.
 
     Args:
-        setting: what the user gave.
-        name: of the argument, for the message.
+        setting: the user's setting.
+        name: name of the argument, for the message.
 
     Raises:
-        ConfigError: it is another value than True, False or ``"blocks"``.
+        ConfigError: it is not True, False or ``"blocks"``.
 
     Example:
         >>> check_compile("blocks")
@@ -55,21 +55,21 @@ def compile_model(
     mode: str | None = None,
     dynamic: bool | None = None,
 ) -> nn.Module:
-    """Compile a model in place and return it; names in files stay the same.
+    """Compile a model in place and return it; parameter names are unchanged.
 
-    Call it before the model is spread over ranks, or after: inside DistributedDataParallel and FSDP2 it is the model
-    or its blocks that are compiled, and what the wrapper does stays outside.
+    It can be called before or after the model is replicated or sharded: inside DistributedDataParallel and FSDP2 only
+    the model or its blocks are compiled, not the wrapper.
 
     Args:
-        model: wrapped or not.
-        setting: True compiles the whole model; ``"blocks"`` the items of its ModuleLists, or the whole model where it
-            has none; False nothing.
-        backend: as ``torch.compile`` takes it.
-        mode: as ``torch.compile`` takes it. ``"reduce-overhead"`` makes CUDA graphs itself, so do not capture too.
-        dynamic: as ``torch.compile`` takes it; None lets torch find out which sizes change.
+        model: model, wrapped or not.
+        setting: True compiles the whole model; ``"blocks"`` the items of its ModuleLists, or the whole model if it has
+            none; False nothing.
+        backend: argument of ``torch.compile``.
+        mode: argument of ``torch.compile``. ``"reduce-overhead"`` uses CUDA graphs itself, so do not capture as well.
+        dynamic: argument of ``torch.compile``; None lets torch detect which sizes change.
 
     Raises:
-        ConfigError: another setting, or blocks were asked for and some are compiled already.
+        ConfigError: the setting is unknown, or blocks are requested and some are already compiled.
 
     Example:
         >>> model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])[0])
@@ -103,7 +103,7 @@ def _chooses_without_timing() -> bool:
 
 
 def warn_of_sharded(model: nn.Module) -> None:
-    """Warn of compiled layers of torch's own classes in a sharded model: its hooks keep them from being compiled.
+    """Warn about compiled layers of torch's own classes in a sharded model, whose hooks prevent compilation.
 
     Example:
         >>> warn_of_sharded(nn.Linear(1, 1))
@@ -119,14 +119,14 @@ def warn_of_sharded(model: nn.Module) -> None:
 
 
 def compile_in_place(module: nn.Module, **how: Any) -> None:
-    """Compile a module in place, as its own ``compile`` does, also one of torch's own classes.
+    """Compile a module in place, like its ``compile`` method, including torch's own classes.
 
-    torch does not look into the code of its own packages unless other code calls it, so the ``compile`` of a
-    ``Sequential`` or a ``TransformerEncoderLayer`` compiles nothing, without a word.
+    torch does not trace the code of its own packages unless other code calls it, so the ``compile`` of a ``Sequential``
+    or a ``TransformerEncoderLayer`` silently compiles nothing.
 
     Args:
-        module: is changed in place.
-        how: arguments of ``torch.compile``.
+        module: module to change in place.
+        how: arguments of ``torch.compile``, by name.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -149,7 +149,7 @@ def _caller_of(module: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    # torch counts how often a code object is compiled and stops at a limit, so modules that look alike share one.
+    # torch limits how often a code object is compiled, so similar modules share one.
     call.__code__ = _code_for(repr(module), call.__code__)
     return call
 
@@ -162,7 +162,7 @@ def _code_for(look: str, code: CodeType) -> CodeType:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the items of a model's outermost ModuleLists that have parameters, in order.
 
-    An item that is a container itself and is never called, such as a ModuleDict, is replaced by its items.
+    An item that is itself a container and never called, such as a ModuleDict, is replaced by its items.
 
     Example:
         >>> repeated_blocks(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), nn.ReLU()])}))
@@ -181,7 +181,7 @@ def _items(module: nn.Module, *, listed: bool = False) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module itself is compiled, in place or by a wrapper; those inside it are not looked at.
+    """Return whether a module itself is compiled, in place or by a wrapper; submodules are not checked.
 
     Example:
         >>> is_compiled(nn.Linear(1, 1)), is_compiled(compile_model(nn.Linear(1, 1), True, backend="eager"))
@@ -191,7 +191,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def makes_cuda_graphs(model: nn.Module) -> bool:
-    """Return whether some compiled part of a model makes CUDA graphs by itself, as ``mode="reduce-overhead"`` does.
+    """Return whether any compiled part of a model uses CUDA graphs itself, as with ``mode="reduce-overhead"``.
 
     Example:
         >>> makes_cuda_graphs(nn.Linear(1, 1))
@@ -208,9 +208,9 @@ def makes_cuda_graphs(model: nn.Module) -> bool:
 
 
 def uncompiled(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Run a compiled model as it was written inside the block.
+    """Run a compiled model eagerly inside the block.
 
-    Compiled code calls no hook, and another mode of torch would compile it once more.
+    Compiled code calls no hooks, and another mode of torch would trigger recompilation.
 
     Example:
         >>> with uncompiled(nn.Linear(2, 1)):

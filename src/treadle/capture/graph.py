@@ -1,4 +1,4 @@
-"""Work recorded as a CUDA graph, and the memory that a graph reads from and writes to."""
+"""CUDA graphs, and the memory that they read from and write to."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _WARM_UPS = 3
-SEVERAL = TRIED_AHEAD  # steps of a graph that holds more than one
-_PLACES = 64  # steps whose numbers are copied into memory made at once
+SEVERAL = TRIED_AHEAD  # steps in a graph of several steps
+_PLACES = 64  # steps whose results share one allocation
 
 
 class CudaGraph:
-    """Recording of what a function launches, which is launched again all at once.
+    """Captured work of a function, replayed with one launch.
 
-    Graphs that are made one after another and replayed one at a time may share their memory.
+    Graphs captured one after another and replayed one at a time may share memory.
 
     Args:
-        share: another graph, whose memory this one uses too.
+        share: another graph whose memory pool to share.
     """
 
     def __init__(self, share: CudaGraph | None = None):
@@ -41,21 +41,21 @@ class CudaGraph:
         self._pool = None if share is None else share._graph.pool()
 
     def record(self, function: Callable[[], Any], *, prepare: Callable[[], None], warm_ups: int = _WARM_UPS) -> Any:
-        """Call a function a few times to warm up and once to record it; return what the last call returned.
+        """Call a function a few times to warm up and once to capture it; return the result of the last call.
 
-        Tensors in it, and whatever else the function wrote, hold what the latest replay left there.
+        Tensors in it, and others that the function wrote to, hold the results of the latest replay.
 
         Args:
             function: launches work on the current stream and reads nothing from the device.
-            prepare: called before each call, outside the recording.
-            warm_ups: calls before the recording; none where all that it launches was launched before.
+            prepare: called before each call, outside the capture.
+            warm_ups: calls before the capture; none if all its kernels were launched before.
 
         Raises:
-            RuntimeError: something in the function cannot be recorded.
+            RuntimeError: something in the function cannot be captured.
         """
         usual = torch.cuda.current_stream()
-        # A run on a separate stream is recorded there: kernels write into workspaces that belong to a stream, so two
-        # graphs that are recorded on one stream cannot be replayed side by side.
+        # A run on a separate stream is captured there: kernels write into per-stream workspaces, so two graphs captured
+        # on one stream cannot be replayed concurrently.
         alone = usual != torch.cuda.default_stream()
         beside = usual if alone else _recording_stream(torch.cuda.current_device())
         beside.wait_stream(usual)
@@ -67,21 +67,21 @@ class CudaGraph:
         prepare()
         reason: list[BaseException] = []
         try:
-            # Threads of data loaders and of background saves may talk to the device meanwhile.
+            # Threads of data loaders and of background saves may use the device meanwhile.
             recording = torch.cuda.graph(self._graph, pool=self._pool, stream=beside, capture_error_mode="thread_local")
             with _without_collection(), recording, _noting(reason):
                 return function()
         except BaseException as error:  # noqa: BLE001  # it is raised again, or what led to it
-            torch.cuda.set_stream(usual)  # torch leaves the other one on when a recording fails
+            torch.cuda.set_stream(usual)  # torch does not restore the stream if a capture fails
             _end_broken_recording(beside)
-            raise (reason or [error])[0] from None  # that of the recording names no cause
+            raise (reason or [error])[0] from None  # the error of the capture names no cause
 
     def replay(self) -> None:
-        """Launch what was recorded."""
+        """Launch the captured work."""
         self._graph.replay()
 
     def seconds(self, *, prepare: Callable[[], None]) -> float:
-        """Replay a few times, and return what the quickest took the device."""
+        """Replay a few times, and return the shortest device time."""
         took: list[float] = []
         for _ in range(_WARM_UPS):
             prepare()
@@ -96,7 +96,7 @@ class CudaGraph:
 
 @functools.cache
 def _recording_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of a device on which its graphs are recorded; torch's own is of the device that came first."""
+    """Return the capture stream of a device; torch's default belongs to the device that was used first."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -114,7 +114,7 @@ def _without_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting(reason: list[BaseException]) -> Iterator[None]:
-    """Keep the error of the block, which the end of a broken recording would replace."""
+    """Keep the error of the block, which the end of a failed capture would replace."""
     try:
         yield
     except BaseException as error:
@@ -123,19 +123,19 @@ def _noting(reason: list[BaseException]) -> Iterator[None]:
 
 
 def _end_broken_recording(stream: torch.cuda.Stream) -> None:
-    """Record nothing, and end well: the random generator still thinks that it is being recorded."""
+    """Capture nothing successfully, to reset the random generator's capture state."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")
 
 
 class Branch:
-    """What may run beside the rest of a recorded step.
+    """Branch of a captured step that may run concurrently with the rest.
 
-    Where nothing is being recorded, all runs in its order, and also where several runs share the GPU: graphs with
-    branches keep each other from it.
+    Without capture everything runs in order, and also if several runs share the GPU: graphs with branches block each
+    other.
 
     Args:
-        device: of the step.
+        device: device of the step.
 
     Example:
         >>> branch = Branch(torch.device("cpu"))
@@ -150,7 +150,7 @@ class Branch:
         self._stream = _branch_stream(torch.cuda.current_device()) if recording else None
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return a mark of what has been launched until now."""
+        """Return a mark of the work launched so far."""
         if self._stream is None:
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ class Branch:
 
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Make launches inside the block wait for those before a mark, and for no more."""
+        """Make launches inside the block wait only for those before a mark."""
         if self._stream is None or mark is None:
             yield
             return
@@ -168,7 +168,7 @@ class Branch:
             yield
 
     def join(self) -> None:
-        """Make further launches, and those after the step, wait for the branch."""
+        """Make later launches, and those after the step, wait for the branch."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -180,7 +180,7 @@ def _branch_stream(device: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def capturable(optimizer: Optimizer) -> Iterator[None]:
-    """Tell an optimizer that its step is being recorded, if it is; a fused one has its state on the device anyway."""
+    """Set ``capturable`` of an optimizer during capture; a fused one has its state on the device anyway."""
     recording = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     groups = [group for group in optimizer.param_groups if recording and "capturable" in group]
     before = [group["capturable"] for group in groups]
@@ -209,7 +209,7 @@ def tensors_of(nested: Any) -> list[Tensor]:
 
 
 def _plain_tensors(nested: Any) -> list[Tensor] | None:
-    """Return the tensors of a row or a dict of tensors, as most batches are, which is quicker to look through."""
+    """Return the tensors of a flat sequence or dict of tensors, as most batches are, which is faster."""
     kind = type(nested)
     if kind is Tensor:
         return [nested]
@@ -223,10 +223,10 @@ def _plain_tensors(nested: Any) -> list[Tensor] | None:
 
 
 def shape_of(batch: Any) -> tuple[Any, ...] | str:
-    """Return what a recorded step depends on besides the values of a batch's tensors: shapes, types, plain values.
+    """Return what a captured step depends on besides tensor values: shapes, dtypes, plain values.
 
     Returns:
-        Something that can be compared, or the name of a type in the batch whose insides are not known.
+        A comparable value, or the name of an unsupported type in the batch.
 
     Example:
         >>> shape_of((torch.zeros(2), 3)) == shape_of((torch.ones(2), 3)), shape_of([set()])
@@ -243,9 +243,9 @@ def shape_of(batch: Any) -> tuple[Any, ...] | str:
 
 
 def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str]) -> None:
-    """Note the tensors of a nesting, its shape, and the types in it whose insides are not known.
+    """Collect the tensors of a nesting, its shape, and unsupported types in it.
 
-    Looks where :func:`map_nested_tensor` does and makes nothing: a step of a batch of graphs looks at it three times.
+    It traverses like :func:`map_nested_tensor` but builds nothing: a step on a graph batch does it three times.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -270,15 +270,15 @@ def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str
 
 
 class FixedBatch:
-    """Fixed memory that batches of one shape are copied into: at once, where their tensors lie in one piece.
+    """Fixed memory that batches of one shape are copied into: with one copy if their tensors are contiguous.
 
     Args:
-        batch: the first of them.
-        device: of the memory.
-        in_place: the batch's own tensors on the device are the memory: their producer writes the next batch there.
+        batch: the first batch.
+        device: device of the memory.
+        in_place: use the batch's own device tensors as the memory: their producer writes the next batch there.
 
     Attributes:
-        batch: as given, its tensors in fixed memory.
+        batch: the batch with its tensors in fixed memory.
 
     Example:
         >>> place = FixedBatch({"x": torch.zeros(2)}, torch.device("cpu"))
@@ -304,7 +304,7 @@ class FixedBatch:
         self._tensors = tensors_of(self.batch)
 
     def fill(self, batch: Any) -> None:
-        """Copy the tensors of another batch of the same shape there."""
+        """Copy the tensors of another batch of the same shape into the memory."""
         given = tensors_of(batch)
         if self._whole is not None and offsets_in_one_piece(given) == self._offsets:
             self._whole.copy_(bytes_of_piece(given), non_blocking=True)
@@ -315,13 +315,13 @@ class FixedBatch:
 
 
 class Rows:
-    """Numbers of several replays on a device, a row each.
+    """Numbers of several replays on a device, one row each.
 
-    Its memory is not the graph's: memory allocated while a graph is recorded is written anew by each replay.
+    Its memory is not the graph's: memory allocated during capture is overwritten by each replay.
 
     Args:
-        width: numbers of a replay.
-        device: where they lie.
+        width: numbers per replay.
+        device: device of the numbers.
 
     Example:
         >>> rows = Rows(2, torch.device("cpu"))
@@ -338,21 +338,21 @@ class Rows:
         self._rows = torch.zeros(MOST, width, device=device)
 
     def takes(self, numbers: Tensor) -> bool:
-        """Return whether the numbers of a replay are of this width and type."""
+        """Return whether the numbers of a replay have this width and dtype."""
         return numbers.shape == self._rows.shape[1:] and numbers.dtype == self._rows.dtype
 
     def write(self, numbers: Tensor) -> None:
-        """Write the next row, also in a graph; one after the last is left out."""
+        """Write the next row, also in a graph; rows beyond the last are dropped."""
         torch.where(self._numbers == self._next, numbers, self._rows, out=self._rows)
         self._next.add_(1)
 
     def collect(self, replay: Callable[[], None], count: int, *, several: Callable[[], None] | None = None) -> Tensor:
-        """Replay several times; return a copy of the row of each, (N, width).
+        """Replay several times; return a copy of their rows, (N, width).
 
         Args:
-            replay: one step.
-            count: of the steps.
-            several: replays SEVERAL steps; None: each by itself.
+            replay: replays one step.
+            count: number of steps.
+            several: replays SEVERAL steps; None replays them one by one.
         """
         self._next.zero_()
         left = count
@@ -364,11 +364,11 @@ class Rows:
 
 
 class Results:
-    """Small tensors that each replay leaves behind, packed by type, so that one copy each saves them from the next.
+    """Small result tensors of a replay, packed by dtype, so that one copy each preserves them.
 
     Args:
-        tensors: on one device; made while the graph is recorded.
-        rows: where each replay leaves the numbers besides; None where they are read one by one only.
+        tensors: tensors on one device, created during capture.
+        rows: rows that replays also write to; None if they are only read one by one.
 
     Example:
         >>> Results([torch.tensor(2.0), torch.tensor(3), torch.tensor([4.0])]).read()
@@ -383,8 +383,8 @@ class Results:
         self._packed = [
             (torch.cat([tensors[number].reshape(-1) for number in numbers]), numbers) for numbers in by_type.values()
         ]
-        self._alike = len(by_type) == 1 and not any(self._shapes)  # numbers of one type, the usual case
-        self._places: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # for copies of them: whole, and each number
+        self._alike = len(by_type) == 1 and not any(self._shapes)  # numbers of one dtype, the usual case
+        self._places: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # for copies: the whole, and each number
         takes = rows is not None and self._alike and rows.takes(self._packed[0][0])
         self.rows = rows if takes else None
         if self.rows is not None:
@@ -392,11 +392,11 @@ class Results:
 
     @property
     def latest(self) -> Tensor:
-        """The numbers of the latest replay, of one type, where they lie."""
+        """Numbers of the latest replay, of one dtype, in place."""
         return self._packed[0][0]
 
     def read(self) -> Sequence[Tensor]:
-        """Return copies of what the latest replay left."""
+        """Return copies of the latest replay's results."""
         if self._alike:
             if not self._places:
                 self._make_places()
@@ -410,7 +410,7 @@ class Results:
         return [found[number].view(shape) for number, shape in enumerate(self._shapes)]
 
     def _make_places(self) -> None:
-        """Make memory for the copies of some steps at once: for each alone it costs as much as the copy."""
+        """Allocate memory for the copies of several steps at once: one by one it costs as much as the copy."""
         packed = self._packed[0][0]
         block = packed.new_empty(_PLACES, len(self._shapes))
         numbers = [column.unbind() for column in block.unbind(1)]

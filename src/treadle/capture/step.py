@@ -1,4 +1,4 @@
-"""One captured step: its graph, the memory it reads from and what each replay leaves for the host."""
+"""Captured step: its graph, its input memory and its results for the host."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
-from treadle.optim.loss_weights import GivenWeights, KnownWeights
+from treadle.optim.loss_weights import EqualWeights, GivenWeights, KnownWeights
 from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, step_unless
 from treadle.task import StepOutput
 
 if TYPE_CHECKING:
     from treadle.capture.check import KeptState
     from treadle.engine import Engine
-_SHORT = 3e-4  # seconds of a step on the device
+_SHORT = 3e-4  # device time of a step in seconds
 
 
 class CapturedStep:
-    """One graph and its memory.
+    """Captured step with its graph and memory.
 
     Args:
-        engine: whose step.
-        group: micro-batches of the shape.
-        flags: where a step leaves word of a refusal; None where the host reads that of each step.
-        share: another step whose graph's memory is used too.
-        weights: of the micro-batches where the host knows them, each above 0; None if the step computes them.
-        gather: what the graph gathers its one batch with; None where the batch is there already.
+        engine: engine of the step.
+        group: micro-batches of the captured shape.
+        flags: flags in which a step records a refusal; None if the host reads the flag of each step.
+        share: another step whose graph's memory to share.
+        weights: weights of the micro-batches if the host knows them, each above 0; None if the step computes them.
+        gather: gathers the step's batch within the graph; None if the batch already exists.
     """
 
     def __init__(
@@ -56,34 +56,42 @@ class CapturedStep:
         in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
         self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
         self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
-        self._known = weights if weights is not None and len(weights) > 1 else None  # that of one changes no gradient
+        self._known = weights if weights is not None and len(weights) > 1 else None  # one weight changes no gradient
         if self._known is not None:
             equal = len(set(self._known)) == 1
             self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
             given.give(self._known)
+        elif engine.num_ranks > 1:
+            self._guard.weights = EqualWeights()
         self._rows = Rows(2, engine.device)
-        self._has_rows = False  # until they were checked
+        self._has_rows = False  # until checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
         self._several: Callable[[], None] | None = None  # replays SEVERAL steps
-        self._found_inf: Tensor | None = None  # where replays leave whether a scaled gradient was infinite
-        with engine.isolated_step(self._guard):
+        self._found_inf: Tensor | None = None  # flag in which replays record infinite scaled gradients
+        with engine.isolated_step(self._guard), engine.exchange.recording():
             self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
-        self._decided = self._guard.flags  # where replays leave them; an eager step makes others
+        self._decided = self._guard.flags  # flags written by replays; an eager step creates others
         self._takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
         clear_gradients(engine)
 
     @property
     def reads(self) -> bool:
-        """Whether the host reads of each step whether it counts."""
+        """Whether the host must read the verdict of each step."""
         return self._told_later is None
 
     @property
     def _told_later(self) -> LateFlags | None:
-        """Where a step leaves word of a refusal; None: the host reads of each step whether it counts."""
+        """Flags in which a step records a refusal; None if the host reads the verdict of each step."""
         return None if self._guard.weight_on_device else self._flags
 
+    @property
+    def weight(self) -> float:
+        """Weight of the one micro-batch, where the host knows it."""
+        weight = self._left.constant.weight
+        return float(weight) if isinstance(weight, (int, float)) else 1.0
+
     def prepare(self) -> None:
-        """Put back what a trial of the step moves on besides the state of the training."""
+        """Restore what a trial of the step changes besides the training state."""
         clear_gradients(self._engine)
         if self._gather is not None:
             self._gather.rewind()
@@ -99,13 +107,13 @@ class CapturedStep:
                 self._gather.advance()
         with capturable(engine.optimizer):
             self._found_inf = self._train()
-        with branch.after(self._guard.judged):  # loss and norm were there before the update
+        with branch.after(self._guard.judged):  # loss and norm exist before the update
             left = _Left(engine.attempt.outputs, engine.attempt.info["grad_norm"], engine.device, self._rows)
         branch.join()
         return left
 
     def _train(self) -> Tensor | None:
-        """Train on the batches; return where replays will leave whether a scaled gradient was infinite."""
+        """Train on the batches; return the flag in which replays record infinite scaled gradients."""
         batches = [inputs.batch for inputs in self._inputs]
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
@@ -116,28 +124,28 @@ class CapturedStep:
         return found_inf
 
     def _averages_inside(self) -> Iterator[Ema]:
-        """Give the averages that move with every step, on the device, so that the graph moves them."""
+        """Return the averages updated in every step on the device, which the graph updates."""
         for average in self._engine.averages.values():
             if average.recordable and average.lies_beside(self._engine.model):
                 yield average
 
     def eager(self) -> list[StepOutput]:
-        """Run the same step without the graph, weighed as one that is not captured; return its outputs."""
+        """Run the same step without the graph, weighted like an eager step; return its outputs."""
         given = self._guard.weights
         if self._known is not None:
             self._guard.weights = KnownWeights(self._known, device=self._engine.device)
-        with self._engine.isolated_step(self._guard):
+        with self._engine.isolated_step(self._guard), self._engine.exchange.recording():
             self._train()
             outputs = self._engine.attempt.outputs
         self._guard.weights = given
         return outputs
 
     def replay(self, group: Group, weights: Sequence[float | None] | None = None) -> tuple[Tensor, list[StepOutput]]:
-        """Fill the memory, launch the graph and return the norm and the outputs.
+        """Fill the memory, replay the graph and return the norm and the outputs.
 
         Args:
-            group: of the shape.
-            weights: of its micro-batches, where the host knows them.
+            group: group of the captured shape.
+            weights: weights of its micro-batches, if the host knows them.
         """
         if self._gather is None:
             for inputs, batch in zip(self._inputs, group.batches, strict=True):
@@ -147,7 +155,7 @@ class CapturedStep:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether several steps can be replayed before the host looks at one: it does nothing between two of them."""
+        """Whether several steps can be replayed in a row, because the host does nothing between them."""
         return (
             self._gather is not None and self._told_later is not None and self._takes is None and self._known is None
             and self._has_rows and len(self._averages) == len(self._engine.averages)
@@ -155,7 +163,7 @@ class CapturedStep:
         )  # fmt: skip
 
     def check_rows(self) -> None:
-        """Try whether replays leave their numbers in rows, to the bit; the state is for the caller to restore."""
+        """Check that replays write their exact numbers into rows; the caller must restore the state."""
         results = self._left.results
         if results.rows is None:
             return
@@ -169,10 +177,10 @@ class CapturedStep:
         self._has_rows = same_bits(rows, torch.stack(seen))
 
     def record_several(self, kept: KeptState) -> None:
-        """Record several steps as one more graph where a step is short, since its launch counts; try it to the bit.
+        """Capture several steps as another graph if steps are short, since launches dominate; check it to the bit.
 
         Args:
-            kept: puts the state back; the caller does so afterwards.
+            kept: restores the state; the caller does so afterwards.
         """
         if not self.runs_ahead or self._graph.seconds(prepare=self.prepare) > _SHORT:
             return
@@ -195,7 +203,7 @@ class CapturedStep:
             self._recorded()
 
     def run_block(self, count: int) -> StepBlock:
-        """Replay steps that follow the latest one; the engine counts none of them."""
+        """Replay the steps after the latest one, without counting them in the engine."""
         engine, flags = self._engine, self._told_later
         assert flags is not None
         progress, cursor = engine.progress, engine.cursor
@@ -205,10 +213,17 @@ class CapturedStep:
         flags.note_block(block.first_location, numbers[:, 0])
         return block
 
-    def run(self, group: Group, weights: Sequence[float | None]) -> Outcome:
-        """Run one step and note what it gave, as an eager one does."""
+    def run(self, group: Group, weights: Sequence[float | None], *, messages: Sequence[list[float]] = ()) -> Outcome:
+        """Run one step and record its results like an eager one.
+
+        Args:
+            group: of the shape.
+            weights: of its micro-batches, where the host knows them.
+            messages: that each rank sent with this step.
+        """
         engine = self._engine
         begin_attempt(engine, group)
+        engine.attempt.receive(list(messages))
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.give([weight for weight in weights if weight is not None])
         norm, outputs = self.replay(group, weights)
@@ -233,13 +248,13 @@ def _unknown(group: Group) -> list[None]:
 
 
 class _Left:
-    """What a captured step leaves for the host.
+    """Results of a captured step for the host.
 
     Args:
-        outputs: of its micro-batches.
-        norm: of its gradient.
-        device: tensors elsewhere are constants.
-        rows: of norm and loss, see :class:`Results`.
+        outputs: outputs of its micro-batches.
+        norm: norm of its gradient.
+        device: device of the step; tensors elsewhere are constants.
+        rows: rows of norm and loss, see :class:`Results`.
     """
 
     def __init__(self, outputs: list[StepOutput], norm: Tensor, device: torch.device, rows: Rows):
@@ -256,7 +271,7 @@ class _Left:
             self._places.append((loss, weight, bool(tensors)))
             self._tensors += tensors
         self._device = device
-        self._is_plain = self._places == [(1, None, False)]  # one loss, and what else there is does not change
+        self._is_plain = self._places == [(1, None, False)]  # a single loss; everything else is constant
         self._results = Results(self._tensors, rows if self._is_plain else None)
 
     def _place(self, tensor: Any) -> int:
@@ -265,16 +280,16 @@ class _Left:
 
     @property
     def results(self) -> Results:
-        """Numbers of the latest replay."""
+        """Results of the latest replay."""
         return self._results
 
     @property
     def constant(self) -> StepOutput:
-        """The output of a step, whose loss alone changes where there are blocks."""
+        """Output of a step in a block, of which only the loss changes."""
         return self._outputs[0]
 
     def read(self, weights: Sequence[float | None]) -> tuple[Tensor, list[StepOutput]]:
-        """Return copies of the norm and the outputs, as the latest replay left them, with the weights if given."""
+        """Return copies of the norm and outputs of the latest replay, with the weights if given."""
         found = self._results.read()
         if self._is_plain:  # the usual case, in a third of the time
             output, known = self._outputs[0], weights[0]
@@ -308,20 +323,20 @@ class _Left:
 
 
 class _RecordingGuard(FiniteGuard):
-    """Guard that leaves the decision to the device and reads nothing.
+    """Guard that defers the decision to the device, without reading it.
 
     Args:
-        replays: receives the refusals; None reads :attr:`flags` of each step.
-        knows_weight: whether the host knows that something counts.
+        replays: receives refusals; None reads :attr:`flags` of each step.
+        knows_weight: whether the host knows that the total weight is above 0.
 
     Attributes:
-        flags: whether the gradient is not finite, and whether nothing counts.
-        weight_on_device: whether the device knows the step's weight, and the host does not.
+        flags: whether the gradient is not finite, and whether the total weight is 0.
+        weight_on_device: whether the step's weight is known on the device only.
     """
 
     recording = True
-    branch: Branch | None = None  # of the recording
-    judged: torch.cuda.Event | None = None  # when the norm was there
+    branch: Branch | None = None  # of the capture
+    judged: torch.cuda.Event | None = None  # when the norm was computed
 
     def __init__(self, replays: LateFlags | None, *, knows_weight: bool):
         super().__init__()
@@ -345,6 +360,6 @@ class _RecordingGuard(FiniteGuard):
         return Verdict(finite=True, counted=True)
 
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
-        """Step the optimizer, which leaves the step out where a flag is set."""
+        """Step the optimizer, which skips the step if a flag is set."""
         assert self._skips is not None, "judge() comes first"
         step_unless(self._skips, optimizer)

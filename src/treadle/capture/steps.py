@@ -1,4 +1,4 @@
-"""Captured steps of an engine: one CUDA graph for each shape of data, and the reasons against capturing."""
+"""Captured steps of an engine: one CUDA graph per shape of data, and reasons not to capture."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from treadle.capture.check import KeptState, what_differs
 from treadle.capture.checkpointing import is_checkpointed
 from treadle.capture.compile import makes_cuda_graphs
 from treadle.capture.graph import shape_of
+from treadle.capture.ranks import EAGER, OFF, RECORD, REPLAY, RankAgreement
 from treadle.capture.step import CapturedStep
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
@@ -31,10 +32,10 @@ _MAX_GRAPHS = 32
 
 
 def steps_of(engine: Engine) -> Steps:
-    """Return how the steps of an engine are run.
+    """Return the step function of an engine, captured or eager.
 
     Raises:
-        ConfigError: ``capture=True`` and something makes it impossible.
+        ConfigError: ``capture=True``, but capturing is impossible.
     """
     if engine.capture is False:
         return engine.train_step
@@ -57,14 +58,14 @@ def _refuse(engine: Engine, reason: str) -> None:
 
 
 def _why_not(engine: Engine) -> str | None:
-    """Return what makes capturing impossible, as far as that is known before the first step."""
+    """Return the reason why capturing is impossible, as far as known before the first step."""
     hooks = listeners(engine.hooks, "on_before_optimizer_step")
     listening = [hook.state_key for hook in hooks if not getattr(hook.on_before_optimizer_step, "capturable", False)]
     observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
     if engine.device.type != "cuda":
         return f"the device is {engine.device}; CUDA graphs need a CUDA device"
-    if engine.num_ranks > 1:
-        return f"there are {engine.num_ranks} ranks, and what they tell each other in a step cannot be captured"
+    if engine.num_ranks > 1 and (reason := _why_not_on_ranks(engine)) is not None:
+        return f"there are {engine.num_ranks} ranks: {reason}"
     if not can_be_recorded(engine.optimizer, engine.device):
         return (
             f"the step of {type(engine.optimizer).__name__} cannot be recorded; build it with fused=True, or where "
@@ -84,11 +85,26 @@ def _why_not(engine: Engine) -> str | None:
     return None
 
 
+def _why_not_on_ranks(engine: Engine) -> str | None:
+    """Return the reason why capturing is impossible on several ranks."""
+    if engine.capture == "auto":
+        return "graphs that hold an exchange were tried with one rank on a GPU only; capture=True takes them"
+    if not engine.exchange.recordable:
+        return "a graph can hold the exchange of replicas through NCCL only; use parallel='ddp'"
+    if engine.settings.accumulation_steps > 1:
+        return "micro-batches that add up are weighed by what the ranks exchange between them"
+    if hasattr(engine.task, "prepare_batch"):
+        return "the trainer counts what each batch holds on the host, and the ranks may count otherwise"
+    if not (engine.guard.deferred or engine.guard.can_wait):
+        return "with retries, a policy or fp16 the host decides on each step"
+    return None
+
+
 class CapturedSteps(RunsAhead):
-    """Steps of an engine that are replayed, one graph for each shape of their data.
+    """Captured steps of an engine, with one graph per shape of the data.
 
     Args:
-        engine: whose steps.
+        engine: engine of the steps.
     """
 
     def __init__(self, engine: Engine):
@@ -101,19 +117,20 @@ class CapturedSteps(RunsAhead):
         self._off = False
         self._settled_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
-        self._plain: list[Callable[[dict[str, Any]], Any]] = []  # of each parameter group what gets its plain values
+        self._plain: list[Callable[[dict[str, Any]], Any]] = []  # readers of the plain values of each parameter group
         self._latest: Any = None  # the settings of the latest step
-        self._number = 0  # which of those that were met
-        self._latest_kind: tuple[RowGather | None, int] | None = None  # of the latest captured step
+        self._number = 0  # index among the settings seen so far
+        self._latest_kind: tuple[RowGather | None, int] | None = None  # key of the latest captured step
         self._latest_step: CapturedStep | None = None
-        self._loader: Any = None  # the latest
-        self._find: Callable[[], RowGather | None] | None = None  # what that has for whole batches
+        self._loader: Any = None  # latest loader
+        self._find: Callable[[], RowGather | None] | None = None  # its gather of whole batches
         self._numbers: dict[str, int] = {}
+        self._ranks = RankAgreement(engine)
         late = engine.guard.deferred or (engine.guard.can_wait and engine.device.type == "cuda")
         self._flags = engine.guard.late_flags(engine.device) if late else None
 
     def __call__(self, group: Group) -> Outcome:
-        """Run one step: by a graph, or eagerly where there is none for the shape of its data yet."""
+        """Run one step, by a graph or, if there is none yet for the shape of its data, eagerly."""
         engine = self._engine
         gather = self._gather_of(group)
         if self._off:
@@ -122,6 +139,8 @@ class CapturedSteps(RunsAhead):
             self._forget()
         self._keep_rates_on_device()
         group, weights = self._prepared(group)
+        if not self._ranks.alone:
+            return self._with_other_ranks(group, weights, gather)
         step = None if 0.0 in weights else self._step_for(group, weights, gather)
         if step is None:
             outcome = self._eagerly(group, gather)
@@ -131,10 +150,32 @@ class CapturedSteps(RunsAhead):
             engine.raise_if_refused()
         return step.run(group, weights)
 
+    def _with_other_ranks(self, group: Group, weights: list[float | None], gather: RowGather | None) -> Outcome:
+        """Run one step the same way on all ranks: by graphs if each has one, else eagerly, after capturing if due."""
+        found = self._look_up(group, weights, gather)
+        key, step = found or (None, None)
+        own = OFF if key is None else EAGER
+        if step is not None:
+            own = REPLAY
+        elif key is not None and self._is_time_for(key[:-1]):
+            own = RECORD
+        action = self._ranks.action(own, weight=1.0 if step is None else step.weight)
+        if action == REPLAY:
+            assert step is not None
+            if self._flags is not None and self._flags.raised:
+                self._engine.raise_if_refused()
+            return step.run(group, weights, messages=self._ranks.messages)
+        self._off |= action == OFF
+        if action == RECORD:
+            self._captured(key, group, weights, gather)
+        outcome = self._eagerly(group, gather)
+        self._settled_state |= outcome == "applied"
+        return outcome
+
     def may_run_ahead(self) -> bool:
-        """Return whether the next step is one of the latest graph, and nothing on the host moves in between."""
+        """Return whether the next step fits the latest graph, and nothing changes on the host in between."""
         engine, step = self._engine, self._latest_step
-        if self._off or step is None or self._latest_kind is None or not step.runs_ahead:
+        if self._off or step is None or self._latest_kind is None or not (step.runs_ahead and self._ranks.alone):
             return False
         moves = engine.lr_scheduler is not None and engine.scheduler_interval == "step"
         if moves or self._num_loads != engine.state.num_loads or (self._flags is not None and self._flags.raised):
@@ -147,7 +188,7 @@ class CapturedSteps(RunsAhead):
         return known and self._latest_kind == (gather, self._settings())
 
     def ahead(self, count: int) -> tuple[Group, StepBlock]:
-        """Replay the next steps; return the last batch and the numbers of all."""
+        """Replay the next steps; return the last batch and the numbers of all steps."""
         cursor, step = self._engine.cursor, self._latest_step
         assert step is not None
         assert self._latest_kind is not None
@@ -158,7 +199,7 @@ class CapturedSteps(RunsAhead):
         return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
     def _gather_of(self, group: Group) -> RowGather | None:
-        """Return what the one batch of a group is gathered with, where that can be done in the graph."""
+        """Return the gather of a group's single batch, if it can run in the graph."""
         loader = self._engine.cursor.loader
         if loader is not self._loader:
             self._loader = loader
@@ -174,23 +215,23 @@ class CapturedSteps(RunsAhead):
         return self._engine.train_step(group)
 
     def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
-        """Let the task do the host's part of the step; return also the weights that the host knows."""
+        """Let the task do the host's part of the step; also return the weights known to the host."""
         prepare = self._host_part
         if prepare is None:
             return group, [None] * len(group.batches)
-        self._engine.set_group(group)  # so that the task can tell where a batch comes from
+        self._engine.set_group(group)  # so that the task can look up where a batch comes from
         pairs = [prepare(self._engine.model, batch) for batch in group.batches]
         batches, weights = [batch for batch, _ in pairs], [weight for _, weight in pairs]
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drop the graphs after a state was loaded: it is in other memory."""
+        """Drop the graphs after a state was loaded, since it is in other memory."""
         self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
         self._latest_kind = None
 
     def _keep_rates_on_device(self) -> None:
-        """Make each learning rate a tensor of the device, also after it was set to a number."""
+        """Convert each learning rate to a device tensor, also after it was set to a number."""
         groups = self._engine.optimizer.param_groups
         if len(self._rates) != len(groups):
             self._rates = [torch.zeros((), dtype=torch.float32, device=self._engine.device) for _ in groups]
@@ -202,11 +243,22 @@ class CapturedSteps(RunsAhead):
                 group["lr"] = rate
 
     def _step_for(self, group: Group, weights: list[float | None], gather: RowGather | None) -> CapturedStep | None:
-        """Return the captured step for a group, captured now if it is time for it; None for an eager one."""
-        settings = self._settings()
-        latest = gather, settings
-        if gather is not None and latest == self._latest_kind:  # of a gather all batches are alike
+        """Return the captured step for a group, capturing it if due; None for an eager step."""
+        if gather is not None and (gather, self._settings()) == self._latest_kind:  # a gather has one shape
             return self._latest_step
+        found = self._look_up(group, weights, gather)
+        if found is None:
+            return None
+        key, step = found
+        if step is not None or not self._is_time_for(key[:-1]):
+            return step
+        return self._captured(key, group, weights, gather)
+
+    def _look_up(
+        self, group: Group, weights: list[float | None], gather: RowGather | None
+    ) -> tuple[tuple[Any, ...], CapturedStep | None] | None:
+        """Return the key of a group and its captured step, if any; None after giving up."""
+        settings = self._settings()
         shapes = [shape_of(batch) for batch in group.batches]
         unknown = [shape for shape in shapes if isinstance(shape, str)]
         if unknown:
@@ -215,18 +267,21 @@ class CapturedSteps(RunsAhead):
                 "dicts or dataclasses (graphs: pad them, see pad_to of GraphTrainer)"
             )
             return None
-        known = None if None in weights else [weight for weight in weights if weight is not None]
-        kind = known if known is None else len(set(known)) == 1  # equal weights need less
-        shape = tuple(shapes), kind, settings
-        key = *shape, gather
+        kind = None if None in weights else len(set(weights)) == 1  # equal weights need fewer kernels
+        key = tuple(shapes), kind, settings, gather
         step = self._steps.get(key)
         if step is not None:
-            self._latest_kind, self._latest_step = latest, step
-        if step is not None or not self._is_time_for(shape):
-            return step
+            self._latest_kind, self._latest_step = (gather, settings), step
+        return key, step
+
+    def _captured(
+        self, key: Any, group: Group, weights: list[float | None], gather: RowGather | None
+    ) -> CapturedStep | None:
+        """Capture the step of a key; return it, or None if impossible or too early."""
         if len(self._steps) >= _MAX_GRAPHS:
             self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
             return None
+        known = None if None in weights else [weight for weight in weights if weight is not None]
         step = self._capture(group, known, gather)
         if step is not None:
             self._steps[key] = step
@@ -235,7 +290,7 @@ class CapturedSteps(RunsAhead):
         return step
 
     def _settings(self) -> int:
-        """Return the numbers baked into a graph besides the data: a change needs another graph."""
+        """Return the numbers baked into a graph besides the data; a change needs another graph."""
         engine = self._engine
         groups = engine.optimizer.param_groups
         latest = (
@@ -258,7 +313,7 @@ class CapturedSteps(RunsAhead):
         return False
 
     def _give_up(self, reason: str, *, known: bool = False) -> None:
-        """Say why steps are not captured; from here on none is."""
+        """Log why steps are not captured, and stop capturing."""
         self._off = True
         if known:
             self._engine.logger.warning("capture: from step %d on steps are eager: %s", self._engine.step, reason)
@@ -266,49 +321,65 @@ class CapturedSteps(RunsAhead):
             _refuse(self._engine, reason)
 
     def _capture(self, group: Group, weights: list[float] | None, gather: RowGather | None) -> CapturedStep | None:
-        """Record the step for groups of this shape and check it against an eager one; leave the state as it was."""
+        """Capture the step for groups of this shape and compare it with an eager one, keeping the state."""
         engine = self._engine
-        reason = _why_not(engine)  # hooks may have come
-        if reason is not None:
+        reason = _why_not(engine)  # hooks may have been added
+        if reason is None and counts_terms(engine, group.batches[0]):
+            reason = "the terms of the loss are counted on the host in each step"
+        if (reason := self._ranks.problem(reason)) is not None:
             self._give_up(reason)
-            return None
-        if counts_terms(engine, group.batches[0]):
-            self._give_up("the terms of the loss are counted on the host in each step")
             return None
         engine.raise_if_refused()
         kept = KeptState(engine)
         here = torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext()
         try:
             with here:
-                share = next(iter(self._steps.values()), None)
-                step = CapturedStep(engine, group, self._flags, share=share, weights=weights, gather=gather)
-                if kept.grew():
-                    kept.restore()
-                    return None  # a parameter got its first gradient: another eager step makes the rest of the state
-                kept.restore()
-                step.prepare()
-                step.check_rows()
-                step.record_several(kept)
-                kept.restore()
-                problem = what_differs(engine, step, group, kept)
+                step, problem = self._recorded(group, weights, gather, kept)
             if self._flags is not None:
                 self._flags.refused.zero_()  # of a trial
-        except RuntimeError as error:
-            kept.restore()
-            traceback.clear_frames(error.__traceback__)  # they hold the graph of a trial, whose nodes would be used on
-            self._give_up(f"the step cannot be captured: {_first_line(error)}. {_HINT}")
-            return None
         except BaseException:
             kept.restore()
             raise
         if problem is not None:
             self._give_up(problem)
-            return None
         return step
+
+    def _recorded(
+        self, group: Group, weights: list[float] | None, gather: RowGather | None, kept: KeptState
+    ) -> tuple[CapturedStep | None, str | None]:
+        """Capture the step and compare it with an eager one; return it, or the problem, which may be another rank's.
+
+        Return neither if a parameter got its first gradient: another eager step creates the missing optimizer state.
+        """
+        engine, ranks = self._engine, self._ranks
+        problem, grew = None, False
+        step: CapturedStep | None = None
+        try:
+            share = next(iter(self._steps.values()), None)
+            step = CapturedStep(engine, group, self._flags, share=share, weights=weights, gather=gather)
+            grew = kept.grew()
+            if ranks.alone and not grew:
+                kept.restore()
+                step.prepare()
+                step.check_rows()
+                step.record_several(kept)
+        except RuntimeError as error:
+            problem = _as_problem(error)
+        problem, grew = ranks.problem(problem), ranks.largest(float(grew)) > 0
+        kept.restore()
+        if step is None or problem is not None or grew:
+            return None, problem
+        try:
+            problem = what_differs(engine, step, group, kept, largest=ranks.largest)
+        except RuntimeError as error:
+            kept.restore()
+            problem = _as_problem(error)
+        problem = ranks.problem(problem)
+        return (step if problem is None else None), problem
 
 
 def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that gets the values of a parameter group which are written into a graph."""
+    """Return a function that reads the values of a parameter group that are baked into a graph."""
     names = [name for name, value in group.items() if name != "lr" and isinstance(value, _PLAIN)]
     return operator.itemgetter(*names) if names else lambda group: None
 
@@ -317,6 +388,12 @@ _HINT = (
     "A captured step reads nothing from the device (no .item(), .cpu(), printing or branching on a tensor) and keeps "
     "its shapes"
 )
+
+
+def _as_problem(error: BaseException) -> str:
+    """Return an error of a trial as a problem, and clear its frames: they keep nodes of a graph alive."""
+    traceback.clear_frames(error.__traceback__)
+    return f"the step cannot be captured: {_first_line(error)}. {_HINT}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""Configuration files: plain dicts from Python or YAML, merged, overridden from the command line and written back.
+"""Configuration files in Python or YAML: loading as plain dicts, merging, command-line overrides and writing.
 
-Python configuration files are **code**: loading one runs it, with every right that you have. Load only files that
-you trust. YAML files are data and run no code.
+Python configuration files are **code**: loading one runs it with all of your permissions. Load only files that you
+trust. YAML files are data and run no code.
 """
 
 from __future__ import annotations

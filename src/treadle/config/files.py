@@ -1,4 +1,4 @@
-"""Finding, running and merging configuration files."""
+"""Locating, running and merging of configuration files."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class _File:
-    """One configuration file that was read but whose callable, if any, was not called yet."""
+    """Configuration file that was read, but whose callable, if any, was not called yet."""
 
     path: Path
     parents: tuple[str, ...]
     config: Mapping[str, Any] | Callable[..., Any]
     parameters: Mapping[str, inspect.Parameter]
     module: types.ModuleType | None
-    takes_all: bool = False  # of config(**params)
+    takes_all: bool = False  # for config(**params)
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The parameters that have a default, with it."""
+        """Parameters with their defaults."""
         found = ((name, parameter.default) for name, parameter in self.parameters.items())
         return {name: default for name, default in found if default is not inspect.Parameter.empty}
 
     def values(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the file's own configuration under the given parameters."""
+        """Return the file's own configuration for the given parameters."""
         if isinstance(self.config, Mapping):
             return self.config
         chosen = dict(given) if self.takes_all else {name: given[name] for name in self.parameters if name in given}
@@ -64,29 +64,28 @@ def load_config(
     """Load configuration files and merge them into one plain dict.
 
     A Python file defines ``config``, a dict or a callable whose arguments with their defaults are the parameters, and
-    may define ``parents``, a file name or a list of them, relative to the file, farthest first. A YAML file is the
-    configuration itself and may hold the key ``parents``; its ``${...}`` refer to the merged configuration.
-    Files later in the list override earlier ones, and a file overrides its parents; a parent that several files
-    share is merged once. Dicts are merged key by key, all other values replaced; see :data:`DELETE` and
-    :class:`REPLACE`.
+    may define ``parents``, a file name or a list of them, relative to the file, furthest first. A YAML file is the
+    configuration itself and may hold the key ``parents``; its ``${...}`` refer to the merged configuration. Files later
+    in the list override earlier ones, and a file overrides its parents; a parent that several files share is merged
+    once. Dicts are merged key by key, all other values are replaced; see :data:`DELETE` and :class:`REPLACE`.
 
-    Parameters are shared by all callables: the default of the last file that has one counts everywhere, so that of a
-    file replaces its parents', and a parameter without a default takes theirs.
+    Parameters are shared by all callables: the default of the last file that has one is used everywhere, so that a
+    file's default overrides its parents', and a parameter without a default takes theirs.
 
     Python configuration files run as code. Load only files that you trust.
 
     Args:
         path: a ``.py``, ``.yaml`` or ``.yml`` file, or a sequence of them.
-        params: values for parameters of the files' callables; each goes to every callable that has it, or that takes
-            all as ``**params``.
+        params: values for parameters of the files' callables; each is passed to every callable that accepts it, also by
+            ``**params``.
 
     Returns:
         A new dict that shares no container with ``params``.
 
     Raises:
-        ConfigError: a file is missing or gives no configuration, parents form a cycle, a parameter is unknown, or an
-            interpolation refers to nothing. What a Python file raises itself leaves unchanged.
-        ImportError: a YAML file, and OmegaConf is not installed.
+        ConfigError: a file is missing or has no configuration, parents form a cycle, a parameter is unknown, or an
+            interpolation refers to nothing. Errors raised by a Python file itself propagate unchanged.
+        ImportError: OmegaConf is not installed, for a YAML file.
 
     Example:
         >>> import pathlib, tempfile
@@ -119,7 +118,7 @@ def _refuse_unknown_params(given: Mapping[str, Any], files: Sequence[_File]) -> 
 
 
 def _with_parents(path: Path, children: tuple[Path, ...], known: set[Path]) -> list[_File]:
-    """Read a file and, before it, those of its parents that are not known yet."""
+    """Read a file after its parents, skipping those already read."""
     resolved = path.resolve()
     if resolved in children:
         circle = " -> ".join(str(step) for step in (*children[children.index(resolved) :], resolved))
@@ -186,7 +185,7 @@ def _parameters(path: Path, config: Callable[..., Any]) -> dict[str, inspect.Par
 
 
 def _run(path: Path) -> types.ModuleType:
-    # Not through the import system: that would cache files of one name as one module and write __pycache__.
+    # Not through the import system, which would cache files of the same name as one module and write __pycache__.
     module = types.ModuleType(f"_treadle_config_{next(_numbers)}")
     module.__file__ = str(path)
     # dont_inherit: the future imports of this file are not those of the user's.
@@ -198,7 +197,7 @@ def _run(path: Path) -> types.ModuleType:
 
 @contextmanager
 def _visible(module: types.ModuleType | None) -> Iterator[None]:
-    """Let a module be found while its code runs, as ``dataclasses`` needs, and take it away again."""
+    """Register a module while its code runs, as ``dataclasses`` requires, and unregister it afterwards."""
     if module is None:
         yield
         return

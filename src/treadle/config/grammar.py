@@ -1,4 +1,4 @@
-"""The grammar of settings on a command line, ``key=value``: its forms, and the meaning of a value."""
+"""Grammar of command-line settings ``key=value``: forms, and interpretation of values."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PART = re.compile(r"(?:^|(?!^)\.)(?P<name>[^.\[\]]+)|\[(?P<index>[^\[\]]+)\]")
 
 @dataclass(frozen=True)
 class Assignment:
-    """One setting of a command line.
+    """Setting on a command line.
 
     Attributes:
-        text: as it was written.
-        new: whether it may add a key, and change the kind of a value.
-        keys: names and indices on the way to the value.
+        text: the setting as written.
+        new: whether it may add a key or change the kind of a value.
+        keys: path to the value as names and indices.
         sign: ``=``, ``+=``, ``-=`` or ``!=``.
-        raw: the value as it was written, without spaces around it.
+        raw: the value as written, stripped.
     """
 
     text: str
@@ -42,16 +42,16 @@ class Assignment:
 
     @property
     def value(self) -> Any:
-        """The value that the text means."""
+        """Interpreted value."""
         return read_value(self.raw)
 
     @property
     def key(self) -> str:
-        """The dotted key."""
+        """Dotted key."""
         return self.place(len(self.keys))
 
     def place(self, depth: int) -> str:
-        """Return the name of the place that the first ``depth`` keys lead to."""
+        """Return the dotted path of the first ``depth`` keys."""
         place = ""
         for key in self.keys[:depth]:
             place = join_path(place, key)
@@ -63,14 +63,14 @@ class Assignment:
 
 
 class Written(str):
-    """The value of a setting as it was written: it means :func:`read_value` of it, or itself where a text goes."""
+    """Value of a setting as written: interpreted by :func:`read_value`, or a string where one is expected."""
 
 
 def parse(text: str) -> Assignment:
-    """Read one setting.
+    """Parse one setting.
 
     Raises:
-        ConfigError: it has none of the forms.
+        ConfigError: it does not match any form.
 
     Example:
         >>> parse("+model.layers[2].width=64").keys
@@ -88,7 +88,7 @@ def parse(text: str) -> Assignment:
 
 
 def text_of(text: str) -> tuple[str, str]:
-    """Return the dotted key of a setting and what it sets as text; both empty where it is no setting.
+    """Return the dotted key and the value of a setting as strings; both empty if it is not a setting.
 
     Example:
         >>> text_of("+optimizer.lr='1e-3'")
@@ -119,7 +119,7 @@ def _keys(path: str, text: str) -> tuple[Any, ...]:
 
 
 def alternatives(raw: str) -> list[str]:
-    """Return the texts between the commas of a value; commas in quotes and brackets separate nothing.
+    """Split a value at commas, except those in quotes and brackets.
 
     Example:
         >>> alternatives("1e-3, 3e-3"), alternatives("[1, 2]"), alternatives("'a,b'")
@@ -145,7 +145,7 @@ def alternatives(raw: str) -> list[str]:
 
 
 def kind_of(value: Any) -> str | None:
-    """Return the kind of a value in a configuration; None for None and for objects.
+    """Return the kind of a configuration value; None for None and for objects.
 
     Example:
         >>> kind_of(3), kind_of(True), kind_of((1, 2))
@@ -158,13 +158,13 @@ def kind_of(value: Any) -> str | None:
 
 
 def fitted(assignment: Assignment, current: Any) -> Any:
-    """Return the value that an assignment sets in place of another, which keeps its kind.
+    """Return the value that an assignment sets in place of another of the same kind.
 
-    A number is accepted for a text, and a list for a tuple.
+    A number is accepted for a string, and a list for a tuple.
 
     Args:
-        assignment: with the form ``+key=value`` it may change the kind.
-        current: the present value; None has no kind.
+        assignment: the assignment; the form ``+key=value`` may change the kind.
+        current: the current value; None has no kind.
 
     Raises:
         ConfigError: the kinds differ.
@@ -196,9 +196,9 @@ def fitted(assignment: Assignment, current: Any) -> Any:
 
 
 def read_value(text: str) -> Any:
-    """Return the value that a text means.
+    """Interpret a string as a value.
 
-    That is one of the :data:`WORDS`, a Python literal, a list or dict with words and bare texts in it, else the text.
+    This is one of :data:`WORDS`, a Python literal, a list or dict with words and unquoted strings, else the string.
 
     Example:
         >>> read_value("1e-3"), read_value("none"), read_value("cuda:0"), read_value("'on'")
@@ -218,7 +218,7 @@ def read_value(text: str) -> Any:
 
 def _literal(text: str) -> Any:
     try:
-        with warnings.catch_warnings():  # an odd escape in a string is not the user's code
+        with warnings.catch_warnings():  # an invalid escape in the string is not the user's code
             warnings.simplefilter("ignore")
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -226,7 +226,7 @@ def _literal(text: str) -> Any:
 
 
 class _Flow:
-    """A reader of lists and dicts such as ``[min, 2]`` and ``{a: [on], b: x}``, whose texts need no quotes."""
+    """Parser of lists and dicts such as ``[min, 2]`` and ``{a: [on], b: x}`` with unquoted strings."""
 
     def __init__(self, text: str):
         self._text = text
@@ -235,11 +235,11 @@ class _Flow:
 
     @property
     def whole(self) -> bool:
-        """Whether the text was read to its end without a fault."""
+        """Whether the string was parsed to its end without errors."""
         return not self._broken and self._at == len(self._text)
 
     def item(self, ends: str) -> Any:
-        """Read one value, up to one of the characters ``ends``."""
+        """Parse one value, up to one of the characters ``ends``."""
         self._skip_spaces()
         opening = self._text[self._at : self._at + 1]
         if opening == "[":

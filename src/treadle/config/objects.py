@@ -1,4 +1,4 @@
-"""Single objects from configurations, by registered name or by dotted path."""
+"""Construction of single objects from configurations, by registered name or dotted path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTIAL = "partial:"
 
 
 class Registry:
-    """Names for classes and functions that configurations may build.
+    """Registry of classes and functions for configurations.
 
     Example:
         >>> registry = Registry()
@@ -36,16 +36,16 @@ class Registry:
         self._objects: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str | None = None) -> Callable[[T], T]:
-        """Make a decorator that registers a class or function and returns it unchanged.
+        """Return a decorator that registers a class or function and returns it unchanged.
 
         Args:
             name: the name in configurations; None takes the ``__name__`` of the object.
 
         Returns:
-            The decorator. Registering one object again under its name does nothing.
+            The decorator. Registering the same object again under its name is a no-op.
 
         Raises:
-            ConfigError: the name belongs to another object, or cannot be one; the object cannot be called.
+            ConfigError: the name is taken by another object or invalid, or the object is not callable.
 
         Example:
             >>> registry = Registry()
@@ -98,24 +98,24 @@ REGISTRY = Registry()
 
 @checked
 def build_from_cfg(cfg: Any, registry: Registry | None = REGISTRY, recursive: bool = False, **kwargs: Any) -> Any:
-    """Call what ``cfg["type"]`` names with the other entries of ``cfg`` as arguments.
+    """Call the object named by ``cfg["type"]`` with the other entries of ``cfg`` as arguments.
 
     ``type`` is a registered name or a dotted path such as ``torch.nn.Linear``; with the prefix ``partial:`` a
-    ``functools.partial`` comes back instead of the result. The entry ``"*"`` holds a list of positional arguments.
+    ``functools.partial`` is returned instead of the result. The entry ``"*"`` holds a list of positional arguments.
 
     Args:
-        cfg: the configuration; not changed; built objects get copies of its dicts, lists and tuples.
-        registry: where names are looked up before they are taken for dotted paths; None takes dotted paths alone.
+        cfg: the configuration, which is not changed; built objects get copies of its dicts, lists and tuples.
+        registry: registry searched before a name is taken as a dotted path; None allows dotted paths only.
         recursive: also build every nested dict that has a ``type``, in dicts, lists and tuples.
-        **kwargs: more arguments, passed on as they are, never built; they win over those of ``cfg``.
+        **kwargs: further arguments, passed unchanged and never built; they override those of ``cfg``.
 
     Returns:
-        What the call returned. With ``recursive``, a dict without ``type``, a list or a tuple with its contents built.
+        The result of the call. With ``recursive``, a dict without ``type``, a list or a tuple with its contents built.
 
     Raises:
-        ConfigError: an unknown name, a path that cannot be imported, or arguments that the constructor does not
-            take, named by their place in ``cfg``; a text where a constructor that fails takes a number. Other errors
-            raised inside the constructor leave unchanged.
+        ConfigError: a name is unknown, a path cannot be imported, or the constructor does not accept an argument, named
+            by its path in ``cfg``; or a failing constructor got a string in place of a number. Other errors raised
+            inside the constructor propagate unchanged.
 
     Example:
         >>> build_from_cfg({"type": "torch.nn.Linear", "*": [3], "out_features": 2}, bias=False)
@@ -158,7 +158,7 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
         here = join_path(place, key)
         if not isinstance(key, str):
             raise ConfigError(f"the key {key!r} is no argument of {name!r}; argument names are strings", argument=here)
-        # An argument that kwargs replace is not built either: it may be a placeholder.
+        # An argument overridden by kwargs is not built: it may be a placeholder.
         if key == "type" or key in given:
             continue
         if key == "*" and not isinstance(value, (list, tuple)):
@@ -181,14 +181,14 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
 
 
 def _note_values(error: Exception, place: str, name: str, cfg: Mapping[str, Any]) -> None:
-    """Add to an error from inside a constructor what the configuration gave it: a value there may be the cause."""
-    if hasattr(error, "add_note") and not isinstance(error, ConfigError):  # from Python 3.11 on
+    """Add a note with the configuration's values to an error from inside a constructor, a possible cause."""
+    if hasattr(error, "add_note") and not isinstance(error, ConfigError):  # since Python 3.11
         given = ", ".join(f"{key}={value!r}" for key, value in cfg.items() if key not in ("type", "*"))
         error.add_note(BuildNote(f"while building {place + ': ' if place else ''}{name}({given})", target=name))
 
 
 class BuildNote(str):
-    """A note at an error from inside a constructor.
+    """Note on an error from inside a constructor.
 
     Attributes:
         target: the ``type`` that was being built.
@@ -206,7 +206,7 @@ class BuildNote(str):
 
 
 def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: str, place: str) -> ConfigError | None:
-    """Return the error for a value that is a text where the constructor that failed takes a number."""
+    """Return the error for a string passed to a failed constructor in place of a number."""
     signature = _signature(target)
     for key, item in signature.parameters.items() if signature else ():
         is_number = type(item.default) in (int, float) or item.annotation in (int, float, "int", "float")
@@ -218,7 +218,7 @@ def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: s
 
 
 def find_target(name: Any, place: str, registry: Registry) -> Callable[..., Any]:
-    """Return the registered or imported object that ``name`` means."""
+    """Return the registered or imported object called ``name``."""
     if not isinstance(name, str):
         raise _wrong_type("is no name; write a registered name or a dotted path as a string", place, name)
     name = name.removeprefix(_PARTIAL)
@@ -244,7 +244,7 @@ def _nearest_names(name: str, registry: Registry) -> str:
 
 
 def _import(name: str, place: str) -> Any:
-    """Follow a dotted path step by step, importing modules where an attribute is not there yet."""
+    """Follow a dotted path step by step, importing modules if an attribute does not exist yet."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         raise _wrong_type("is no dotted path; write it like 'torch.nn.Linear'", place, name)
@@ -263,11 +263,11 @@ def _import(name: str, place: str) -> Any:
 
 
 def _module(path: str) -> types.ModuleType | None:
-    """Import a module; None if there is none. An import that fails inside the module leaves as it was raised."""
+    """Import a module; None if there is none. Errors inside the module propagate unchanged."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        # Also raised for "x.y" where x is a module without parts; its name is the path then.
+        # Also raised for "x.y" if x is a module but not a package; its name is then the path.
         if error.name is None or error.name != path:
             raise
         return None
@@ -284,12 +284,12 @@ def _missing_part(before: list[str], part: str, found: Any) -> str:
 def _signature(target: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature | None:
     try:
         return inspect.signature(target, follow_wrapped=follow_wrapped)
-    except (ValueError, TypeError):  # written in C without one
+    except (ValueError, TypeError):  # written in C without a signature
         return None
 
 
 def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any], name: str, place: str) -> None:
-    """Refuse what the call would refuse later, far from the configuration."""
+    """Refuse arguments that the call would refuse later, far from the configuration."""
     signature = _signature(target, follow_wrapped=False)  # a wrapper may add arguments
     if signature is None:
         return
@@ -300,11 +300,11 @@ def _check_partial(target: Callable[..., Any], args: Any, named: dict[str, Any],
 
 
 def _refused_by_call(target: Callable[..., Any], args: Any, named: dict[str, Any], error: TypeError) -> bool:
-    """Tell whether the arguments did not fit, rather than that something failed inside the constructor."""
+    """Return whether the arguments did not fit, rather than an error inside the constructor."""
     inside = error.__traceback__.tb_next if error.__traceback__ else None
     if inside is None:
         return True
-    # Raised deeper: by a wrapper that passed the arguments on, or by the constructor itself.
+    # Raised further down: by a wrapper that passed the arguments on, or by the constructor itself.
     own = inspect.unwrap(target)
     codes = {getattr(function, "__code__", None) for function in (own, getattr(own, "__init__", None))}
     while inside is not None:
@@ -324,7 +324,7 @@ def _refused_by_call(target: Callable[..., Any], args: Any, named: dict[str, Any
 def _refusal(
     target: Callable[..., Any], named: dict[str, Any], name: str, place: str, reason: TypeError
 ) -> ConfigError:
-    """Return the error that names the argument that a constructor does not take, and those that it takes."""
+    """Return the error that names the argument that a constructor does not accept, and those that it accepts."""
     signature = _signature(target)
     where = join_path(place, "type")
     if signature is None:
@@ -337,7 +337,7 @@ def _refusal(
         close = difflib.get_close_matches(unknown[0], names, n=1, cutoff=0.5)
         near = f", did you mean {close[0]!r}?" if close else ""
         hint = f"; it has no argument for {join_path(place, unknown[0])}{near}"
-    # Without the types: they are long, and the names are what was wrong.
+    # Without types, which are long: the names are the problem.
     bare = [item.replace(annotation=item.empty) for item in parameters]
     short = signature.replace(parameters=bare, return_annotation=signature.empty)
     called = getattr(target, "__name__", type(target).__name__)

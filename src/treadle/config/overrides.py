@@ -1,4 +1,4 @@
-"""Single changes to a configuration, as they are typed on a command line: ``optimizer.lr=3e-4``."""
+"""Command-line overrides of a configuration, such as ``optimizer.lr=3e-4``."""
 
 from __future__ import annotations
 
@@ -17,34 +17,30 @@ Fit = Callable[[Assignment, Any], Any]
 
 @checked
 def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Change a configuration in place, one override after the other.
+    """Apply overrides to a configuration in place, in order.
 
-    ======== =====================================================================================
-    form     what it does
-    ======== =====================================================================================
-    a.b=1    sets a key that exists; ``l[0]=x`` an entry of a list
-    +a.b=1   sets a key that may be new, and makes the dicts and lists on the way to it
-    +l[3]=x  sets an entry that may be new; entries before it that are missing are None
-    l+=x     appends to a list, or makes one where no key has such a name or a near one
-    l-=x     removes the first entry that is equal
-    a.b!=    deletes a key, or with ``l[0]!=`` an entry
-    ======== =====================================================================================
+    ======== ===================================================================================== form effect ========
+    ===================================================================================== a.b=1 sets an existing key;
+    ``l[0]=x`` an entry of a list +a.b=1 sets a key that may be new, creating dicts and lists on the path +l[3]=x sets
+    an entry that may be new; missing entries before it become None l+=x appends to a list, or creates one if no key has
+    a similar name l-=x removes the first equal entry a.b!= deletes a key, or with ``l[0]!=`` an entry ========
+    =====================================================================================
 
-    Values are as :func:`treadle.config.grammar.read_value` reads them: true, yes, on, false, no, off, none and null in
-    any case, Python literals, lists and dicts; all else is a text, as is everything in quotes. A value keeps its kind:
-    a bool takes only a bool, a number only a number, a text only a text. ``none`` goes anywhere, anything takes the
-    place of None, and the form ``+a.b=1`` changes the kind too. A key with dots is written ``a["x.y"]=1``.
+    Values are parsed by :func:`treadle.config.grammar.read_value`: true, yes, on, false, no, off, none and null in any
+    case, Python literals, lists and dicts; anything else is a string, as is everything in quotes. A value keeps its
+    kind: a bool takes only a bool, a number only a number, a string only a string. ``none`` is always allowed, None can
+    be replaced by anything, and the form ``+a.b=1`` may change the kind. A key with dots is written ``a["x.y"]=1``.
 
     Args:
         config: the dict to change.
-        overrides: the changes; all are read before the first is applied.
+        overrides: the overrides; all are parsed before the first is applied.
 
     Returns:
         The same dict.
 
     Raises:
-        ConfigError: a form that is none of these, a path that does not exist, a value of another kind, or ``-=`` of
-            an absent value. The message names the nearest key.
+        ConfigError: the form is unknown, the path does not exist, the value has another kind, or ``-=`` removes an
+            absent value. The message suggests the closest key.
 
     Example:
         >>> apply_overrides({"optimizer": {"lr": 0.1}, "tags": ["a"]}, ["optimizer.lr=3e-4", "tags+=b", "+seed=1"])
@@ -56,12 +52,12 @@ def apply_overrides(config: dict[str, Any], overrides: Iterable[str]) -> dict[st
 
 
 def apply(config: dict[str, Any], assignments: Iterable[Assignment], *, fit: Fit = fitted) -> dict[str, Any]:
-    """Change a configuration in place by settings that were read already; see :func:`apply_overrides`.
+    """Apply parsed overrides to a configuration in place; see :func:`apply_overrides`.
 
     Args:
         config: the dict to change.
         assignments: the changes, in order.
-        fit: gives the value that an assignment sets, or refuses it.
+        fit: returns the value that an assignment sets, or raises.
     """
     for assignment in assignments:
         _apply(config, assignment, 0, fit)
@@ -69,7 +65,7 @@ def apply(config: dict[str, Any], assignments: Iterable[Assignment], *, fit: Fit
 
 
 def _apply(node: Any, override: Assignment, depth: int, fit: Fit) -> Any:
-    """Apply an override below ``node``; return ``node``, or its successor where it is a tuple."""
+    """Apply an override below ``node``; return ``node``, or its replacement if it is a tuple."""
     if isinstance(node, tuple):
         return same_tuple(node, _apply(list(node), override, depth, fit))
     key = override.keys[depth]
@@ -86,7 +82,7 @@ def _apply(node: Any, override: Assignment, depth: int, fit: Fit) -> Any:
 
 
 def _begins_list(node: Any, override: Assignment, depth: int) -> bool:
-    """Return whether ``l+=x`` names a list that is yet to be made: no key beside it is named like it."""
+    """Return whether ``l+=x`` creates a new list: there is no sibling key of a similar name."""
     key = override.keys[depth]
     if override.sign != "+=" or not isinstance(node, dict) or key in node:
         return False
@@ -94,7 +90,7 @@ def _begins_list(node: Any, override: Assignment, depth: int) -> bool:
 
 
 def _make_room(node: Any, override: Assignment, depth: int) -> None:
-    """Make the place of a key or index that may be new, with a dict or list where the path continues."""
+    """Create a key or index that may be new, with a dict or list if the path continues."""
     key, last = override.keys[depth], depth + 1 == len(override.keys)
     made: Any = None if last else [] if isinstance(override.keys[depth + 1], int) else {}
     if isinstance(node, dict):
@@ -113,7 +109,7 @@ def _make_room(node: Any, override: Assignment, depth: int) -> None:
 
 
 def _require(node: Any, override: Assignment, depth: int) -> None:
-    """Refuse a key or index that ``node`` does not have."""
+    """Raise for a key or index that ``node`` does not have."""
     key, place = override.keys[depth], override.place(depth)
     if isinstance(node, dict):
         if key not in node:
@@ -134,7 +130,7 @@ def _require(node: Any, override: Assignment, depth: int) -> None:
 
 
 def _nearest_path(node: dict[Any, Any], override: Assignment, depth: int) -> str:
-    """Say which path was meant: one that ends alike, else the nearest key at this place."""
+    """Return a suggestion: a path with the same end, else the closest sibling key."""
     last = override.keys[-1]
     alike = _path_to(node, last) if depth == len(override.keys) - 1 else None
     place = "" if depth == 0 else override.place(depth)
@@ -171,7 +167,7 @@ def _change_entries(node: Any, key: Any, override: Assignment) -> None:
     if override.sign == "+=":
         entries.append(copied(override.value))
     else:
-        # True == 1 in Python, but removing a flag must not remove a number.
+        # True == 1 in Python, but removing a bool must not remove a number.
         equal = [entry == override.value and type(entry) is type(override.value) for entry in entries]
         if True not in equal:
             known = nearest(str(override.value), map(str, entries)) if entries else "it is empty"

@@ -1,4 +1,4 @@
-"""Trees of dataclasses from nested plain values: every key known, every value of its field's type."""
+"""Nested dataclasses from plain values, with validation of keys and types."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr"}
 
 
 def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = "", complete: bool = False) -> Section:
-    """Build a dataclass, and those in it, from nested plain values.
+    """Build nested dataclasses from nested plain values.
 
-    All values of a section are set at once, since its rules may compare one field with another.
+    All values of a section are set at once, since its validation may compare fields.
 
     Args:
-        kind: a dataclass whose fields are values or further dataclasses.
-        values: the values of fields; one that is :class:`~treadle.config.grammar.Written` is read as a command line's,
-            a number is accepted for a text, a list for a tuple. Not changed.
+        kind: a dataclass whose fields are values or dataclasses.
+        values: values of fields; a :class:`~treadle.config.grammar.Written` is interpreted like on a command line, a
+            number is accepted for a string, a list for a tuple. Not changed.
         where: the dotted name of this section, for messages; empty for the root.
-        complete: whether every field must be there; else one that is not keeps its default.
+        complete: whether every field must be given; otherwise missing fields keep their defaults.
 
     Raises:
-        ConfigError: a key is unknown or missing, a value is of the wrong type, or a dataclass refuses it.
+        ConfigError: a key is unknown or missing, a value has the wrong type, or a dataclass refuses it.
 
     Example:
         >>> @dataclasses.dataclass
@@ -48,7 +48,7 @@ def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = 
 
 
 def with_nested(base: Section, values: Mapping[str, Any], *, where: str = "") -> Section:
-    """Return a copy of a tree of dataclasses with nested plain values in it, as :func:`from_nested` reads them.
+    """Return a copy of nested dataclasses updated with nested plain values, as in :func:`from_nested`.
 
     Example:
         >>> @dataclasses.dataclass
@@ -68,13 +68,13 @@ def _names(kind: Any) -> list[str]:
 
 
 def _only(values: Mapping[str, Any]) -> str | None:
-    """Return the field that a command line set, if it set one alone."""
+    """Return the field set on a command line, if only one was set."""
     own = [key for key, value in values.items() if isinstance(value, Written)]
     return own[0] if len(own) == 1 else None
 
 
 def _fields(kind: type, base: Any, values: Any, *, where: str, complete: bool) -> dict[str, Any]:
-    """Return the checked values of a section's fields; those of its sections start from what ``base`` has."""
+    """Return the checked values of a section's fields; subsections start from those of ``base``."""
     name, names = where or kind.__name__, _names(kind)
     if not isinstance(values, Mapping):
         raise ConfigError("is a section and takes a mapping of settings", argument=name, value=values)
@@ -102,10 +102,10 @@ def _leaf(value: Any, hint: Any, place: str) -> Any:
 
 
 def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a dotted key is a known setting; the nearest is named.
+    """Raise ConfigError unless a dotted key is a known setting, suggesting the closest.
 
     Args:
-        key: as the user wrote it.
+        key: the key as written by the user.
         known: dotted key -> value of every setting.
 
     Example:
@@ -119,7 +119,7 @@ def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
     if inside:
         example = f"{inside[0]}={known[inside[0]]}"
         raise ConfigError(f"is a section; set its fields one by one, for example {example}", argument=key)
-    # "lr" is far from "optimizer.lr" letter by letter, though nobody could mean anything else.
+    # "lr" has few letters in common with "optimizer.lr", yet the meaning is clear.
     last = key.rsplit(".", 1)[-1]
     same_end = [name for name in known if name.rsplit(".", 1)[-1] in (last, _SYNONYMS.get(last))]
     section = [name for name in known if "." in key and name.startswith(f"{key.rsplit('.', 1)[0]}.")]
@@ -129,12 +129,12 @@ def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def as_settings(section: str, fields: Collection[str], *, only: str | None = None) -> Iterator[None]:
-    """Turn what a constructor refuses into a ConfigError that names the setting.
+    """Convert a constructor's ValueError into a ConfigError that names the setting.
 
     Args:
-        section: where the settings of the constructor stand; empty for the root.
-        fields: their names in it.
-        only: the field that was set, if it was one alone: an error that names none of the fields is about it.
+        section: section of the constructor's settings; empty for the root.
+        fields: names of the settings.
+        only: the only field that was set, if any: it is blamed for an error that names no field.
 
     Raises:
         ConfigError: the constructor raised ValueError.
@@ -155,7 +155,7 @@ def as_settings(section: str, fields: Collection[str], *, only: str | None = Non
 
 
 def _in_section(error: ValueError, section: str, fields: Collection[str], only: str | None) -> ValueError:
-    """Return the error of a constructor with the section in front of the argument that it names."""
+    """Return a constructor's error with the section prepended to the argument that it names."""
     place = f"{section}." if section else ""
     if isinstance(error, ConfigError) and error.argument is not None:
         name = error.argument.rpartition(".")[2]
@@ -163,23 +163,23 @@ def _in_section(error: ValueError, section: str, fields: Collection[str], only: 
             return error
         if name in fields and (place or only is not None):
             return error.renamed(f"{place}{name}")
-        if only is not None and error.value is not MISSING:  # the argument that the field becomes has another name
+        if only is not None and error.value is not MISSING:  # the argument's name differs from the field's
             return error.renamed(f"{place}{only}")
     about = f"{place}{only}" if only is not None else section
     return ConfigError(str(error), argument=about) if about else error
 
 
 def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
-    """Return a value as a field's type has it: a whole number is good for a float.
+    """Return a value converted to a field's type: a whole number is accepted for a float.
 
     Args:
-        value: what was given.
-        hint: the type of the field.
-        key: its name, for messages.
-        text: how the value was written, which a field for strings takes as it is; None: a string was given as one.
+        value: the given value.
+        hint: type of the field.
+        key: name of the field, for messages.
+        text: the value as written, which a string field takes unchanged; None: strings were given as strings.
 
     Raises:
-        ConfigError: it is of another type, or no finite number.
+        ConfigError: it has another type, or is not finite.
 
     Example:
         >>> typed(1, float, key="lr"), typed(2024, str, key="folder", text="2024")
@@ -193,7 +193,7 @@ def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"={value if text is None else text}: must be a finite number", argument=key)
             return float(value) if option is float else value
-    if text is not None and str in options:  # a string that happens to look like a number, such as a folder named 2024
+    if text is not None and str in options:  # a string that looks like a number, such as a folder named 2024
         return text
     names = [name for option in options for name in _names_of(option)]
     shown = repr(value) if text is None else text
@@ -214,7 +214,7 @@ def _fits(value: Any, option: Any) -> bool:
     if typing.get_origin(option) is typing.Literal:
         return value in typing.get_args(option)
     if option is Path:
-        return False  # plain text is taken where str is allowed too
+        return False  # plain strings are accepted where str is allowed too
     kind = typing.get_origin(option) or option
     return isinstance(kind, type) and isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
 

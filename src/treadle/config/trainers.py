@@ -1,4 +1,4 @@
-"""A whole trainer from one configuration: its own section, and the parts that its constructor takes."""
+"""Construction of a whole trainer from one configuration: its own section, and the parts of its constructor."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _OWN_KEYS = ("trainer", "imports", "seed")
 def build_trainer(
     cfg: Mapping[str, Any], registry: Registry = REGISTRY, *, folder: str | os.PathLike[str] | None = None
 ) -> Any:
-    """Build the trainer that a configuration describes, with its parts.
+    """Build a trainer with its parts from a configuration.
 
-    =========== ==================================================================================================
-    key         meaning
-    =========== ==================================================================================================
-    trainer     ``type``, a registered name or a dotted path, and arguments of its constructor
-    imports     modules, or files relative to ``folder``, that are imported first: they register classes
-    seed        passed to :func:`treadle.set_seed` before anything is built; without it nothing is seeded
-    other keys  the parts: ``model`` is passed as the argument ``model_cfg``, and so on, as it is
-    =========== ==================================================================================================
+    =========== ================================================================================================== key
+    meaning ===========
+    ================================================================================================== trainer ``type``,
+    a registered name or a dotted path, and arguments of its constructor imports modules, or files relative to
+    ``folder``, that are imported first: they register classes seed passed to :func:`treadle.set_seed` before anything
+    is built; without it nothing is seeded other keys the parts: ``model`` is passed unchanged as the argument
+    ``model_cfg``, and so on ===========
+    ==================================================================================================
 
     Args:
-        cfg: the configuration, from :func:`treadle.config.load_config` for one; it is not changed.
-        registry: where ``type`` is looked up before it is taken for a dotted path.
-        folder: put in front of ``sys.path``, so that modules in it can be imported, as Python does with the folder
-            of a script; None adds nothing, and files in ``imports`` are relative to the working directory.
+        cfg: the configuration, for example from :func:`treadle.config.load_config`; not changed.
+        registry: registry searched before ``type`` is taken as a dotted path.
+        folder: prepended to ``sys.path``, so that modules in it can be imported, as Python does with the folder of a
+            script; None adds nothing, and files in ``imports`` are relative to the working directory.
 
     Returns:
-        The trainer; nothing is trained.
+        The trainer, not trained yet.
 
     Raises:
-        ConfigError: there is no section ``trainer``, an import is not there, the constructor takes no such part or
-            argument, or lacks one. Errors raised inside the constructor or an import leave unchanged.
+        ConfigError: there is no section ``trainer``, an import is missing, or the constructor does not accept a part or
+            argument, or lacks one. Errors raised inside the constructor or an import propagate unchanged.
 
     Example:
         >>> registry = Registry()
@@ -68,7 +68,7 @@ def build_trainer(
     try:
         return build_at("trainer", section, registry, False, given)
     except TypeError as error:
-        # A constructor hands **kwargs on to the one above it, which names what it does not take or lacks.
+        # A constructor passes **kwargs on to its base class, which names unexpected or missing arguments.
         owners = [base.__qualname__ for base in getattr(target, "__mro__", ())]
         if not str(error).startswith(tuple(f"{owner}.__init__() " for owner in owners)):
             raise
@@ -119,13 +119,13 @@ def _make_importable(folder: Path) -> None:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file under its own name, as ``import`` does, so that data workers find its classes."""
+    """Import a file under its own name, like ``import``, so that data workers find its classes."""
     path = path.resolve()
     if not path.is_file():
         beside = [entry.name for entry in path.parent.glob("*.py")]
         raise ConfigError(f"{path}: no such file; {nearest_key(path.name, beside)}", argument="imports")
     if _is_file_of(sys.modules.get("__main__"), path):
-        return  # the script that is running has registered its classes already
+        return  # the running script has already registered its classes
     _make_importable(path.parent)
     known = sys.modules.get(path.stem)
     found = importlib.util.find_spec(path.stem) if known is None else known.__spec__
@@ -160,12 +160,12 @@ def _import_module(name: str) -> None:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What a constructor takes by name.
+    """Named arguments of a constructor.
 
     Attributes:
-        names: of all arguments; those of the classes above too where ``**kwargs`` are handed on to them.
+        names: names of all arguments, including those of base classes if ``**kwargs`` are passed on to them.
         required: its own arguments without a default.
-        open: whether other names may be taken as well.
+        open: whether other names may be accepted as well.
     """
 
     names: tuple[str, ...]
@@ -192,19 +192,19 @@ class _Arguments:
 
     @property
     def parts(self) -> list[str]:
-        """The parts that it takes."""
+        """Parts that the constructor takes."""
         return [name.removesuffix(_SUFFIX) for name in self.names if name.endswith(_SUFFIX) and name != _SUFFIX]
 
 
 def _parameters(function: Any, *, method: bool) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())[method:]  # without self
-    except (ValueError, TypeError):  # written in C without one: it may take anything
+    except (ValueError, TypeError):  # written in C without a signature: it may take anything
         return [inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _as_arguments(parts: Mapping[str, Any], section: Mapping[str, Any], taken: _Arguments) -> dict[str, Any]:
-    """Return ``part_cfg -> section`` for the parts, having refused what the constructor does not take or lacks."""
+    """Return ``part_cfg -> section`` for the parts, after checking for unexpected and missing arguments."""
     kind = section["type"]
     for key in () if taken.open else section:
         if key not in (*taken.names, "type", "*"):

@@ -1,4 +1,4 @@
-"""Nested configurations: how a place in one is named, how containers are copied, and how two are merged."""
+"""Helpers for nested configurations: names of paths, copies of containers, and merging."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from treadle.errors.arguments import checked
 
 
 def join_path(prefix: str, key: Any) -> str:
-    """Return the name of the place ``key`` inside the place ``prefix``.
+    """Return the dotted path of ``key`` inside ``prefix``.
 
     Example:
         >>> join_path(join_path("model", "layers"), 2)
@@ -24,13 +24,13 @@ def join_path(prefix: str, key: Any) -> str:
 
 
 def nearest_key(key: Any, known: Iterable[Any]) -> str:
-    """Return a sentence on the keys that exist, the nearest first of all."""
+    """Return a hint listing the existing keys, closest first."""
     names = [str(name) for name in known]
     return nearest(str(key), names) if names else "there is no key at all"
 
 
 def copied(value: Any) -> Any:
-    """Copy dicts, lists and tuples and leave everything in them as it is.
+    """Copy dicts, lists and tuples, but not the values in them.
 
     Example:
         >>> inner = [1]
@@ -47,7 +47,7 @@ def copied(value: Any) -> Any:
 
 
 def same_tuple(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """Make a tuple of ``items``, of the named type of ``original`` where it has one and the length allows it."""
+    """Return a tuple of ``items``, of the named tuple type of ``original`` if it has one and the length fits."""
     if hasattr(original, "_make") and len(items) == len(original):
         return original._make(items)  # type: ignore[no-any-return]
     return tuple(items)
@@ -57,7 +57,7 @@ _log = logging.getLogger("treadle.config")
 
 
 class _Delete:
-    """The type of DELETE; copies and pickles of it are the one object, so ``is`` always works."""
+    """Type of DELETE; copies and pickles return the same object, so ``is`` always works."""
 
     def __repr__(self) -> str:
         return "DELETE"
@@ -85,11 +85,11 @@ class REPLACE:
 
 @checked
 def merge_configs(base: Mapping[str, Any], over: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """Merge one configuration over another: dicts key by key, everything else is replaced, lists as a whole.
+    """Merge one configuration over another: dicts key by key; everything else, including lists, is replaced.
 
     Args:
         base: the earlier configuration.
-        over: the later one, which wins; it may hold :data:`DELETE` and :class:`REPLACE`.
+        over: the later one, which takes precedence; it may contain :data:`DELETE` and :class:`REPLACE`.
         where: the name of the file that ``over`` came from, for messages.
 
     Returns:
@@ -121,7 +121,7 @@ def _merge_into(target: dict[str, Any], over: Mapping[str, Any], where: str, pla
 
 
 def _settled(value: Any, where: str, place: str) -> Any:
-    """Copy a value that merges with nothing; the markers in it have nothing left to act on and go."""
+    """Copy a value without counterpart, removing its markers, which have no effect."""
     if isinstance(value, REPLACE):
         return _settled(value.value, where, place)
     if value is DELETE:

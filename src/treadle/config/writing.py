@@ -1,4 +1,4 @@
-"""Configurations as text, and back into files."""
+"""Formatting of configurations, and writing to files."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _HEADER = "# fmt: off\n# Auto-generated config snapshot\n"
 
 @checked
 def format_config(config: Mapping[str, Any]) -> str:
-    """Write a configuration as a Python expression, one key a line where it is long.
+    """Format a configuration as a Python expression, one key per line if long.
 
     Args:
         config: any nesting of dicts, lists and tuples; values that are not plain appear as their ``repr``.
 
     Returns:
-        The text, without a newline at its end.
+        The formatted string, without a trailing newline.
 
     Example:
         >>> print(format_config({"lr": 0.1, "betas": (0.9,), "limit": float("inf")}))
@@ -37,15 +37,15 @@ def format_config(config: Mapping[str, Any]) -> str:
 
 @checked
 def save_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a configuration to a file that :func:`load_config` reads back equal, whole or not at all.
+    """Write a configuration atomically to a file that :func:`load_config` reads back equal.
 
     Args:
         config: any nesting of dicts, lists, tuples, numbers, strings, bytes, bools and None.
         path: a ``.py`` file, or a ``.yaml`` or ``.yml`` file (these need OmegaConf); its folder is created.
 
     Raises:
-        ConfigError: a value that such a file cannot hold, named by its key path, or another kind of file.
-        CheckpointError: the file cannot be written; what was there before is intact.
+        ConfigError: such a file cannot hold a value, named by its key path, or the file type is unknown.
+        CheckpointError: the file cannot be written; the previous content is intact.
         ImportError: a YAML file, and OmegaConf is not installed.
 
     Example:
@@ -74,7 +74,7 @@ def save_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None
 
 
 def _refuse_objects(value: Any, place: str, file: str, *, yaml: bool = False) -> None:
-    """Refuse what the text form would not give back equal."""
+    """Raise for values that would not be read back equal."""
     if isinstance(value, Mapping):
         if yaml and not place and "parents" in value:
             raise ConfigError(f"{file}: parents: this key names parent files in YAML; rename it or save a .py file")
@@ -100,7 +100,7 @@ def _refuse_objects(value: Any, place: str, file: str, *, yaml: bool = False) ->
 
 
 def _expression(value: Any, indent: int, used: int) -> str:
-    """Write a value on one line if it fits behind the ``used`` characters, else its entries one a line."""
+    """Format a value on one line if it fits after ``used`` characters, else one entry per line."""
     line = _line(value)
     if not isinstance(value, (Mapping, list, tuple)) or not value or used + len(line) <= _WIDTH:
         return line
@@ -130,7 +130,7 @@ def _line(value: Any) -> str:
     if isinstance(value, float):
         text = float.__repr__(value)
         return text if math.isfinite(value) else f'float("{text}")'
-    # The repr of a subclass, such as an enumeration or a numpy number, is no literal; that of its base is.
+    # The repr of a subclass, such as an enum or a NumPy number, is not a literal; that of its base is.
     for plain in (bool, int, str, bytes):
         if isinstance(value, plain):
             return _double_quoted(plain.__repr__(value))
@@ -138,7 +138,7 @@ def _line(value: Any) -> str:
 
 
 def _double_quoted(literal: str) -> str:
-    """Return the ``repr`` of a text in double quotes, unless these would have to be escaped in it."""
+    """Return the ``repr`` of a string in double quotes, unless that needs escapes."""
     body = literal.lstrip("b")
     if body[:1] != "'" or '"' in body:
         return literal

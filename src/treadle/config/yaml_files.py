@@ -1,4 +1,4 @@
-"""YAML files through OmegaConf: read as plain dicts, interpolations resolved after all files are merged."""
+"""YAML files via OmegaConf: read as plain dicts, with interpolations resolved after all files are merged."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _MISSING = "???"
 
 
 class Pending(str):
-    """Text of a YAML file that means something else: an interpolation, or a value that is still missing."""
+    """String in a YAML file that is an interpolation or a missing value."""
 
     file: str
 
 
 class _Box:
-    """An object that OmegaConf carries along without looking into it."""
+    """Opaque container for objects in OmegaConf."""
 
     def __init__(self, content: Any):
         self.content = content
 
 
 def parse(raw: bytes, file: Path) -> dict[str, Any]:
-    """Read the content of a YAML file.
+    """Parse the content of a YAML file.
 
     Args:
         raw: the content.
-        file: where it came from, for messages.
+        file: path of the file, for messages.
 
     Returns:
-        Plain dicts and lists; strings that :func:`resolve` must still look at are :class:`Pending`.
+        Plain dicts and lists; strings that :func:`resolve` must process are :class:`Pending`.
 
     Raises:
-        ConfigError: it is no YAML in UTF-8, or no mapping.
+        ConfigError: it is not UTF-8 YAML, or not a mapping.
         ImportError: OmegaConf is not installed.
     """
     omegaconf, yaml = _packages(file)
@@ -71,16 +71,16 @@ def _marked(value: Any, file: str) -> Any:
 
 
 def resolve(config: dict[str, Any]) -> dict[str, Any]:
-    """Replace interpolations by what they refer to, in a configuration merged from all files.
+    """Resolve interpolations in a configuration merged from all files.
 
     Args:
-        config: changed in place; without :class:`Pending` strings it comes back as it is.
+        config: configuration, changed in place; without :class:`Pending` strings it is returned unchanged.
 
     Returns:
         The same dict.
 
     Raises:
-        ConfigError: an interpolation refers to nothing, or a mandatory value is given nowhere.
+        ConfigError: an interpolation refers to nothing, or a mandatory value is missing.
     """
     places = list(_pending(config, ()))
     if not places:
@@ -111,7 +111,7 @@ def _unresolved(keys: tuple[Any, ...], text: Pending, error: Exception) -> str:
 def _pending(value: Any, keys: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Pending]]:
     if isinstance(value, Pending):
         return [(keys, value)]
-    # Never in a tuple: YAML has none, and those of Python files hold no text of YAML files.
+    # Never in a tuple: YAML has none, and tuples of Python files contain no strings from YAML files.
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [found for key, item in items for found in _pending(item, (*keys, key))]
 
@@ -123,7 +123,7 @@ def _at(node: Any, keys: tuple[Any, ...]) -> Any:
 
 
 def _guarded(value: Any) -> Any:
-    """Make what OmegaConf may see: the text of Python files is escaped, since only YAML files interpolate."""
+    """Return a copy for OmegaConf: strings of Python files are escaped, since only YAML files interpolate."""
     if isinstance(value, dict):
         return {key: _guarded(item) for key, item in value.items() if isinstance(key, (str, int, float))}
     if isinstance(value, (list, tuple)):
@@ -148,7 +148,7 @@ def _unboxed(value: Any) -> Any:
 
 
 def dump(config: Mapping[str, Any]) -> str:
-    """Write a configuration of plain values as YAML."""
+    """Format a configuration of plain values as YAML."""
     omegaconf, _ = _packages(Path("a YAML file"))
     text: str = omegaconf.OmegaConf.to_yaml(omegaconf.OmegaConf.create(_guarded(config)))
     return text

@@ -1,4 +1,4 @@
-"""Devices: resolve one from what the user wrote, never falling back in silence."""
+"""Resolution of devices without silent fallback, and moving of batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def get_device(device: torch.device | str | int | None = None) -> torch.device:
         The device; an accelerator always carries its index, except MPS; the CPU never does.
 
     Raises:
-        ConfigError: an explicit device is not there, or the name is unknown.
+        ConfigError: an explicit device is not available, or the name is unknown.
 
     Example:
         >>> get_device("cpu")
@@ -67,9 +67,9 @@ def _resolved(device: torch.device | str | int | None) -> torch.device:
 
 @functools.cache
 def keep_garbage_from_forks() -> None:
-    """Keep a forked data worker from collecting CUDA objects, which would end the worker.
+    """Keep forked data workers from garbage-collecting CUDA objects, which would crash them.
 
-    A graph or a page-locked batch of an earlier run may be uncollected garbage.
+    A graph or a pinned batch of an earlier run may be uncollected garbage.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=gc.freeze)
@@ -95,9 +95,9 @@ def _available() -> str:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on a device, without waiting for copies from pinned memory.
+    """Move a tensor to a device, without waiting for copies from pinned memory.
 
-    A copy to the CPU is waited for: the host would read it before it is there.
+    Copies to the CPU are synchronous: the host could read them too early otherwise.
 
     Example:
         >>> moved(torch.ones(1), torch.device("cpu"))
@@ -107,10 +107,10 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a batch to ``device`` in new containers; the caller's batch is not changed.
+    """Move every tensor of a batch to ``device`` in new containers, without changing the batch.
 
-    Copies from pinned memory do not wait for the device, those to the CPU do. An object that moves itself, such as a
-    batch of graphs or a PackedSequence, is asked to, through a copy where it would change in place.
+    Copies from pinned memory are asynchronous, those to the CPU are not. Objects with their own ``to``, such as a graph
+    batch or a PackedSequence, are moved by it, through a copy if it would change them in place.
 
     Example:
         >>> to_device([torch.zeros(1)], torch.device("cpu"))
@@ -140,7 +140,7 @@ def _takes_non_blocking(kind: Any) -> bool:
 
 
 def moves_itself(value: Any) -> bool:
-    """Return whether a value is no tensor and no plain container and has its own ``to``.
+    """Return whether a value has its own ``to`` and is neither a tensor nor a plain container.
 
     Example:
         >>> moves_itself(torch.nn.utils.rnn.pack_sequence([torch.zeros(2)])), moves_itself({"x": 1})

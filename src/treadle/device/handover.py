@@ -1,7 +1,7 @@
-"""Handover of the host between runs that share a process: where one launches much or waits, the others run.
+"""Handover of the host between runs that share a process: while one launches work or waits, the others run.
 
-A run by itself launches and waits as if this module were not there. Runs that take turns have a thread each, and in
-each of these threads one object that receives what it would keep the host with.
+A single run launches and waits as usual. Runs that take turns have one thread each, and in each thread an object that
+takes over launches and waits.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ T = TypeVar("T")
 
 
 class Host(Protocol):
-    """Host that the run of this thread shares with others."""
+    """Interface of a host that the run of this thread shares with others."""
 
     def launch(self, launch: Callable[[], None], count: int, steps: int) -> None:
-        """Call a function several times on the run's stream, a few times at once, between launches of other runs.
+        """Call a function several times on the run's stream, interleaved with launches of other runs.
 
         Args:
             launch: launches one or several steps.
-            count: calls.
-            steps: that each launches.
+            count: number of calls.
+            steps: steps that each call launches.
         """
         ...
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let other runs work until something is ready, or until none of them has anything to do."""
+        """Yield to other runs until something is ready, or until none of them has anything to do."""
         ...
 
     def beside(self, work: Callable[[], T]) -> T:
-        """Let other runs work while a function does, and return what it returned."""
+        """Yield to other runs while a function runs, and return its result."""
         ...
 
 
@@ -47,7 +47,7 @@ _THREAD = _OfThread()
 
 @contextlib.contextmanager
 def shared_host(host: Host) -> Iterator[None]:
-    """Hand launches and waits of this thread to others inside the block.
+    """Delegate launches and waits of this thread to a host inside the block.
 
     Example:
         >>> class Alone:
@@ -75,12 +75,12 @@ def host_is_shared() -> bool:
 
 
 def launch_times(launch: Callable[[], None], count: int, *, steps: int = 1) -> None:
-    """Call a function that launches work on the present stream several times.
+    """Call a function that launches work on the current stream several times.
 
     Args:
         launch: the function.
-        count: calls.
-        steps: that each launches.
+        count: number of calls.
+        steps: steps that each call launches.
     """
     if _THREAD.host is not None and count > 1:
         _THREAD.host.launch(launch, count, steps)
@@ -90,14 +90,14 @@ def launch_times(launch: Callable[[], None], count: int, *, steps: int = 1) -> N
 
 
 def wait_for(event: Any) -> None:
-    """Wait for a CUDA event; runs that share the host work meanwhile."""
+    """Wait for a CUDA event; runs that share the host continue meanwhile."""
     if _THREAD.host is not None and not event.query():
         _THREAD.host.wait(event.query)
     event.synchronize()
 
 
 def wait_for_work(device: torch.device) -> None:
-    """Let other runs work until the present stream of a device is done; a run by itself does not wait here."""
+    """Yield to other runs until the current stream of a device is done; a no-op for a single run."""
     if _THREAD.host is not None and device.type == "cuda":
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
@@ -105,9 +105,9 @@ def wait_for_work(device: torch.device) -> None:
 
 
 def beside_others(work: Callable[[], T]) -> T:
-    """Do work on files while other runs go on.
+    """Run file operations while other runs continue.
 
-    It launches nothing, leaves alone what a process has once, and holds no lock that another run may want.
+    The function must not launch work, change process-wide state, or hold a lock that another run may need.
 
     Example:
         >>> beside_others(lambda: 3)

@@ -1,4 +1,4 @@
-"""Numbers of a device on their way to the host, which works on until it needs them."""
+"""Asynchronous copies of device numbers to the host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from treadle.device.handover import wait_for
 
 
 class OnTheWay:
-    """Numbers of a device that are copied to the host while the device computes.
+    """Device numbers that are copied to the host asynchronously.
 
     Args:
-        numbers: on any device.
+        numbers: tensor on any device.
 
     Example:
         >>> OnTheWay(torch.tensor([1.0, 2.0])).tolist()
@@ -34,7 +34,7 @@ class OnTheWay:
 
     @property
     def there(self) -> bool:
-        """Whether reading them waits for nothing."""
+        """Whether the copy is complete."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def arrived(self) -> Tensor:
@@ -44,5 +44,5 @@ class OnTheWay:
         return self._numbers
 
     def tolist(self) -> Any:
-        """Wait for the numbers and return them as plain ones."""
+        """Wait for the numbers and return them as Python numbers."""
         return self.arrived().tolist()

@@ -1,4 +1,4 @@
-"""Several tensors in one piece of memory, so that one copy moves all: a launch for each costs more than the bytes."""
+"""Tensors in one contiguous buffer, so that one copy moves all: separate launches cost more than the bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ALIGNED = 64  # bytes
 
 
 def in_one_piece(tensors: Sequence[Tensor], *, pin_memory: bool = False) -> list[Tensor]:
-    """Return copies of tensors of the CPU that lie one after the other in one piece of memory.
+    """Return copies of CPU tensors that are consecutive in one buffer.
 
     Example:
         >>> one, two = in_one_piece([torch.ones(2), torch.tensor([True])])
@@ -33,7 +33,7 @@ def _aligned(size: int) -> int:
 
 
 def offsets_in_one_piece(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Return where tensors begin in the piece of memory that they fill, in bytes; None where they fill none.
+    """Return the byte offsets of tensors in their common buffer; None if they do not share one.
 
     Example:
         >>> offsets_in_one_piece(in_one_piece([torch.ones(2), torch.ones(1)]))
@@ -49,7 +49,7 @@ def offsets_in_one_piece(tensors: Sequence[Tensor]) -> list[int] | None:
         return None
     offsets, end = [], 0
     for tensor in tensors:
-        offset = tensor.data_ptr() - start if tensor.numel() else _aligned(end)  # an empty one is nowhere
+        offset = tensor.data_ptr() - start if tensor.numel() else _aligned(end)  # an empty tensor has no address
         if offset < end or not tensor.is_contiguous():
             return None
         offsets.append(offset)
@@ -58,13 +58,13 @@ def offsets_in_one_piece(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def bytes_of_piece(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the memory of tensors that lie in one piece, as bytes."""
+    """Return the common buffer of tensors, as bytes."""
     storage = tensors[0].untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def views_of_piece(piece: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int]) -> list[Tensor]:
-    """Return tensors of the shapes and types of others, in a piece of memory."""
+    """Return views of a buffer with the shapes and dtypes of other tensors."""
     return [
         piece[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for tensor, offset in zip(tensors, offsets, strict=True)

@@ -1,4 +1,4 @@
-"""Several ranks: who they are, what they agree on, how gradients and messages travel between them."""
+"""Distributed training: ranks, collectives on the host, exchange of gradients and messages."""
 
 from __future__ import annotations
 

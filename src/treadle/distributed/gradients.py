@@ -1,7 +1,7 @@
-"""How the ranks share gradients in a step: replicas by buckets during the last backward pass, sharded models by FSDP2.
+"""Gradient exchange of a step: replicas with buckets during the last backward pass, sharded models with FSDP2.
 
-Whatever happened in its forward and backward passes, every rank starts the same collectives in the same order, so a
-micro-batch without a loss, or a parameter that was not used, makes no rank wait for ever.
+Whatever happens in its forward and backward passes, every rank starts the same collectives in the same order, so a
+micro-batch without a loss, or an unused parameter, never makes a rank wait forever.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from treadle.task import StepOutput
 
 _log = logging.getLogger("treadle.distributed")
 _NOTHING = contextlib.nullcontext()
-_FIRST_BUCKET = 1 << 20  # bytes; small, so that the exchange starts soon
-_BUCKET = 64 << 20  # fewer messages cost less Python; the last one, which nothing hides, takes a fraction of a ms
-_MESSAGES = 40  # of a large model, about: each takes the time of Python while backward has to be kept going
+_FIRST_BUCKET = 1 << 20  # bytes; small, so that communication starts early
+_BUCKET = 64 << 20  # fewer messages need less Python time; the last one, not overlapped, takes a fraction of a ms
+_MESSAGES = 40  # approximate number for a large model: each takes Python time while backward must be kept busy
 
 
 class GradientExchange:
-    """Gradient exchange of a model that needs none: one process, or the user's own wrapper.
+    """Base gradient exchange, for models that need none: one process, or the user's own wrapper.
 
     Args:
         model: the model of the run.
@@ -43,20 +43,25 @@ class GradientExchange:
     """
 
     equal = False
+    recordable = False  # whether a CUDA graph can hold the exchange
 
     def __init__(self, model: nn.Module):
         self.model = model
 
+    def recording(self) -> AbstractContextManager[None]:
+        """Exchange nothing between the hosts inside the block, in which a step is recorded or compared with one."""
+        return _NOTHING
+
     def micro_batch(self, *, syncs: bool) -> AbstractContextManager[None]:
-        """Go round forward and backward of one micro-batch.
+        """Wrap forward and backward of one micro-batch.
 
         Args:
-            syncs: whether gradients are exchanged with this micro-batch; where not, they only add up.
+            syncs: whether gradients are exchanged with this micro-batch; otherwise they only accumulate.
         """
         return _NOTHING if syncs else distributed.no_sync(self.model)
 
     def second_look(self, *, last: bool) -> AbstractContextManager[None]:
-        """Go round forward and backward of a micro-batch that is only run again to see where it went wrong.
+        """Wrap forward and backward of a micro-batch that is rerun to find an error.
 
         Args:
             last: whether it is the last of its step.
@@ -64,20 +69,20 @@ class GradientExchange:
         return self.micro_batch(syncs=False)
 
     def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
-        """Return the loss to run backward from; None where there is none and no rank waits for this one.
+        """Return the loss to backpropagate; None if there is none and no rank waits for this one.
 
         Args:
-            output: of the micro-batch.
-            scaled: gives its loss as the step weighs it, which ranks may have to agree on.
+            output: output of the micro-batch.
+            scaled: returns its loss as weighted in the step, which may be collective.
         """
         return scaled(output)
 
     def close(self) -> None:
-        """Take every hook off the model; a later step puts them on again."""
+        """Remove every hook from the model; a later step adds them again."""
 
 
 def gradient_exchange(model: nn.Module) -> GradientExchange:
-    """Return how the ranks share the gradients of a model: by its wrappers and its parameters.
+    """Return the gradient exchange of a model, according to its wrappers and parameters.
 
     Example:
         >>> type(gradient_exchange(nn.Linear(1, 1))).__name__
@@ -91,13 +96,13 @@ def gradient_exchange(model: nn.Module) -> GradientExchange:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters of one type and place, whose gradients are one message.
+    """Parameters of one dtype and device, whose gradients form one message.
 
     Attributes:
-        numbers: of the parameters, in the order of the message.
-        parameters: themselves.
-        arrived: numbers of those whose gradient is there.
-        flat: the message, from the moment it is on its way.
+        numbers: indices of the parameters, in the order of the message.
+        parameters: the parameters.
+        arrived: indices of those whose gradient is ready.
+        flat: the message, once it is being sent.
     """
 
     numbers: list[int] = field(default_factory=list)
@@ -107,7 +112,7 @@ class _Bucket:
     work: Any = None
 
     def means(self) -> list[Tensor]:
-        """Wait for the message and return its parts, one for each parameter."""
+        """Wait for the message and return its parts, one per parameter."""
         assert self.flat is not None
         self.work.wait()
         flat = self.flat.to(self.parameters[0].device)
@@ -120,14 +125,14 @@ _NONE, _PRESENT, _LATE = 0, 1, 2
 
 
 class ReplicaExchange(GradientExchange):
-    """Exchange that gives every replica the mean gradients over the ranks, while the last backward pass still runs.
+    """Exchange that averages gradients over replicas, overlapped with the last backward pass.
 
-    A bucket is sent as soon as its gradients are there and all earlier ones are sent; the rest is sent at the end. A
-    gradient that this rank lacks counts as zeros; a parameter without one on every rank stays without. The reducer of
-    DistributedDataParallel itself stays off: it would wait for ever for a rank without a loss.
+    A bucket is sent as soon as its gradients are ready and all earlier ones are sent; the rest is sent at the end. A
+    gradient that this rank lacks counts as zeros; a parameter without a gradient on all ranks remains without. The
+    reducer of DistributedDataParallel is disabled: it would wait forever for a rank without a loss.
 
     Args:
-        replicas: the model in its wrapper, whose process group and ``broadcast_buffers`` are used.
+        replicas: the wrapped model, whose process group and ``broadcast_buffers`` are used.
     """
 
     def __init__(self, replicas: nn.parallel.DistributedDataParallel):
@@ -135,6 +140,9 @@ class ReplicaExchange(GradientExchange):
         self.replicas = replicas
         self.equal = True
         self._group = replicas.process_group
+        self.recordable = dist.get_backend(self._group) == "nccl"
+        self._states = b""  # of the gradients in the latest step, over all ranks
+        self._records = False
         self._ranks = dist.get_world_size(self._group)
         ignored = set(getattr(replicas, "parameters_to_ignore", ()))
         named = {name: value for name, value in replicas.module.named_parameters() if name not in ignored}
@@ -152,7 +160,7 @@ class ReplicaExchange(GradientExchange):
 
     @contextlib.contextmanager
     def micro_batch(self, *, syncs: bool) -> Iterator[None]:
-        """Keep torch's reducer off; exchange the gradients of the whole step where ``syncs``."""
+        """Disable torch's reducer; exchange the gradients of the whole step if ``syncs``."""
         self.replicas.require_forward_param_sync = False  # buffers are exchanged with the gradients
         exchanges = syncs and self._ranks > 1
         with self.replicas.no_sync():
@@ -161,19 +169,28 @@ class ReplicaExchange(GradientExchange):
             try:
                 yield
             finally:
-                self._armed = False  # after an error too: no more collectives then
+                self._armed = False  # also after an error: no further collectives
         if exchanges:
             self._finish()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._trained = [], []
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Take the gradients of a step to be there on all ranks where they were in the step before."""
+        self._records = True
+        try:
+            yield
+        finally:
+            self._records = False
+
     def _arm(self) -> None:
         trained = [parameter.requires_grad for parameter in self._all]
-        if trained != self._trained:  # at the first step, and after something was frozen or unfrozen
+        if trained != self._trained:  # at the first step, and after freezing or unfreezing
             self.close()
             self._trained = trained
             self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
@@ -193,7 +210,7 @@ class ReplicaExchange(GradientExchange):
             if not self._armed:
                 return
             bucket = self._bucket_of[number]
-            if bucket.flat is not None:  # it was added to after it was sent, as reentrant checkpoints may do
+            if bucket.flat is not None:  # accumulated after sending, as with reentrant checkpointing
                 self._late.add(number)
                 return
             bucket.arrived.add(number)
@@ -214,11 +231,11 @@ class ReplicaExchange(GradientExchange):
                 "a sparse gradient cannot be exchanged between replicas; build the embedding with sparse=False",
                 argument="gradients",
             )
-        # Never the gradient itself, as of one tensor: it may be added to while the message is on its way.
+        # Never the gradient itself, even for one tensor: it may be accumulated during the transfer.
         several = len(grads) > 1
         flat: Tensor = _flatten_dense_tensors(grads) if several else grads[0].reshape(-1).clone()  # type: ignore[no-untyped-call]
         bucket.flat = flat.to(distributed.collective_device(flat.device))
-        mean = dist.get_backend(self._group) == "nccl"  # it divides on the way; gloo does not
+        mean = dist.get_backend(self._group) == "nccl"  # NCCL supports AVG; gloo does not
         if not mean:
             bucket.flat.mul_(1.0 / self._ranks)
         operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
@@ -226,12 +243,16 @@ class ReplicaExchange(GradientExchange):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Send the rest, wait, and hand out the means."""
+        """Send the rest, wait, and assign the means."""
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        largest_states = distributed.start_max_over_ranks(self._own_states())
+        present = self._own_states()
+        largest_states = None if self._records else distributed.start_max_over_ranks(present)
         means = [bucket.means() for bucket in self._buckets]
-        states = bytes(largest_states().numpy())
+        states = bytes((present if largest_states is None else largest_states()).numpy())
+        if self._records and states != self._states:
+            raise RuntimeError("on this rank other parameters have a gradient than in the step before on all ranks")
+        self._states = states
         if self._looks_for_unused and any(states):
             self._looks_for_unused = False
             self._name_unused(states)
@@ -251,7 +272,7 @@ class ReplicaExchange(GradientExchange):
         return torch.frombuffer(own, dtype=torch.uint8)
 
     def _sent_again(self, bucket: _Bucket, means: list[Tensor], states: bytes) -> list[Tensor]:
-        """Return the means of a bucket, from another message if a gradient of it was late."""
+        """Return the means of a bucket, from a second message if one of its gradients was late."""
         if all(states[number] != _LATE for number in bucket.numbers):
             return means
         self._send(bucket)
@@ -270,17 +291,18 @@ class ReplicaExchange(GradientExchange):
 
 
 def _hand_out(bucket: _Bucket, means: Sequence[Tensor], states: bytes) -> None:
-    """Make the gradients parts of the message, so that they need not be copied out of it."""
+    """Make the gradients views of the message, so that they need not be copied."""
     for number, parameter, mean in zip(bucket.numbers, bucket.parameters, means, strict=True):
         if states[number] != _NONE:
-            # Another layout, such as channels_last, stays: fused optimizers want weights and gradients alike.
+            # Another layout, such as channels_last, is kept: fused optimizers need the same layout in weights and
+            # gradients.
             parameter.grad = mean if parameter.is_contiguous() else torch.empty_like(parameter).copy_(mean)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Group parameters in the order in which backward reaches them, the last first.
+    """Group parameters in the order in which backward reaches them, last first.
 
-    A bucket is closed once it is full, so that a bias goes with the weight beside it, however large that is.
+    A bucket is closed once it is full, so that a bias is grouped with its weight, however large.
     """
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     usual = max(_BUCKET, total // _MESSAGES)
@@ -303,7 +325,7 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
 
 @torch.no_grad()
 def _share_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the buffers of the first, in one message for each type and place."""
+    """Broadcast the buffers of rank 0, in one message per dtype and device."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in buffers:
         by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
@@ -316,16 +338,17 @@ def _share_buffers(buffers: Sequence[Tensor], group: dist.ProcessGroup | None = 
 
 
 class ShardExchange(GradientExchange):
-    """Gradients of a model that ``fully_shard`` spread over ranks: torch reduces them in the backward pass.
+    """Exchange for models sharded with ``fully_shard``, whose gradients torch reduces in the backward pass.
 
-    That pass is collective, so a rank whose micro-batch has no loss runs one of zeros through what the model gave.
-    Saved buffers, such as the running mean of a batch norm, are those of rank 0 after a step, as in replicas.
+    The backward pass is collective, so a rank whose micro-batch has no loss backpropagates zeros through the model's
+    outputs. Persistent buffers, such as the running mean of a batch norm, are those of rank 0 after a step, as in
+    replicas.
 
     Args:
-        model: has parameters that are spread over ranks.
+        model: model with sharded parameters.
 
     Raises:
-        ConfigError: on several ranks, a parameter is trained that is not sharded.
+        ConfigError: on several ranks, a trainable parameter is not sharded.
     """
 
     def __init__(self, model: nn.Module):
@@ -345,7 +368,7 @@ class ShardExchange(GradientExchange):
 
     @contextlib.contextmanager
     def micro_batch(self, *, syncs: bool) -> Iterator[None]:
-        """Let gradients be reduced where ``syncs``; elsewhere they add up on each rank, whole."""
+        """Reduce gradients if ``syncs``; otherwise accumulate them unsharded on each rank."""
         for part in self._parts:
             part.set_requires_gradient_sync(syncs, recurse=False)
         handle = self.model.register_forward_hook(self._keep)
@@ -359,7 +382,7 @@ class ShardExchange(GradientExchange):
             _share_buffers([buffer for name, buffer in named if name in self._saved_buffers])
 
     def second_look(self, *, last: bool) -> AbstractContextManager[None]:
-        """As in a step: gradients that are not reduced would be added to those of the next step."""
+        """Wrap it as in a step: unreduced gradients would be added to those of the next step."""
         return self.micro_batch(syncs=last)
 
     def _keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -371,7 +394,7 @@ class ShardExchange(GradientExchange):
         map_nested_tensor(keep, output)
 
     def loss_of(self, output: StepOutput, scaled: Callable[[StepOutput], Tensor | None]) -> Tensor | None:
-        """Return the loss, or zero times what the model gave.
+        """Return the loss, or zero times the model's outputs.
 
         Raises:
             ConfigError: there is no loss and the model was not run.
@@ -387,6 +410,6 @@ class ShardExchange(GradientExchange):
         if loss is not None:
             return loss
         kept = self._outputs
-        if output.loss is not None and not kept:  # a loss whose weight is 0, of a task that runs parts of the model
+        if output.loss is not None and not kept:  # a loss of weight 0, from a task that runs parts of the model
             kept = [output.loss]
         return torch.stack([(each.sum() * 0).float() for each in kept]).sum()

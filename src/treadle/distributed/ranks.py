@@ -1,4 +1,4 @@
-"""Ranks: who am I, one decision for all, sums and messages over ranks. Without a process group: one rank."""
+"""Ranks and collectives between hosts: rank, common decisions, sums, messages. Without a process group: one rank."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torch.optim.swa_utils import AveragedModel
 
 from treadle.errors import ConfigError
 
-_FEW = 4  # ranks, up to which gloo's own collectives take no longer than doubling does
-_TAG = 0x74726561  # of messages in rounds, so that they meet none of the user's
+_FEW = 4  # number of ranks up to which gloo's own collectives are no slower than recursive doubling
+_TAG = 0x74726561  # tag of messages, distinct from the user's
 
-_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one made for it
+_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # the default group and the one created for it
 
 
 def is_distributed() -> bool:
-    """Return whether the user has started a process group."""
+    """Return whether the user has initialized a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -40,13 +40,13 @@ def world_size() -> int:
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return a gloo group of all ranks for values that the host decides by, so that no decision waits for a GPU.
+    """Return a gloo group of all ranks for host decisions, so that no decision waits for a GPU.
 
-    It is the default group where that one is gloo. Otherwise the first call makes it, which all ranks must do at the
-    same point; an engine does it when it is prepared. For the main thread only: two threads would mix their messages.
+    It is the default group if that uses gloo. Otherwise the first call creates it, which all ranks must do at the same
+    point; an engine does it in ``prepare``. For the main thread only: two threads would mix their messages.
 
     Args:
-        timeout: of the group that this call makes, if it makes one; None: torch's default for gloo, 30 minutes.
+        timeout: timeout of the group, if this call creates one; None: torch's default for gloo, 30 minutes.
     """
     global _control
     default = dist.group.WORLD
@@ -62,13 +62,13 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Return whether a tensor is spread over ranks; do not import what makes such tensors."""
+    """Return whether a tensor is a DTensor, without importing DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model has parameters that are spread over ranks, as ``fully_shard`` makes them.
+    """Return whether a model has sharded parameters, as from ``fully_shard``.
 
     Example:
         >>> is_sharded(nn.Linear(1, 1))
@@ -78,22 +78,22 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def sharded_parts(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that ``fully_shard`` was called on."""
+    """Return the modules of a model on which ``fully_shard`` was called."""
     module = sys.modules.get("torch.distributed.fsdp")
     return [] if module is None else [part for part in model.modules() if isinstance(part, module.FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the whole weights that a forward pass without a backward pass left behind in a sharded model.
+    """Free unsharded weights left in a sharded model by a forward pass without a backward pass.
 
-    Its parameters are their parts again, and the next forward pass gathers what they have become until then.
+    Its parameters are shards again, and the next forward pass gathers their current values.
     """
     for part in sharded_parts(model):
         part.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in the same memory; a plain tensor is its own part.
+    """Return this rank's shard of a tensor, in the same memory; a plain tensor is returned unchanged.
 
     Example:
         >>> local(torch.ones(1))
@@ -110,7 +110,7 @@ def collective_device(device: torch.device) -> torch.device:
 def sum_over_ranks(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over all ranks on the tensor's own device; ``tensor`` on one rank.
 
-    A tensor on the CPU goes through the control group, so that no rank's host waits for a GPU.
+    CPU tensors use the control group, so that no host waits for a GPU.
     """
     return _reduced(tensor, dist.ReduceOp.SUM)
 
@@ -121,9 +121,9 @@ def max_over_ranks(tensor: Tensor) -> Tensor:
 
 
 def start_max_over_ranks(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to find the maximum of a tensor on the CPU over all ranks; return what waits for it.
+    """Start a maximum over ranks of a CPU tensor; return a function that waits for it.
 
-    No other exchange between the hosts may come between the two.
+    No other host communication may happen in between.
 
     Example:
         >>> start_max_over_ranks(torch.tensor(2))()
@@ -153,7 +153,7 @@ def _reduced(tensor: Tensor, op: Any) -> Tensor:
 
 
 def _take_largest(tensor: Tensor) -> None:
-    """Put the maximum over ranks into a tensor on the CPU, of twice as many ranks in each round."""
+    """Compute the maximum over ranks in place by recursive doubling, for a CPU tensor."""
     others, distance = torch.empty_like(tensor), 1
     while distance < world_size():
         _pass_on(tensor, others, distance)
@@ -162,17 +162,17 @@ def _take_largest(tensor: Tensor) -> None:
 
 
 def _rows_of_ranks(own: Tensor) -> Tensor:
-    """Return the tensors of all ranks, on the CPU and in rank order, as rows.
+    """Return the tensors of all ranks on the CPU, as rows in rank order.
 
-    Gloo's gather goes round a ring, N - 1 messages one after the other. Many ranks do it in rounds instead, in each of
-    which a rank takes over all that another one knows already: log2 N messages one after the other.
+    Gloo's all-gather uses a ring, with N - 1 sequential messages. With many ranks it is done in rounds instead, in each
+    of which a rank receives everything that another one has so far: log2 N sequential messages.
     """
     size, known = world_size(), 1
     rows = own.new_empty((size, *own.shape))
     if size <= _FEW:
         dist.all_gather(list(rows.unbind()), own, group=control_group())
         return rows
-    rows[0] = own  # this rank's own first, then those of the ranks after it
+    rows[0] = own  # this rank's own first, then those of the following ranks
     while known < size:
         more = min(known, size - known)
         _pass_on(rows[:more], rows[known : known + more], known)
@@ -181,7 +181,7 @@ def _rows_of_ranks(own: Tensor) -> Tensor:
 
 
 def _pass_on(own: Tensor, others: Tensor, distance: int) -> None:
-    """Send a tensor to the rank so far before this one, and receive that of the rank so far after it."""
+    """Send a tensor to the rank at a distance before this one, and receive from the one after it."""
     group, size = control_group(), world_size()
     sent = dist.isend(own, dst=(rank() - distance) % size, group=group, tag=_TAG)
     dist.recv(others, src=(rank() + distance) % size, group=group, tag=_TAG)
@@ -190,7 +190,7 @@ def _pass_on(own: Tensor, others: Tensor, distance: int) -> None:
 
 
 def agree(value: int) -> int:
-    """Return the largest value any rank gives: one all-reduce between the hosts, one decision for all.
+    """Return the maximum of a value over all ranks, for a common decision: one all-reduce between hosts.
 
     Example:
         >>> agree(3)
@@ -202,11 +202,11 @@ def agree(value: int) -> int:
 
 
 def gather_numbers(values: Sequence[float], *, dtype: torch.dtype = torch.float64) -> list[list[Any]]:
-    """Return the numbers of every rank, in rank order: one exchange between the hosts, at the same point on all.
+    """Return the numbers of every rank, in rank order: one collective between hosts.
 
     Args:
-        values: equally many on all ranks.
-        dtype: as which they travel; ``torch.int64`` keeps large integers to the last bit.
+        values: numbers, equally many on all ranks.
+        dtype: dtype in which they are sent; ``torch.int64`` keeps large integers exact.
 
     Example:
         >>> gather_numbers([1.0, 2.0]), gather_numbers([2**60 + 1], dtype=torch.int64)
@@ -218,7 +218,7 @@ def gather_numbers(values: Sequence[float], *, dtype: torch.dtype = torch.float6
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Peel ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting.
+    """Unwrap ``torch.compile``, DistributedDataParallel, DataParallel and AveragedModel, in any nesting.
 
     Example:
         >>> unwrap(nn.DataParallel(nn.Linear(1, 1)))
@@ -236,7 +236,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return the model's own ``no_sync`` context where it has one, else a context that does nothing."""
+    """Return the model's own ``no_sync`` context if it has one, else a null context."""
     context = getattr(model, "no_sync", None)
     return context() if callable(context) else contextlib.nullcontext()
 
@@ -273,10 +273,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def packed(value: Any) -> bytes:
-    """Return a value as bytes, which :func:`unpacked` reads; plain tensors on the CPU as their memory.
+    """Serialize a value for :func:`unpacked`, with plain CPU tensors as raw memory.
 
     Args:
-        value: anything that can be pickled. Tensors that share memory are apart afterwards.
+        value: any picklable value. Tensors that share memory no longer do afterwards.
 
     Example:
         >>> unpacked(packed({"step": 3, "loss": torch.tensor(2.5)}))
@@ -288,5 +288,5 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """Return what :func:`packed` was given; only for bytes of this run's own ranks, since it unpickles them."""
+    """Invert :func:`packed`; only for bytes from this run's ranks, since it unpickles them."""
     return pickle.loads(data)

@@ -1,7 +1,7 @@
-"""Tensors that are spread over ranks: this rank's part, the whole, and a saved value copied into a live one.
+"""Sharded tensors: local shard, whole tensor, and placement of saved values.
 
-Saved values are whole tensors, or stand for tensors on the disk of which each rank reads its part only. Neither way
-needs a collective: every rank takes its own slice.
+Saved values are whole tensors, or references to tensors on disk of which each rank reads only its part. Neither needs a
+collective: every rank takes its own slice.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from treadle.distributed.ranks import is_dtensor, rank
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What one rank holds of a tensor.
+    """Local shard of a tensor.
 
     Attributes:
-        local: its values.
-        offsets: where they begin in the whole tensor, by dimension.
-        shape: of the whole tensor.
+        local: values of the shard.
+        offsets: start of the shard in the whole tensor, by dimension.
+        shape: shape of the whole tensor.
     """
 
     local: Tensor
@@ -33,13 +33,13 @@ class LocalShard:
 
 @runtime_checkable
 class Stored(Protocol):
-    """A tensor on the disk, read when it is asked for."""
+    """Tensor on disk, read lazily."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a block of it, on the CPU."""
+        """Return a block of the tensor, on the CPU."""
         ...
 
 
@@ -54,13 +54,13 @@ def whole(saved: Tensor | Stored) -> Tensor:
 
 
 def local_block(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes of this rank's part of a DTensor."""
+    """Return offsets and sizes of this rank's shard of a DTensor."""
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
 def without_pending_sums(tensor: Any) -> Any:
-    """Return a DTensor whose elements are spread over ranks; a pending sum over ranks is computed."""
+    """Return a sharded DTensor, reducing ``Partial`` placements."""
     from torch.distributed.tensor import Replicate
 
     waits = [placement.is_partial() for placement in tensor.placements]
@@ -71,17 +71,17 @@ def without_pending_sums(tensor: Any) -> Any:
 
 
 def gathered(tensor: Any) -> Tensor:
-    """Return the whole of a DTensor on rank 0, and a tensor without memory elsewhere; a collective of all ranks."""
+    """Return the whole of a DTensor on rank 0, and a meta tensor on other ranks; collective."""
     full: Tensor = tensor.full_tensor()
     return full if rank() == 0 else torch.empty_like(full, device="meta")
 
 
 def placed_like(saved: Any, live: Any) -> Any:
-    """Return a saved value as it can be copied into a live one: whole, or this rank's part of it.
+    """Return a saved value for copying into a live one: whole, or this rank's shard.
 
     Args:
-        saved: a whole tensor, a stored one, or any other value, which is returned as it is.
-        live: a DTensor gives its mesh and placements; anything else asks for the whole.
+        saved: a whole tensor, a stored one, or any other value, which is returned unchanged.
+        live: a DTensor provides its mesh and placements; for anything else the whole is returned.
 
     Example:
         >>> placed_like(torch.ones(2), torch.zeros(2))
@@ -105,17 +105,17 @@ def placed_like(saved: Any, live: Any) -> Any:
 
 
 def placed_state(saved: Any, parameter: Tensor) -> Any:
-    """Return an entry of an optimizer's state beside its parameter: sharded alike, or the same on all ranks.
+    """Return an entry of an optimizer's state placed like its parameter: sharded alike, or replicated.
 
     Args:
         saved: a whole or a stored tensor of any shape, or another value.
-        parameter: the live one that it belongs to.
+        parameter: the live parameter that it belongs to.
     """
     if not isinstance(saved, Tensor | Stored) or not is_dtensor(parameter) or is_dtensor(saved):
         return placed_like(saved, None)
     if saved.shape == parameter.shape and len(saved.shape):
         return placed_like(saved, parameter)
-    if not len(saved.shape):  # a counter, which torch keeps as a plain tensor
+    if not len(saved.shape):  # a step counter, which torch keeps as a plain tensor
         return whole(saved)
     from torch.distributed.tensor import DTensor, Replicate
 

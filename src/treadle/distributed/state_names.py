@@ -1,4 +1,4 @@
-"""Names of weights: the same with and without wrappers, in files and in memory."""
+"""Names of weights, the same with and without wrappers, in files and in memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from treadle.errors import CheckpointError
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a weight without the prefixes of compiled parts.
+    """Return the name of a weight without the prefixes of compiled modules.
 
-    The prefix of DistributedDataParallel is not taken off here, since a part of the user's own model may be called
-    ``module``; :func:`treadle.distributed.unwrap` takes off the wrapper.
+    The prefix of DistributedDataParallel is not removed here, since a part of the user's own model may be named
+    ``module``; :func:`treadle.distributed.unwrap` removes the wrapper.
 
     Example:
         >>> clean_name("layers.0._orig_mod.weight")
@@ -39,16 +39,16 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def load_model_state(
     model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
 ) -> None:
-    """Copy saved weights into a model in place; of a sharded one, every rank takes its part.
+    """Copy saved weights into a model in place; for a sharded model, every rank takes its shards.
 
     Args:
-        model: wrapped or not, sharded or not.
-        saved: whole tensors by name, or stored ones; names with the prefixes of wrappers are understood.
-        what: names it in messages.
-        kept: names that stay as they are where they are not in ``saved``.
+        model: model, wrapped or not, sharded or not.
+        saved: whole or stored tensors by name; names with the prefixes of wrappers are accepted.
+        what: name of the weights in messages.
+        kept: names that may be missing in ``saved`` and are then unchanged.
 
     Raises:
-        CheckpointError: names are missing, unexpected or of another shape; all are listed.
+        CheckpointError: names are missing or unexpected, or shapes differ; all are listed.
     """
     check_model_state(model, saved, what=what, kept=kept)
     target = unwrap(model)
@@ -59,7 +59,7 @@ def load_model_state(
         live[name][0]: placed_like(value, live[name][1]) for name, value in without_wrappers(saved, live).items()
     }
     state: OrderedDict[str, Any] = OrderedDict(fitting)
-    # The versions of the modules' own forms, without which torch takes a state for one of its oldest.
+    # Versions of the modules' states, without which torch assumes the oldest.
     state._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
     target.load_state_dict(state, strict=not kept)
 
@@ -67,10 +67,10 @@ def load_model_state(
 def check_model_state(
     model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
 ) -> None:
-    """Raise what :func:`load_model_state` would, and load nothing.
+    """Raise what :func:`load_model_state` would, without loading anything.
 
     Raises:
-        CheckpointError: names are missing, unexpected or of another shape; all are listed.
+        CheckpointError: names are missing or unexpected, or shapes differ; all are listed.
     """
     wrong = state_mismatches(model, saved, what=what, kept=kept)
     if wrong:
@@ -83,7 +83,7 @@ def check_model_state(
 def state_mismatches(
     model: nn.Module, saved: Mapping[str, Any], *, what: str = "model", kept: Collection[str] = ()
 ) -> str:
-    """Return the first names that are missing, unexpected or of another shape, or nothing if saved weights fit.
+    """Return the first missing or unexpected names or differing shapes; empty if the saved weights fit.
 
     Example:
         >>> state_mismatches(nn.Linear(2, 1), {"weight": nn.Linear(3, 1).weight})
@@ -103,7 +103,7 @@ def state_mismatches(
 
 
 def _unfilled_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the persistent buffers that are None, which a state dict leaves out until the model fills them."""
+    """Return the persistent buffers that are None, which are not in a state dict until the model sets them."""
     return {
         clean_name(f"{prefix}.{name}".lstrip(".")): (module, name)
         for prefix, module in model.named_modules()
@@ -113,7 +113,7 @@ def _unfilled_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _fill_buffers(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Make the buffers that are None here and not in a checkpoint."""
+    """Create buffers that are None here but not in a checkpoint."""
     unfilled = _unfilled_buffers(model)
     beside = next(model.parameters(), None)
     for name, value in without_wrappers(saved, model.state_dict()).items() if unfilled else ():
@@ -124,7 +124,7 @@ def _fill_buffers(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def _resized_by_loading(model: nn.Module) -> set[str]:
-    """Return names of tensors whose modules accept other shapes on loading, as observers of ranges do."""
+    """Return names of tensors whose modules accept other shapes on loading, such as quantization observers."""
     return {
         clean_name(f"{prefix}.{name}".lstrip("."))
         for prefix, module in model.named_modules()
@@ -139,11 +139,11 @@ def _loads_in_its_own_way(kind: type[nn.Module]) -> bool:
 
 
 def without_wrappers(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Take wrappers' prefixes off the names of a file that plain torch wrote.
+    """Remove wrappers' prefixes from the names in a file written by plain torch.
 
     Args:
         saved: weights by name.
-        live: those of the model, by clean name.
+        live: weights of the model, by clean name.
 
     Example:
         >>> without_wrappers({"module.weight": 1}, {"weight": 0})

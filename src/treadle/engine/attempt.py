@@ -24,7 +24,7 @@ from treadle.means import RunningMeans
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
-from treadle.optim.loss_weights import GivenWeights, GroupWeights
+from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
 from treadle.optim.nonfinite import LateRefusal, StepLocation
 from treadle.task import StepOutput, add_output
 
@@ -163,7 +163,7 @@ def begin_step(engine: Engine) -> None:
     engine.events.emit(engine, "on_before_step")
 
 
-def start_attempt(engine: Engine, group: Group) -> GroupWeights | GivenWeights:
+def start_attempt(engine: Engine, group: Group) -> EqualWeights | GivenWeights | GroupWeights:
     """Clear the gradients and start the record of an attempt.
 
     Returns:

@@ -136,18 +136,12 @@ class RedrawnLine:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal; False without a stream or without ``isatty``.
-
-    Example:
-        >>> import io
-        >>> is_terminal(io.StringIO()), is_terminal(None)
-        (False, False)
-    """
+    """Return whether a stream is a terminal; False without a stream or without ``isatty``."""
     return bool(getattr(stream, "isatty", bool)())
 
 
 def fitting(parts: list[tuple[int, str]], room: int) -> str:
-    """Join texts in their order, leaving out those of the highest rank until the line fits.
+    """Join strings in order, dropping those of the highest rank until the line fits.
 
     Example:
         >>> fitting([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
@@ -161,18 +155,23 @@ def fitting(parts: list[tuple[int, str]], room: int) -> str:
 
 @contextlib.contextmanager
 def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show on a terminal how far a piece of work is.
+    """Show a progress bar on a terminal.
 
     Args:
-        name: of the work.
-        unit: name of the counted items.
-        console: where the bar is drawn; nothing is where it is no terminal.
+        name: name of the work.
+        unit: name of the items counted.
+        console: console on which the bar is drawn; nothing is drawn without a terminal.
 
     Returns:
-        A context that gives a function of two counts, done and total.
+        A context manager that yields a function of two counts, done and total.
 
     Raises:
         ImportError: rich is not installed.
+
+    Example:
+        >>> from rich.console import Console
+        >>> with work_bar("encodings", "graphs", Console(quiet=True)) as progress:
+        ...     progress(1, 2)
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -1,4 +1,4 @@
-"""The errors that treadle raises on purpose.
+"""Errors that treadle raises deliberately.
 
 ::
 
@@ -12,9 +12,8 @@
     ├── RankLostError       (also RuntimeError)  another rank ended or does not answer
     └── MissingExtraError   (also ImportError)   an optional package is not installed
 
-Every message names the argument, the value, the rule and the fix. Errors from user code
-(the model, the loss, the data set, a hook) are never wrapped: they leave as they were raised, but for one that means
-that memory ran out.
+Every message names the argument, the value, the rule and the fix. Errors from user code (the model, the loss, the data
+set, a hook) are never wrapped: they propagate unchanged, except out-of-memory errors.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class TreadleError(Exception):
-    """Base of all errors that treadle raises on purpose."""
+    """Base class of all errors that treadle raises deliberately."""
 
 
 class _Missing:
-    """Placeholder for a value that was not given, since None is one."""
+    """Placeholder for a missing value, since None is a value."""
 
     def __repr__(self) -> str:
         return "MISSING"
 
     def __reduce__(self) -> str:
-        return "MISSING"  # by name, so that a copy is the same object
+        return "MISSING"  # pickled by name, so that a copy is the same object
 
 
 MISSING = _Missing()
@@ -50,19 +49,19 @@ def _shown(value: Any) -> str:
 
 
 class ConfigError(TreadleError, ValueError):
-    """A setting, an argument or an input breaks a rule; raised before any work is lost.
+    """Error for an invalid setting, argument or input, raised before any work is lost.
 
-    With an argument the message begins with it: ``width=0: must be at least 1``, or ``model: has no parameter`` where
-    no value is given. A text that begins with a space, ``=`` or ``:`` follows the argument as it is.
+    With an argument, the message begins with it: ``width=0: must be at least 1``, or ``model: has no parameter`` if no
+    value is given. A text that begins with a space, ``=`` or ``:`` is appended directly to the argument.
 
     Args:
         text: the rule and the fix.
-        argument: bare or dotted name of the argument or setting; None if the error is about none.
-        value: its value, shown by ``repr``, or by its class where that fills more than a line.
+        argument: plain or dotted name of the argument or setting, or None.
+        value: its value, shown by ``repr``, or by its class if that is longer than a line.
 
     Attributes:
-        argument: as given.
-        value: as given; ``MISSING`` if it was not.
+        argument: the argument.
+        value: the value; ``MISSING`` if not given.
 
     Example:
         >>> error = ConfigError("must be at least 1", argument="width", value=0)
@@ -83,7 +82,7 @@ class ConfigError(TreadleError, ValueError):
         self.value = value
 
     def about(self, argument: str | None, value: Any = MISSING) -> ConfigError:
-        """Set argument and value where the text names them in other words; return the same error.
+        """Set argument and value if the text already names them; return the same error.
 
         Example:
             >>> ConfigError("unknown setting 'lr'").about("lr").argument
@@ -94,9 +93,9 @@ class ConfigError(TreadleError, ValueError):
         return self
 
     def renamed(self, argument: str) -> ConfigError:
-        """Return a copy that begins with another name of the argument, such as its dotted name in a configuration.
+        """Return a copy with another name of the argument, such as its dotted name in a configuration.
 
-        An error about no argument gets the name in front; one that names its argument in other words stays as it is.
+        An error without an argument gets the name prepended; one whose text names its argument itself is unchanged.
 
         Example:
             >>> str(ConfigError("must be at least 1", argument="width", value=0).renamed("model.width"))
@@ -107,7 +106,7 @@ class ConfigError(TreadleError, ValueError):
         return ConfigError(self._after, argument=argument).about(argument, self.value)
 
     def extended(self, place: str) -> ConfigError:
-        """Return a copy with more text at its end, such as the line of a file."""
+        """Return a copy with text appended, such as the line of a file."""
         error = type(self)(f"{self}{place}").about(self.argument, self.value)
         error._after, error._leading = f"{self._after}{place}", self._leading
         return error
@@ -128,46 +127,46 @@ def _remake_config_error(
 
 
 class CheckpointError(TreadleError, RuntimeError):
-    """A checkpoint cannot be read, written, or used for this model."""
+    """Error for a checkpoint that cannot be read, written, or used for this model."""
 
 
 class PickledCodeError(CheckpointError):
-    """A file holds pickled objects, which could run code when it is loaded; nothing of it was loaded."""
+    """Error for a file with pickled objects, which could run code when loaded; nothing was loaded."""
 
 
 class DataExhaustedError(TreadleError, RuntimeError):
-    """The loader has no more data although the target is not reached."""
+    """Error for a loader without more data before the target is reached."""
 
 
 class RankLostError(TreadleError, RuntimeError):
-    """Another rank ended or does not answer, so this one cannot continue; the cause is there."""
+    """Error that another rank ended or does not respond, which is the cause."""
 
 
 class RanksDifferError(TreadleError, RuntimeError):
-    """Ranks that must hold the same weights do not."""
+    """Error for ranks whose weights differ but must be equal."""
 
 
 class MissingExtraError(TreadleError, ImportError):
-    """An optional package is not installed; the message names the extra that installs it."""
+    """Error for a missing optional package; the message names the extra that installs it."""
 
 
 if TYPE_CHECKING:
 
     class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
-        """Memory ran out in training; PyTorch's error is its cause. The message names what was saved."""
+        """Out-of-memory error in training, caused by PyTorch's error. The message names what was saved."""
 
 
 class NonFiniteError(TreadleError, RuntimeError):
-    """The gradient of a step is NaN or infinite and the retries are used up.
+    """Error for a step with a NaN or infinite gradient and no retries left.
 
     The weights are those of the last applied step.
 
     Attributes:
-        step: the step that was refused (1-based).
-        norm: the total gradient norm that was measured (NaN or infinity).
-        epoch: epochs completed when it happened.
-        batch_index: micro-batches of the epoch that were consumed, the refused ones included.
-        tries: how often a group of data was tried for this step.
+        step: the refused step (1-based).
+        norm: the total gradient norm (NaN or infinity).
+        epoch: epochs completed at that time.
+        batch_index: micro-batches of the epoch consumed, including the refused ones.
+        tries: number of groups tried for this step.
     """
 
     def __init__(self, message: str, *, step: int, norm: float, epoch: int, batch_index: int, tries: int):
@@ -185,17 +184,17 @@ class NonFiniteError(TreadleError, RuntimeError):
 def _remake_non_finite(
     message: str, step: int, norm: float, epoch: int, batch_index: int, tries: int
 ) -> NonFiniteError:
-    # Keyword-only arguments do not survive the default pickling of exceptions, and workers and launchers pickle them.
+    # Keyword-only arguments are lost in the default pickling of exceptions, which workers and launchers use.
     return NonFiniteError(message, step=step, norm=norm, epoch=epoch, batch_index=batch_index, tries=tries)
 
 
 def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """Return a sentence that names the known word nearest to ``name``, and all of them if none is near.
+    """Return a suggestion of the known word closest to ``name``, or a list of all if none is close.
 
     Args:
-        name: what was given.
+        name: the given name.
         known: the words.
-        prefix: goes before the word that is named.
+        prefix: prefix of the suggested word.
 
     Example:
         >>> nearest("max_grad_nrom", ["max_grad_norm", "seed"])
@@ -209,7 +208,7 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 
 def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ConfigError for the first key of ``given`` that is not in ``known``, naming the nearest.
+    """Raise ConfigError for the first key of ``given`` that is not in ``known``, suggesting the closest.
 
     Example:
         >>> refuse_unknown("TrainerConfig", ["amp"], ["amp", "device"])
@@ -221,13 +220,13 @@ def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def __getattr__(name: str) -> Any:
-    """Make OutOfMemoryError, whose base is torch's, when it is first asked for: the command line loads no torch."""
+    """Define OutOfMemoryError, a subclass of torch's, lazily, since the command line must not import torch."""
     if name != "OutOfMemoryError":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch
 
     class OutOfMemoryError(TreadleError, torch.OutOfMemoryError):
-        """Memory ran out in training; PyTorch's error is its cause. The message names what was saved."""
+        """Out-of-memory error in training, caused by PyTorch's error. The message names what was saved."""
 
         __qualname__ = "OutOfMemoryError"
 

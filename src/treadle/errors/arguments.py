@@ -1,4 +1,4 @@
-"""Arguments checked against the annotations of the function that takes them."""
+"""Checks of arguments against the annotations of a function."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
 def checked(target: Target) -> Target:
-    """Let a function, or the constructor of a class, refuse arguments of another type than annotated, by name.
+    """Decorate a function or constructor to raise for arguments whose types differ from their annotations.
 
-    Numbers, texts, flags, paths, functions, lists and dicts are checked, objects that torch and this library name, and
-    unions of them; other annotations are not.
+    Numbers, strings, bools, paths, functions, lists, dicts, some classes of torch and this library, and unions of them
+    are checked; other annotations are not.
 
     Example:
         >>> @checked
@@ -87,10 +87,10 @@ def _checked_call(function: Callable[..., Any], *, skipped: int, module: str) ->
 
 
 def check_argument(name: str, value: Any, hint: Any) -> None:
-    """Raise for a value of another type than an annotation.
+    """Raise for a value that does not match an annotation.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: the type differs.
 
     Example:
         >>> check_argument("save_dir", "runs", str | Path | None)
@@ -115,7 +115,7 @@ def check_least(least: float, **values: float | None) -> None:
         values: by argument; two underscores are a dot.
 
     Raises:
-        ConfigError: one of the values is out of range.
+        ConfigError: a value is outside its range.
 
     Example:
         >>> check_least(1, d_model=8, data__max_topics=None)
@@ -167,20 +167,20 @@ def _out_of_range(rule: str, name: str, value: Any) -> ConfigError:
 
 @functools.cache
 def _annotated(function: Callable[..., Any], module: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of the positional parameters of a function, and the annotations that can be read."""
+    """Return the names of the positional parameters of a function, and the annotations that can be resolved."""
     parameters = inspect.signature(function).parameters.values()
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     namespace, hints = vars(sys.modules[module]), {}
     for name, hint in function.__annotations__.items():
         try:
             hints[name] = eval(hint, namespace) if isinstance(hint, str) else hint
-        except (NameError, TypeError):  # a part is imported for the type checker alone
+        except (NameError, TypeError):  # a name is imported for type checking only
             continue
     return names, hints
 
 
 def _parts_of(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone."""
+    """Return the members of a union, or the annotation itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -206,7 +206,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _shape_of(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...], str] | None:
-    """Return what objects of a class have and have not; None for a class that is not checked so."""
+    """Return attributes that objects of a class have and lack; None for classes checked otherwise."""
     if not isinstance(kind, type) or kind.__module__.split(".")[0] not in _HOMES or kind in _KINDS:
         return None
     return next((_SHAPES[one.__name__] for one in kind.__mro__ if one.__name__ in _SHAPES), None)
@@ -232,7 +232,7 @@ _LOOKS: dict[str, Callable[[Any], bool]] = {"Iterable": _gives_items, "device": 
 
 
 def _is_known(hint: Any) -> bool:
-    """Return whether the values of an annotation are checked; lists are where their items are."""
+    """Return whether an annotation is checked; lists are if their items are."""
     kind = get_origin(hint) or hint
     if kind in _LISTS:
         return all(map(_is_known, get_args(hint)))

@@ -1,4 +1,4 @@
-"""The functional face: a model, an optimizer and a loss function come in, ``train`` gives a history."""
+"""Trainer of a model, an optimizer and a loss function; ``train`` returns a history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch is made of: inputs and targets, samples, tensors."""
+"""Structure of batches: inputs and targets, samples, tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from treadle.errors import ConfigError
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return ``(inputs, targets)`` of a loader's item; targets are None where the item holds none by position.
+    """Return ``(inputs, targets)`` of a loader's item; targets are None if the item has none by position.
 
-    A list or tuple of two or more gives its first two items, one of one its only item. A tensor, a mapping and
-    anything else is all inputs.
+    A list or tuple of two or more yields its first two items, one of length one its only item. A tensor, a mapping or
+    anything else is taken as inputs.
 
     Raises:
         ConfigError: the item is an empty list or tuple.
@@ -53,7 +53,7 @@ def tensors_in(obj: Any) -> Iterator[Tensor]:
 
 
 def num_samples(obj: Any) -> int | None:
-    """Return the graphs of a batch of graphs, else the size of dimension 0 of its first tensor; None without one.
+    """Return the number of graphs of a graph batch, else dimension 0 of the first tensor; None without a tensor.
 
     Example:
         >>> import torch

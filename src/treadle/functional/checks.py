@@ -1,4 +1,4 @@
-"""Checks of arguments before any work is lost, and defaults for those that are left out."""
+"""Early checks of arguments, and defaults for omitted ones."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_s
 from treadle.optim.schedules import follow_shape
 
 _log = logging.getLogger("treadle.functional")
-# What `train` calls the arguments of a best rule.
+# Names of a best rule's arguments in `train`.
 _OURS = {"mode": "best_mode", "patience": "early_stopping_patience"}
 
 
 def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
-    """Return ``(optimizer, loss_fn)``, exchanged where they came in the order of ``qurious.llms.trainer``.
+    """Return ``(optimizer, loss_fn)``, swapped if given in the order of ``qurious.llms.trainer``.
 
     Example:
         >>> in_argument_order(nn.MSELoss(), None)
@@ -56,14 +56,14 @@ def in_argument_order(optimizer: Any, loss_fn: Any) -> tuple[Any, Any]:
 
 
 def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: TrainingSettings) -> Optimizer:
-    """Return the optimizer as given, its state beside the parameters, or an AdamW over the trainable parameters.
+    """Return the given optimizer, its state moved to the parameters' devices, or an AdamW of the trainable parameters.
 
-    The one that is built is fused if it can be, and decays matrices only: no biases and no normalisation layers.
+    The AdamW is fused if possible, and applies weight decay to matrices only, not to biases and normalisation layers.
 
-    A setting that differs from a given optimizer's is warned about; the optimizer stays as it is.
+    A setting that differs from a given optimizer's causes a warning; the optimizer is not changed.
 
     Raises:
-        ConfigError: it is no optimizer.
+        ConfigError: it is not an optimizer.
 
     Example:
         >>> optimizer_for(nn.Linear(1, 1), None, settings=TrainingSettings()).param_groups[0]["lr"]
@@ -85,7 +85,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     move_optimizer_state(optimizer)
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)
-        # A scheduler has moved the learning rate already; compare the rate that it started from.
+        # A scheduler has already changed the learning rate; compare the initial rate.
         own = {float(group.get(f"initial_{key}", group.get(key, 0.0))) for group in optimizer.param_groups}
         if wanted is not None and wanted not in own:
             _log.warning(
@@ -97,7 +97,7 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
 
 
 def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
-    """Warn about a setting of when the scheduler moves that has no effect.
+    """Warn about a scheduler interval setting without effect.
 
     Example:
         >>> warn_of_idle_interval(None, TrainingSettings())
@@ -111,10 +111,10 @@ def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
 
 
 def scheduler_for(optimizer: Optimizer, scheduler: Any, settings: TrainingSettings) -> Any:
-    """Return the scheduler as given, or that which the settings name, whose length is set when training starts.
+    """Return the given scheduler, or the one named in the settings, whose length is set when training starts.
 
     Raises:
-        ConfigError: there are both.
+        ConfigError: both are given.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
@@ -133,13 +133,13 @@ def scheduler_for(optimizer: Optimizer, scheduler: Any, settings: TrainingSettin
 
 
 def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settings: TrainingSettings) -> None:
-    """Set the length of a schedule that the settings name: the steps of all epochs, which limits may shorten.
+    """Set the length of a schedule named in the settings: the steps of all epochs, subject to limits.
 
     Args:
-        scheduler: of :func:`scheduler_for`.
-        loader: gives the micro-batches of an epoch.
-        num_epochs: of the whole run.
-        settings: name the schedule, count the micro-batches of a step, and limit those of an epoch.
+        scheduler: scheduler from :func:`scheduler_for`.
+        loader: loader of the micro-batches of an epoch.
+        num_epochs: epochs of the whole run.
+        settings: settings with the schedule, the accumulation steps and the limits.
 
     Raises:
         ConfigError: the loader has no length.
@@ -168,12 +168,12 @@ def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settin
 
 
 def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None = None) -> None:
-    """Raise ConfigError for a loss that is not a scalar or a class, and warn of parameters that are not trained.
+    """Raise ConfigError for a loss that is a class or not a scalar, and warn about its untrained parameters.
 
     Args:
         loss_fn: the loss, or None.
         own_loss: whether a subclass computes the loss itself, and so may reduce it.
-        optimizer: may hold parameters of the loss.
+        optimizer: optimizer, which may hold parameters of the loss.
     """
     if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
         raise ConfigError(
@@ -212,14 +212,14 @@ def check_call(
     loaders: tuple[Iterable[Any], EvalLoaders | None],
     paths: Mapping[str, Any],
 ) -> None:
-    """Raise ConfigError for an argument of ``train`` that is out of range; warn of methods that nothing calls.
+    """Raise ConfigError for an argument of ``train`` outside its range; warn about methods that nothing calls.
 
     Args:
-        trainer: whose call it is.
-        num_epochs: as given.
-        save_freq: as given.
-        callbacks: as given.
-        loaders: those to train on and to evaluate.
+        trainer: the trainer.
+        num_epochs: the user's argument.
+        save_freq: the user's argument.
+        callbacks: the user's argument.
+        loaders: training and evaluation loaders.
         paths: arguments that are paths, by name.
     """
     for warning in unused_names(trainer, trainer._face):
@@ -273,7 +273,7 @@ def check_callback(callback: Any) -> None:
 
 
 def eval_losses(loader: EvalLoaders | None) -> list[str]:
-    """Return the keys of evaluated losses in a record: one, or one for each loader of a dict.
+    """Return the keys of evaluation losses in a record: one, or one per loader of a dict.
 
     Example:
         >>> eval_losses(None), eval_losses([]), eval_losses({"near": [], "far": []})
@@ -283,7 +283,7 @@ def eval_losses(loader: EvalLoaders | None) -> list[str]:
 
 
 def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
-    """Return the key of a record that a metric means, given the evaluated loaders.
+    """Return the key of a record that a metric refers to, given the evaluation loaders.
 
     Example:
         >>> selected_key("loss", None), selected_key("accuracy", {"near": [], "far": []})
@@ -297,11 +297,11 @@ def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:
 
 
 def known_keys(overrides: Callable[[str], bool], *, losses: Sequence[str], has_metrics: bool) -> list[str] | None:
-    """Return the keys of a record that can be selected by; None where they depend on an overridden method or a metric.
+    """Return the selectable keys of a record; None if they depend on an overridden method or a metric.
 
     Args:
         overrides: whether a subclass overrides a method, by name.
-        losses: keys of the losses that are evaluated.
+        losses: keys of the evaluation losses.
         has_metrics: whether evaluations have metrics.
 
     Example:
@@ -324,15 +324,15 @@ def rule_for(
     loaders: EvalLoaders | None,
     known: Sequence[str] | None,
 ) -> Callable[[], BestRule] | None:
-    """Return a function that makes the best rule of a call, or None for no rule.
+    """Return a function that creates the best rule of a call, or None for no rule.
 
     Args:
-        metric: a key of the record, with the prefix of evaluations or without; None for no rule.
-        mode: its direction, or None for that of its name.
+        metric: a key of the record, with or without the evaluation prefix; None for no rule.
+        mode: its direction, or None for the one implied by its name.
         patience: epochs without improvement, or None.
         min_delta: smallest change that counts.
-        loaders: to evaluate after each epoch.
-        known: the keys that a record will have; None where they are known only after training.
+        loaders: loaders to evaluate after each epoch.
+        known: the keys that a record will have; None if known only after training.
 
     Raises:
         ConfigError: the metric, its direction or the patience is wrong.
@@ -357,7 +357,7 @@ def rule_for(
     _warn_of_direction(name, mode)
     make = partial(MetricRule, name, mode or mode_over(name.removeprefix(PREFIX), loaders), min_delta, patience)
     try:
-        make()  # refuses bad values now
+        make()  # validates the values now
     except ConfigError as error:
         if error.argument == "metric":
             raise ConfigError(
@@ -369,7 +369,7 @@ def rule_for(
 
 
 def _warn_of_direction(name: str, mode: Mode | None) -> None:
-    """Warn where a direction is given and the name of the metric tells the other one."""
+    """Warn if the given direction contradicts the one implied by the metric's name."""
     try:
         told = resolve_mode(name.removeprefix(PREFIX))
     except ConfigError:
@@ -404,10 +404,11 @@ _FOREIGN = {
 
 
 def unused_names(trainer: Any, base: type) -> list[str]:
-    """Return warnings about methods of a trainer that nothing calls: misspelt, of another library, or on the object.
+    """Return warnings about methods of a trainer that nothing calls: misspelt, from another library, or on the
+    instance.
 
     Raises:
-        ConfigError: an override takes other arguments than it will be called with.
+        ConfigError: an override does not accept the arguments it will be called with.
 
     Example:
         >>> unused_names(object(), object)
@@ -420,7 +421,7 @@ def unused_names(trainer: Any, base: type) -> list[str]:
 
 
 def say_if_finished(epochs: FaceEpochs, num_epochs: int) -> None:
-    """Log how to train on, where nothing is left to do."""
+    """Log how to continue training if nothing is left to do."""
     done = epochs.engine.epoch
     level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
     if epochs.finished:

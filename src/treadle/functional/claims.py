@@ -1,4 +1,4 @@
-"""Values of a user's config that others decide, such as the loader's batch size: compared with those in force."""
+"""Check of config values decided elsewhere, such as the batch size, against the actual ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("treadle.functional")
 
 
 def read_claims(config: Any) -> dict[str, Any]:
-    """Return what a config tells about epochs, batch size and seed, by dotted name, beside its settings or among them.
+    """Return a config's values for epochs, batch size and seed by dotted name, from any part.
 
     Example:
         >>> read_claims({"training": {"batch_size": 8}, "seed": 1})
@@ -36,13 +36,13 @@ def warn_of_claims(
     accumulation: int,
     seeds: Callable[[], int] = torch.initial_seed,
 ) -> None:
-    """Warn of each value of a config that differs from that in force.
+    """Warn about each config value that differs from the actual one.
 
     Args:
-        claims: of :func:`read_claims`.
-        num_epochs: as ``train`` was asked for.
-        loaders: to train on, and to evaluate.
-        accumulation: micro-batches of a step.
+        claims: result of :func:`read_claims`.
+        num_epochs: argument of ``train``.
+        loaders: training and evaluation loaders.
+        accumulation: micro-batches per step.
         seeds: returns the seed of torch's generator.
     """
     size = _batch_size(loaders[0])

@@ -1,4 +1,4 @@
-"""The epoch driver of the functional face: overridden evaluations, two spellings of a metric, a rule per call."""
+"""Epoch driver of Trainer: overridden evaluations, two spellings of a metric, a best rule per call."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Evaluate = Callable[[Iterable[Any]], Mapping[str, Any]]
 
 
 class MetricRule(BestRule):
-    """A best rule over one metric, found in a record with the prefix of evaluations or without."""
+    """Best rule for a metric with or without the evaluation prefix in records."""
 
     def value_in(self, record: Mapping[str, Any]) -> float:
         """Return the metric's value in an epoch record.
 
         Raises:
-            ConfigError: the record has it under neither name.
+            ConfigError: the record has neither name.
         """
         bare = self.metric.removeprefix(PREFIX)
         if self.metric not in record and bare in record:
@@ -50,12 +50,12 @@ class MetricRule(BestRule):
 
 
 class FaceEpochs(SelectingEpochs):
-    """Epoch driver whose evaluation and best rule are chosen by each call that trains.
+    """Epoch driver whose evaluation and best rule are set by each training call.
 
     Args:
         engine: runs the steps.
-        task: of evaluations.
-        evaluate: returns the evaluation of a subclass or of the object, or None.
+        task: task of evaluations.
+        evaluate: returns the evaluation of a subclass or the instance, or None.
 
     Example:
         >>> # epochs = FaceEpochs(engine, task, evaluate=lambda: None)
@@ -67,24 +67,24 @@ class FaceEpochs(SelectingEpochs):
         self._find_evaluate = evaluate
         self._evaluating = False
         self._epochs_run = 0
-        self._through = False  # epochs go through the trainer's own train_epoch
-        self._incomplete = False  # which adds to the record of the running epoch
-        self._own_steps: OwnSteps | None = None  # of a train_epoch that replaces the loop
+        self._through = False  # whether epochs go through the trainer's train_epoch
+        self._incomplete = False  # whether train_epoch will add to the running epoch's record
+        self._own_steps: OwnSteps | None = None  # steps of a train_epoch that replaces the loop
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def one_epoch(self, train_loader: Iterable[Any], val_loader: Iterable[Any] | None) -> dict[str, Any]:
-        """Train the running epoch to its end, or one more; return its record, or means alone if it was cut short."""
+        """Train the running epoch to its end, or one more; return its record, or only its means if interrupted."""
         if self._own_steps is not None:
             raise ConfigError(
                 "the override reaches the trainer's own loop by a way that was not seen when it was made; call it as "
                 "super().train_epoch(...)",
                 argument="train_epoch",
             )
-        if not self._through:  # asked for by itself: nothing is selected, and nothing ends it early
+        if not self._through:  # a single epoch: no selection and no early stopping
             self.select_by(None)
         self.engine.prepare()
-        resume_from_hooks(self.engine)  # before the target is set to one epoch after the loaded one
+        resume_from_hooks(self.engine)  # before the target is set to one epoch beyond the loaded one
         before = self.engine.epoch
         self.fit(train_loader, val_loader, before + 1)
         self._epochs_run += 1
@@ -94,7 +94,7 @@ class FaceEpochs(SelectingEpochs):
 
     @property
     def record_complete(self) -> bool:
-        """Whether the latest record is complete; an overridden ``train_epoch`` adds to it later."""
+        """Whether the latest record is complete; an overridden ``train_epoch`` may add to it later."""
         return not self._incomplete
 
     def fit_through(
@@ -103,12 +103,12 @@ class FaceEpochs(SelectingEpochs):
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Train each epoch by ``train_epoch(epoch)``, which comes back through :meth:`one_epoch` exactly once.
+        """Train each epoch with ``train_epoch(epoch)``, which must call :meth:`one_epoch` exactly once.
 
-        Hooks see every epoch as a separate run. Further values that ``train_epoch`` returns are added to the record.
+        Hooks see every epoch as a separate run. Further values returned by ``train_epoch`` are added to the record.
 
         Raises:
-            ConfigError: it did not come back exactly once.
+            ConfigError: it did not call it exactly once.
         """
         engine = self.engine
         engine.prepare()
@@ -130,12 +130,12 @@ class FaceEpochs(SelectingEpochs):
             self.deadline = None
 
     def _save_completed(self) -> None:
-        """Let hooks save the end of an epoch, whose record was not complete when its run ended."""
+        """Let hooks save the end of an epoch whose record was incomplete when its run ended."""
         for hook in self.engine.hooks:
             hook._save_end(self.engine)
 
     def _one_through(self, train_epoch: Callable[[int], Any]) -> dict[str, Any] | None:
-        """Train one epoch; return its record, or None if it was stopped inside."""
+        """Train one epoch; return its record, or None if stopped within it."""
         self._incomplete = True
         before, self._epochs_run = self.engine.epoch, 0
         result = train_epoch(before)
@@ -145,7 +145,7 @@ class FaceEpochs(SelectingEpochs):
                 f"{type(result).__name__}; it must call it once and return a dict of numbers",
                 argument="train_epoch",
             )
-        if self.engine.epoch == before:  # stopped inside
+        if self.engine.epoch == before:  # stopped within the epoch
             return None
         record = self.history[-1]
         record.update(_as_record({key: value for key, value in result.items() if key not in record}, prefix=""))
@@ -158,19 +158,19 @@ class FaceEpochs(SelectingEpochs):
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Train each epoch by ``train_epoch(batches, epoch)``, a loop of the user's.
+        """Train each epoch with ``train_epoch(batches, epoch)``, a user's loop.
 
-        The batches come from the cursor, so that the position is saved and restored as in a loop of the engine's. An
-        epoch that resumes after its last batch is evaluated without the loop, which has nothing to read.
+        The batches come from the cursor, so that the position is saved and restored as in the engine's loop. An epoch
+        resumed after its last batch is evaluated without calling the loop, which has nothing to read.
 
         Args:
             train_epoch: the loop.
-            loaders: of training and of evaluation, the latter or None.
+            loaders: training loader, and evaluation loader or None.
             epochs: absolute target.
             after_epoch: called with each record.
 
         Raises:
-            ConfigError: it read no batch, or returned no dict.
+            ConfigError: it read no batch, or did not return a dict.
         """
         engine, result = self.engine, dict[str, Any]()
         own_steps = OwnSteps(engine)
@@ -202,7 +202,7 @@ class FaceEpochs(SelectingEpochs):
             self._own_steps = None
 
     def _leave_out_partial_loss(self, result: dict[str, Any], before: int) -> None:
-        """Leave the loss of an epoch that was resumed inside to the engine, where it counted all steps."""
+        """Use the engine's loss for an epoch resumed in the middle, since the engine counted all steps."""
         engine = self.engine
         if "loss" in engine.train_means():
             result.pop("loss", None)
@@ -227,7 +227,7 @@ class FaceEpochs(SelectingEpochs):
         return _as_record(result, prefix="")
 
     def _score_result(self, result: Mapping[str, Any]) -> float:
-        """Append the record of an epoch that an override trained; return the value that plateau schedulers watch."""
+        """Append the record of an epoch trained by an override; return the value for plateau schedulers."""
         means = self.train_record(self.engine.train_means())
         loss = {"train_loss": result.get("train_loss", result.get("loss", means["train_loss"]))}
         numbers = {name: value for name, value in result.items() if name not in ("epoch", "loss", "train_loss", "lr")}
@@ -247,14 +247,14 @@ class FaceEpochs(SelectingEpochs):
         return value
 
     def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``train_loss``, and ``train_<name>`` of what an overridden ``train_step`` adds."""
+        """Return ``train_loss``, and ``train_<name>`` for values added by an overridden ``train_step``."""
         added = flatten_nested_dict(means.get("records", {}))
         return {**super().train_record(means), **{f"train_{'/'.join(path)}": value for path, value in added.items()}}
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Return the results of the evaluation in force, without the prefix, as plain numbers."""
+        """Return the results of the current evaluation, without the prefix, as plain numbers."""
         own_evaluate = self._find_evaluate()
         if own_evaluate is None:
             return self.measure(loader)
@@ -265,7 +265,7 @@ class FaceEpochs(SelectingEpochs):
         return _as_record(values)
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
-        """Evaluate one batch before step 1: by the task, or by an overridden ``evaluate``, which gets it alone."""
+        """Evaluate one batch before step 1, with the task or an overridden ``evaluate``."""
         own_evaluate = self._find_evaluate()
         with temporarily(self, _evaluating=True):
             names = self._try_batch(val_loader, self._task if own_evaluate is None else None)
@@ -279,7 +279,7 @@ class FaceEpochs(SelectingEpochs):
         return ["loss", *names] if names is not None and self._task.gives_loss else names
 
     def _warn_of_absent_metric(self, found: Mapping[str, Any] | None) -> None:
-        """Warn of a metric to select by that an overridden evaluation did not give for the first batch."""
+        """Warn if an overridden evaluation did not return the metric to select by for the first batch."""
         metric = "train_" if self.best is None else self.best.metric
         bare = metric.removeprefix(PREFIX)
         if found is not None and bare not in found and bare != "lr" and not metric.startswith("train_"):
@@ -289,10 +289,10 @@ class FaceEpochs(SelectingEpochs):
             )  # fmt: skip
 
     def _check_names(self, names: Mapping[str, list[str] | None]) -> None:
-        """Raise for a metric to select by that no epoch's record will have.
+        """Raise if the metric to select by will be missing from epoch records.
 
         Raises:
-            ConfigError: it is not among the results of the first batches.
+            ConfigError: the metric is not among the results of the first batches.
         """
         known = {f"{loader}_{name}" if loader else name for loader, found in names.items() for name in found or ()}
         metric = "train_" if self.best is None else self.best.metric
@@ -307,7 +307,7 @@ class FaceEpochs(SelectingEpochs):
             )  # fmt: skip
 
     def measure(self, loader: Iterable[Any]) -> dict[str, Any]:
-        """Return the weighted means over a loader by the engine's own evaluation.
+        """Return the weighted means over a loader from the engine's evaluation.
 
         Raises:
             ConfigError: the loader is empty.
@@ -320,7 +320,7 @@ class FaceEpochs(SelectingEpochs):
         return _as_record(values)
 
     def loss_of(self, batch: Any) -> float:
-        """Return the loss of one batch by the rules of an evaluation; NaN if nothing in it counts."""
+        """Return the loss of one batch under the rules of an evaluation; NaN if its weight is 0."""
         engine = self.engine
         rules = (
             evaluation_mode(engine.model)
@@ -333,11 +333,11 @@ class FaceEpochs(SelectingEpochs):
 
     @contextlib.contextmanager
     def _inside_the_rules(self, loader: Iterable[Any]) -> Iterator[None]:
-        """The rules of an evaluation around a loop of the user's."""
+        """Apply the rules of an evaluation around a user's loop."""
         engine = self.engine
 
         def leave_on_signal(*_: Any) -> None:
-            # Ranks that evaluate in the user's loop have no common moment to stop at: the signal waits.
+            # Ranks that evaluate in a user's loop have no common point to stop at: the signal waits.
             if engine.exit_plans and engine.signals.received and distributed.world_size() == 1:
                 raise EvaluationAbandoned
 
@@ -356,10 +356,10 @@ class FaceEpochs(SelectingEpochs):
 
 
 def _as_record(values: Mapping[str, Any], *, prefix: str = PREFIX) -> dict[str, Any]:
-    """Return results flat, without the prefix, 0-d tensors as numbers.
+    """Flatten results, without the prefix and with 0-d tensors as numbers.
 
     Raises:
-        ConfigError: a value is no number, or one name is there with the prefix and without.
+        ConfigError: a value is not a number, or a name appears both with and without the prefix.
     """
     record: dict[str, Any] = {}
     for path, value in flatten_nested_dict(values).items():

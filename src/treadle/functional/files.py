@@ -1,4 +1,4 @@
-"""The files of a run and the shape of its history."""
+"""Files of a run, and the format of its history."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _FIRST = ("epoch", "train_loss", "lr")
 
 
 def epoch_file(folder: Path, epoch: int) -> Path:
-    """Return the checkpoint of an epoch, by epochs completed."""
+    """Return the name of an epoch's checkpoint, by epochs completed."""
     return folder / f"checkpoint_epoch_{epoch}.pt"
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run's folder, those that are not finite included; the best comes last."""
+    """Return the checkpoints of a run folder, including non-finite ones; the best comes last."""
     pattern = re.compile(r"(checkpoint_epoch_\d+|last|best_model)(\.nonfinite)?\.pt")
     found = [path for path in sorted(folder.glob("*.pt")) if pattern.fullmatch(path.name)]
     return sorted(found, key=lambda path: path.name.startswith("best_model"))
 
 
 def in_order(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an epoch's record with ``epoch``, ``train_loss`` and ``lr`` first and then the evaluation.
+    """Return an epoch's record with ``epoch``, ``train_loss`` and ``lr`` before the evaluation results.
 
     Example:
         >>> in_order({"epoch": 1, "train_loss": 0.5, "eval_loss": 0.6, "lr": 0.1})
@@ -47,7 +47,7 @@ def in_order(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return records as lists of equal lengths by key; a key that a record lacks is None there.
+    """Return records as equally long lists by key, with None for missing keys.
 
     Example:
         >>> as_columns([{"epoch": 1, "train_loss": 0.5}, {"epoch": 2, "train_loss": 0.4, "eval_loss": 0.6}])
@@ -65,13 +65,13 @@ def log_epoch(epoch: int, record: Mapping[str, Any]) -> None:
 
 
 class HistoryFile(HistoryHook):
-    """File ``history.json``, the history as a dict of lists, where the trainer has a folder.
+    """Hook that writes ``history.json``, the history as a dict of lists, if the trainer has a folder.
 
     Args:
         history: returns the records.
 
     Attributes:
-        folder: the run's folder; None writes nothing.
+        folder: run folder; None writes nothing.
     """
 
     def __init__(self, history: Callable[[], Sequence[Mapping[str, Any]]]):
@@ -79,13 +79,13 @@ class HistoryFile(HistoryHook):
         self.folder: Path | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Set the file of another run aside when this one starts from nothing."""
+        """Rename the file of another run if this run starts fresh."""
         if self.folder is not None:
             self.path = self.folder / "history.json"
             super().on_before_train(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Leave it to the trainer, which writes once the record is complete."""
+        """Leave writing to the trainer, which writes once the record is complete."""
 
     def write(self) -> None:
         """Write the file."""
@@ -97,7 +97,7 @@ class HistoryFile(HistoryHook):
 
 
 def dump_columns(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return the history as JSON, one column a line, NaN and infinities as null."""
+    """Return the history as JSON, one column per line, NaN and infinities as null."""
     columns = to_json(as_columns(records))
     lines = [f"{json.dumps(key)}: {json.dumps(values, allow_nan=False)}" for key, values in columns.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n"

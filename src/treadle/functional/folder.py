@@ -1,4 +1,4 @@
-"""The folder of a run: held by one process, read when a run resumes, written at the end of an epoch."""
+"""Folder of a run: locked by one process, read on resume, written at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ Save = Callable[[Path, int, float | None], None]
 
 
 class NumberedFolder(CheckpointFolder):
-    """Names, reads and writes the checkpoints of a trainer.
+    """Checkpoint folder of a trainer: naming, reading and writing.
 
     Args:
-        engine: whose state they hold.
+        engine: engine whose state they hold.
         save: the trainer's ``_save_checkpoint``, through which every checkpoint goes.
-        history: writes the history into the folder.
-        retention: which numbered checkpoints stay.
-        best_epochs: returns the epochs whose numbered checkpoints stay as well.
+        history: hook that writes the history into the folder.
+        retention: rule of which numbered checkpoints to keep.
+        best_epochs: returns the epochs whose numbered checkpoints are kept too.
 
     Attributes:
-        other_names: returns parts of a tree under further names, which take no more room in the file.
+        other_names: returns parts of a tree under further names, without extra space in the file.
     """
 
     loss_settings = ("loss",)
@@ -56,16 +56,16 @@ class NumberedFolder(CheckpointFolder):
         self._save = save
         self._save_freq = 0
         self.other_names: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: {}
-        self._written: list[Path] | None = None  # at the end of the present epoch, while it is written
+        self._written: list[Path] | None = None  # files at the end of the current epoch, while being written
 
     def use(self, path: str | Path | None, save_freq: int | None = None) -> None:
-        """Set the folder of a call, and the epochs between two numbered checkpoints; 0 or None: none."""
+        """Set the folder of a call, and the epochs between numbered checkpoints; 0 or None for none."""
         super().use(path)
         self._history.folder = self.path
         self._save_freq = save_freq or 0
 
     def held(self) -> AbstractContextManager[None]:
-        """Hold the folder for this run inside the block; one that is replayed gets no history either."""
+        """Lock the folder for this run inside the block; a replayed run writes no history either."""
         held = super().held()
         self._history.folder = self.path
         return held
@@ -73,7 +73,7 @@ class NumberedFolder(CheckpointFolder):
     # -- reading --------------------------------------------------------------------------------------------------
 
     def candidates(self, folder: Path) -> Iterable[Path]:
-        """Return every checkpoint of the folder."""
+        """Return every checkpoint in the folder."""
         return checkpoints_in(folder)
 
     def resume(self, source: str | Path | None) -> Path | None:
@@ -84,7 +84,7 @@ class NumberedFolder(CheckpointFolder):
         return found
 
     def _complete(self, source: Path) -> None:
-        """Give the epoch its own file, if the run was killed after the best was written and before that."""
+        """Write the epoch's numbered file, if the run was killed between writing the best and it."""
         assert self.path is not None
         own = epoch_file(self.path, self.engine.epoch)
         if source.name == BEST and self._is_due():
@@ -100,14 +100,14 @@ class NumberedFolder(CheckpointFolder):
     ) -> None:
         """Write the files of an epoch.
 
-        A model with ``save_pretrained`` writes ``pretrained/`` with each best checkpoint, or where no epoch is selected
-        with each numbered one. Of the checkpoints the best goes first: whatever a kill leaves, the newest file knows of
-        the best.
+        A model with ``save_pretrained`` writes ``pretrained/`` with each best checkpoint or, if no epoch is selected,
+        with each numbered one. The best checkpoint is written first: whenever the run is killed, the newest file
+        records the best.
 
         Args:
-            improved: whether this is the best epoch so far; None where none is selected.
+            improved: whether this is the best epoch so far; None without selection.
             best: the best value so far.
-            scored_weights: puts the weights that evaluations score into the model.
+            scored_weights: context manager that uses the weights that evaluations score.
         """
         if self.path is None:
             return
@@ -128,9 +128,9 @@ class NumberedFolder(CheckpointFolder):
         on_rank_0(self._prune)
 
     def write_changed(self, best: float | None) -> None:
-        """Write the state of an epoch again, after callbacks that changed what its file holds.
+        """Rewrite the state of an epoch after callbacks have changed it.
 
-        The best one stays as it was scored; where the epoch has no other file, the state goes into the last one.
+        The best file is kept as evaluated; if the epoch has no other file, the state goes into the last one.
         """
         now = Reach(self.engine.step, self.engine.epoch)
         if self.path is not None and self._on_disk == now:
@@ -140,7 +140,7 @@ class NumberedFolder(CheckpointFolder):
             self.record_written()
 
     def _prune(self) -> None:
-        """Delete the numbered checkpoints that no rule keeps."""
+        """Delete numbered checkpoints that no rule keeps."""
         folder = self.path
         if folder is None or self._retention.keep_previous is None:
             return
@@ -149,7 +149,7 @@ class NumberedFolder(CheckpointFolder):
         self._retention.prune(folder, _NUMBERED, protected, newest=self.engine.epoch)
 
     def write_last(self) -> None:
-        """Write the present state under the number of its epoch, or as the last one inside an epoch."""
+        """Write the current state under the number of its epoch or, within an epoch, as the last one."""
         assert self.path is not None
         self.before_write()
         epoch = self.engine.epoch
@@ -158,7 +158,7 @@ class NumberedFolder(CheckpointFolder):
         on_rank_0(self._prune)
 
     def save_and_log(self) -> None:
-        """Write the state at which a signal ends the run, and log how to resume it; all ranks take part."""
+        """Write the state when a signal ends the run, and log how to resume; collective."""
         self._history.write()
         self.write_end()
         if self.engine.state.saved is not None and distributed.rank() == 0:
@@ -168,7 +168,7 @@ class NumberedFolder(CheckpointFolder):
 
     @contextlib.contextmanager
     def saving_what_an_evaluation_breaks(self, epochs: EpochTrainer) -> Iterator[None]:
-        """Save the epoch that was trained where its evaluation fails inside the block, as at a signal; one process."""
+        """Save the trained epoch if its evaluation fails inside the block, as on a signal; single process only."""
         epochs.scoring = False
         try:
             yield
@@ -184,7 +184,7 @@ class NumberedFolder(CheckpointFolder):
                 on_all_ranks(lambda: write_pretrained(model, path))
 
     def write(self, path: Path, metric_value: float | None) -> None:
-        """Write one full checkpoint; the second of one epoch is a copy of the first. All ranks take part."""
+        """Write one full checkpoint; the second one of an epoch is a copy of the first. Collective."""
         first = self._written[0] if self._written else None
         if first is not None and not is_aside(first):
             on_rank_0(lambda: copy_checkpoint(first, path) if first.exists() else None)
@@ -201,7 +201,7 @@ class NumberedFolder(CheckpointFolder):
             self._written.append(written)
 
     def _name(self, path: Path) -> None:
-        """Give a state of the run the name that it has in every face."""
+        """Point the name used by every front end to a state of the run."""
         if path.exists() and path in checkpoints_in(path.parent):
             if path.name == BEST:
                 self.name_state(path, best=True)

@@ -1,4 +1,4 @@
-"""The loss that a model computed itself, and how many things a loss is a mean over."""
+"""Losses computed by a model itself, and the number of elements that a loss averages over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from treadle.optim.loss_weights import as_count
 
 _PER_ELEMENT = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 _PER_LABEL = (nn.CrossEntropyLoss, nn.NLLLoss)
-_IGNORED = -100  # what models that compute their own loss leave out
+_IGNORED = -100  # ignored label of models that compute their own loss
 
 
 def model_loss(outputs: Any) -> Tensor | None:
-    """Return the loss that a model computed itself: ``outputs.loss`` or ``outputs["loss"]``; None without one.
+    """Return the loss computed by a model: ``outputs.loss`` or ``outputs["loss"]``; None without one.
 
     Example:
         >>> model_loss({"loss": torch.tensor(1.0)}), model_loss(torch.zeros(2))
@@ -46,24 +46,24 @@ def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
 def loss_weight(
     model: nn.Module, loss_fn: Callable[..., Any] | None, *, inputs: Any, outputs: Any, targets: Any
 ) -> float | Tensor:
-    """Return how many things the loss of a batch is a mean over.
+    """Return the number of elements that the loss of a batch averages over.
 
-    - The model's own loss with integer ``labels`` (B, T) in the inputs: the labels that are not -100; of a causal
-      language model those from position 1 on, which are the ones it predicts.
-    - CrossEntropyLoss and NLLLoss: the targets that are not ``ignore_index``; with class weights, the sum of the
-      targets' class weights.
+    - The model's own loss with integer ``labels`` (B, T) in the inputs: labels other than -100; for a causal language
+    model from position 1 on, which are the ones it predicts.
+    - CrossEntropyLoss and NLLLoss: targets other than ``ignore_index``; with class weights, the sum of the targets'
+    class weights.
     - MSELoss, L1Loss, SmoothL1Loss, HuberLoss, BCELoss, BCEWithLogitsLoss: the target elements.
-    - Everything else: the samples.
+    - Anything else: samples.
 
     Args:
-        model: names the kind of language model.
+        model: model, whose config tells the kind of language model.
         loss_fn: the loss, or None.
-        inputs: of the model.
-        outputs: of the model; None leaves out the first rule.
-        targets: of the loss, or None.
+        inputs: inputs of the model.
+        outputs: outputs of the model; None skips the first rule.
+        targets: targets of the loss, or None.
 
     Returns:
-        A number; a 0-d tensor where the count is on a device that the host would have to wait for.
+        A number, or a 0-d tensor if reading the count would make the host wait for a device.
     """
     counts = counted_labels(model, loss_fn, inputs=inputs, outputs=outputs, targets=targets)
     if counts is not None:
@@ -80,12 +80,12 @@ def loss_weight(
 def counted_labels(
     model: nn.Module, loss_fn: Callable[..., Any] | None, *, inputs: Any, outputs: Any, targets: Any
 ) -> Tensor | None:
-    """Return which labels the loss of a batch is a mean over; None where :func:`loss_weight` goes by something else.
+    """Return the mask of labels that the loss of a batch averages over; None if :func:`loss_weight` counts otherwise.
 
-    The arguments are those of :func:`loss_weight`; None for ``outputs`` leaves the model's own loss out.
+    The arguments are those of :func:`loss_weight`; None for ``outputs`` excludes the model's own loss.
 
     Returns:
-        Bool, samples first; True where a label counts. On the host where the labels are known there.
+        Bool tensor, samples first; True where a label counts. On the host if the labels are known there.
 
     Example:
         >>> loss = nn.CrossEntropyLoss()
@@ -105,9 +105,9 @@ def counted_labels(
 
 
 def num_counted(loss_fn: Callable[..., Any] | None, outputs: Any, targets: Any) -> float | Tensor | None:
-    """Return how many targets a loss with class weights counts: what numbers such as an accuracy are a mean over.
+    """Return the number of targets of a loss with class weights, over which metrics such as accuracy are averaged.
 
-    None where the weight of the loss is that already.
+    None if the weight of the loss is already that number.
 
     Example:
         >>> num_counted(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0])), None, torch.tensor([0, 1, -100]))
@@ -124,7 +124,7 @@ def num_counted(loss_fn: Callable[..., Any] | None, outputs: Any, targets: Any) 
 
 def _is_causal(model: nn.Module) -> bool:
     inner = unwrap(model)
-    base = getattr(inner, "get_base_model", None)  # of an adapter around a language model
+    base = getattr(inner, "get_base_model", None)  # an adapter around a language model
     names = [type(inner).__name__, type(base()).__name__ if callable(base) else ""]
     return any(word in name for name in names for word in ("CausalLM", "LMHead"))
 

@@ -1,4 +1,4 @@
-"""The hooks that the functional face adds by its settings."""
+"""Hooks that Trainer adds by its settings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SaveAtSignals(BaseHook):
-    """Hook that saves and leaves at Ctrl-C and SIGTERM, by default, where a run has a folder.
+    """Hook that saves and exits on Ctrl-C and SIGTERM, by default if a run has a folder.
 
-    It does nothing if a hook or handler of the user's waits for signals, nor outside of the main
-    thread, where Python handles none.
+    It is inactive if a hook or handler of the user handles signals, and outside the main thread, where Python handles
+    none.
 
     Args:
         write: saves the state.
@@ -35,7 +35,7 @@ class SaveAtSignals(BaseHook):
         self._write = write
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Return the plan, or None where there is nothing to save to or another one is in charge."""
+        """Return the plan, or None if there is no folder or another handler is in charge."""
         if trainer.workspace is None or threading.current_thread() is not threading.main_thread():
             return None
         if any(hook is not self and hook.exit_plan(trainer) is not None for hook in trainer.hooks):
@@ -48,17 +48,17 @@ _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def _is_free(handler: Any, trainer: Engine) -> bool:
-    """Return whether a handler is Python's own, or that of this trainer, around the runs of single epochs."""
+    """Return whether a handler is Python's default, or this trainer's, around the runs of single epochs."""
     return handler in _DEFAULT or getattr(handler, "__self__", None) is trainer.signals
 
 
 def own_hooks(settings: TrainingSettings, history: BaseHook, write: Callable[[], Any]) -> list[BaseHook]:
-    """Return the average, the history and the save at signals, as the settings ask for them.
+    """Return the hooks for averaging, history and saving on signals, according to the settings.
 
     Args:
-        settings: say which.
-        history: writes the history.
-        write: saves the state at a signal.
+        settings: settings of the trainer.
+        history: hook that writes the history.
+        write: saves the state on a signal.
 
     Example:
         >>> [hook.state_key for hook in own_hooks(TrainingSettings(ema_decay=0.9), BaseHook(), lambda: None)]

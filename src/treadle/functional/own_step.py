@@ -1,4 +1,4 @@
-"""An engine whose every step goes through the ``train_step`` that a subclass of the trainer wrote."""
+"""Engine whose steps go through a subclass's ``train_step``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _STEP_KEYS = ("loss", "lr", "grad_norm")
 
 
 class OwnStepEngine(Engine):
-    """Engine that calls ``own_step(batch)`` for each step, which calls :meth:`inner_step` exactly once.
+    """Engine that calls ``own_step(batch)`` for each step, which must call :meth:`inner_step` exactly once.
 
-    The loop, the counters, the hooks and what happens to a step that is refused stay the engine's. Numbers that the
-    override adds become records of the step. An override that replaces the step does not come back.
+    The loop, the counters, the hooks and the handling of refused steps remain the engine's. Numbers added by the
+    override become records of the step. An override that replaces the step does not call it.
 
     Args:
         own_step: the trainer's overridden method.
         replaced: whether it replaces the step; see :class:`ReplacedStep`.
-        weighted: gives numbers of the last batch with what they are a mean over.
-        kwargs: those of the engine.
+        weighted: pairs numbers of the last batch with their weights.
+        kwargs: arguments of the engine.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class OwnStepEngine(Engine):
         self._replaced = ReplacedStep(self, own_step) if replaced else None
         self._weighted = weighted
         self._own_step: OwnStep | None = own_step
-        self._waiting: Group | None = None  # the group whose step the override is to run
+        self._waiting: Group | None = None  # the group whose step the override must run
         self._outcomes: list[Outcome] = []
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        """Train as the engine does.
+        """Train like the engine.
 
         Raises:
             ConfigError: a step has several micro-batches, but an override gets only one.
@@ -66,7 +66,7 @@ class OwnStepEngine(Engine):
         super().run(*args, **kwargs)
 
     def train_step(self, group: Group) -> Outcome:
-        """Let the override run the step, once."""
+        """Run the step through the override, once."""
         if self._own_step is None:
             return super().train_step(group)
         if self._replaced is not None:
@@ -86,10 +86,10 @@ class OwnStepEngine(Engine):
         return self._outcomes[0]
 
     def inner_step(self, batch: Any) -> bool:
-        """Run the step that the loop waits for; return False where no loop waits for one.
+        """Run the step that the loop is waiting for; return False if there is none.
 
         Raises:
-            ConfigError: it ran already.
+            ConfigError: it has already run.
         """
         if self._replaced is not None and self.progress.in_step:
             raise ConfigError(
@@ -109,7 +109,7 @@ class OwnStepEngine(Engine):
         return True
 
     def step_group(self, batches: Sequence[Any]) -> bool:
-        """Run one step directly, for the override that calls it."""
+        """Run one step directly, for an override that calls it."""
         with self.temporarily(_own_step=None):
             return super().step_group(batches)
 
@@ -126,7 +126,7 @@ class OwnStepEngine(Engine):
 
 
 def numbers_of(info: Mapping[str, Any]) -> dict[str, float]:
-    """Return results of a step of one micro-batch, read from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
+    """Read the results of a step of one micro-batch from the device: ``loss``, ``lr``, and ``grad_norm`` if known.
 
     Example:
         >>> numbers_of({"loss": [None], "lr": [0.1]})

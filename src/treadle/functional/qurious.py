@@ -1,6 +1,6 @@
-"""Names, arguments and return values of ``qurious.llms.trainer``, which differ from those of its document.
+"""Trainer with the names, arguments and return values of ``qurious.llms.trainer``, which differ from its document.
 
-:class:`treadle.Trainer` follows the document. This class follows the package, for scripts that were written for it.
+:class:`treadle.Trainer` follows the document. This class follows the package, for scripts written for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EXTRAS = ("best_epoch", "best_metric_value", "runtime_secs")
 
 
 class Result(dict[str, list[Any]]):
-    """The epochs that a call of :meth:`Trainer.train` trained, by key.
+    """Result of :meth:`Trainer.train`: the epochs of the call, by key.
 
     The package returned the history at first and a dict around it later: ``result["history"]``,
     ``result["best_epoch"]``, ``result["best_metric_value"]`` and ``result["runtime_secs"]`` work too.
@@ -34,8 +34,8 @@ class Result(dict[str, list[Any]]):
     Args:
         columns: one list per key.
         best_epoch: the best epoch, -1 for none.
-        best_metric_value: its value; None for none.
-        runtime_secs: seconds of the call.
+        best_metric_value: its value, or None.
+        runtime_secs: duration of the call in seconds.
 
     Example:
         >>> result = Result({"train_loss": [0.5]}, best_epoch=1, best_metric_value=0.5, runtime_secs=2.0)
@@ -60,18 +60,18 @@ class Result(dict[str, list[Any]]):
 
 
 class Trainer(ours.Trainer):
-    """The trainer by the argument order, the keys and the counting of the package.
+    """Trainer with the argument order, keys and counting of the package.
 
     A step returns ``train_loss``, an evaluation ``eval_loss``; ``train`` trains ``num_epochs`` more epochs and returns
-    those alone; files go to ``checkpoint_dir`` of the config's ``paths`` or ``training``, every ``save_interval``
+    only those; files go to ``checkpoint_dir`` of the config's ``paths`` or ``training``, every ``save_interval``
     epochs.
 
     Args:
         model: as in :class:`treadle.Trainer`.
-        loss_fn: ``loss_fn(outputs, targets)``, or None where the model returns its loss.
-        optimizer: None takes what :meth:`_get_default_optimizer` returns.
+        loss_fn: ``loss_fn(outputs, targets)``, or None if the model returns its loss.
+        optimizer: None takes the result of :meth:`_get_default_optimizer`.
         device: None or ``"auto"`` takes CUDA, then MPS, then the CPU.
-        config: with ``training`` and ``paths``.
+        config: config with ``training`` and ``paths``.
         scheduler: as in :class:`treadle.Trainer`.
         run: an object with ``log_metrics(metrics)``, called with the record of each epoch.
         rest: any other argument of :class:`treadle.Trainer`, by name.
@@ -107,7 +107,7 @@ class Trainer(ours.Trainer):
         self._folder.other_names = _names_of_the_package
 
     def _get_default_optimizer(self, learning_rate: float) -> Optimizer:
-        """Return AdamW over all parameters."""
+        """Return AdamW of all parameters."""
         return torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
     @property
@@ -123,7 +123,7 @@ class Trainer(ours.Trainer):
         """Run one optimizer step.
 
         Returns:
-            ``train_loss``, ``lr``, and ``grad_norm`` where there was a gradient.
+            ``train_loss``, ``lr``, and ``grad_norm`` if there was a gradient.
         """
         return {_prefixed(name, "train_"): value for name, value in super().train_step(batch).items()}
 
@@ -156,12 +156,12 @@ class Trainer(ours.Trainer):
             train_dataloader: micro-batches.
             num_epochs: more epochs; with ``resume_from`` the target of the whole run, so that the same call resumes
                 after a kill.
-            eval_dataloader: evaluated after each epoch.
+            eval_dataloader: loader to evaluate after each epoch.
             best_model_metric: as in :meth:`treadle.Trainer.train`.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)``.
             save_dir: None takes ``checkpoint_dir`` of the config.
-            save_freq: where it is not given, ``save_interval`` of the config.
+            save_freq: ``save_interval`` of the config by default.
             best_mode: as in :meth:`treadle.Trainer.train`.
             resume_from: as in :meth:`treadle.Trainer.train`.
 
@@ -187,16 +187,16 @@ class Trainer(ours.Trainer):
         self._log_metrics(metrics)
 
     def _log_metrics(self, metrics: dict[str, Any]) -> None:
-        """Hand the record of an epoch to ``run``."""
+        """Pass the record of an epoch to ``run``."""
         self.run.log_metrics(metrics)
 
     def _save_checkpoint(self, path: str | Path, epoch: float | None = None, metric_value: float | None = None) -> None:
-        """Write a full checkpoint, which the package reads too.
+        """Write a full checkpoint that the package can read too.
 
         Args:
             path: the file.
-            epoch: epochs completed, as the package's first versions take it; later ones have the metric in its place,
-                which is a float.
+            epoch: epochs completed, as in the package's first versions; later ones have the metric in its place, which
+                is a float.
             metric_value: stored as ``best_metric``.
         """
         if isinstance(epoch, float):
@@ -208,13 +208,13 @@ class Trainer(ours.Trainer):
     def load_checkpoint(  # type: ignore[override]  # the package returns the epoch
         self, path: str | Path, load_optimizer: bool = True, load_scheduler: bool = True
     ) -> int:
-        """Restore everything from a checkpoint of this library, and what there is from one of the package.
+        """Restore everything from a checkpoint of this library, or what is available from one of the package.
 
         Returns:
             The epochs completed.
 
         Raises:
-            CheckpointError: the file is missing, damaged, or of another model.
+            CheckpointError: the file is missing, damaged, or belongs to another model.
         """
         where = self._folder.find(path)
         if not where.exists() or is_own(tree := torch.load(where, map_location="cpu", weights_only=True)):
@@ -232,7 +232,7 @@ def _prefixed(name: str, prefix: str) -> str:
 
 
 def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a checkpoint that the package reads, by its names."""
+    """Return the parts of a checkpoint that the package reads, under its names."""
     found = {"model_state_dict": tree["model"], "optimizer_state_dict": tree["optimizer"], "step": tree["global_step"]}
     if tree["scheduler"] is not None:
         found["scheduler_state_dict"] = tree["scheduler"]
@@ -240,7 +240,7 @@ def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _paths_of(config: Any) -> str | Path | None:
-    """Return ``config.paths.checkpoint_dir``, of a mapping or an object; None where there is none."""
+    """Return ``config.paths.checkpoint_dir``, of a mapping or an object, or None."""
     part = config.get("paths") if isinstance(config, dict) else getattr(config, "paths", None)
     found = part.get("checkpoint_dir") if isinstance(part, dict) else getattr(part, "checkpoint_dir", None)
     return found if isinstance(found, (str, Path)) else None

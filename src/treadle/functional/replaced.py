@@ -1,4 +1,4 @@
-"""Steps and epochs that a subclass writes itself, in place of the trainer's, as far as they can be observed."""
+"""Observation of steps and epochs that a subclass implements in place of the trainer's."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _SAVED = (
 
 
 class Moves:
-    """What the optimizer and the scheduler did while code of the user's ran.
+    """Observed steps of the optimizer and the scheduler while user code runs.
 
     Args:
-        optimizer: its steps are counted.
-        scheduler: or None.
+        optimizer: optimizer whose steps are counted.
+        scheduler: scheduler, or None.
 
     Attributes:
         steps: calls of ``optimizer.step()`` since :meth:`start`.
@@ -57,18 +57,18 @@ class Moves:
         self._handle = optimizer.register_step_post_hook(self._stepped)
 
     def close(self) -> None:
-        """Stop counting for good."""
+        """Stop counting permanently."""
         self._handle.remove()
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self.steps = 0
         self._count = self._schedule_count()
         self._version = self._weights_version()
 
     @property
     def weights_moved(self) -> bool:
-        """Whether anything was written into the weights since :meth:`start`, by this optimizer or by other code."""
+        """Whether the weights were written to since :meth:`start`, by this optimizer or by other code."""
         return bool(self.steps) or self._weights_version() != self._version
 
     def _weights_version(self) -> int:
@@ -87,11 +87,11 @@ class Moves:
 
 
 class ReplacedStep:
-    """A step that a subclass runs in place of the engine's.
+    """Step that a subclass runs in place of the engine's.
 
     Args:
         engine: keeps the counters, calls the hooks and saves the state.
-        own_step: the override.
+        own_step: overriding method.
     """
 
     def __init__(self, engine: Engine, own_step: Callable[[Any], Any]):
@@ -101,13 +101,13 @@ class ReplacedStep:
         self._moves = Moves(engine.optimizer, engine.lr_scheduler)
 
     def run(self, group: Group) -> Outcome:
-        """Run the override and record its results and the steps that it made.
+        """Run the override and record its results and optimizer steps.
 
         Returns:
-            ``"applied"`` where it moved the weights, by the optimizer or otherwise, else ``"skipped"``.
+            ``"applied"`` if it changed the weights, by the optimizer or otherwise, else ``"skipped"``.
 
         Raises:
-            ConfigError: it returned no dict with a loss.
+            ConfigError: it did not return a dict with a loss.
         """
         engine, batch = self._engine, group.batches[0]
         rates = self._rates.read(engine.optimizer)
@@ -119,7 +119,7 @@ class ReplacedStep:
         if not self._moves.weights_moved:
             engine.attempt.info["reason"] = "the override of train_step did not step the optimizer"
             return "skipped"
-        if not self._moves.steps:  # torch would warn of a schedule that moves before its optimizer
+        if not self._moves.steps:  # torch would warn about a scheduler that steps before its optimizer
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._moves.schedule_moved:
             with engine.temporarily(lr_scheduler=None):
@@ -131,7 +131,7 @@ def step_output(batch: Any, result: Any) -> StepOutput:
     """Return the loss of an overridden ``train_step``, weighted by the samples of the batch, and its records.
 
     Raises:
-        ConfigError: it is no dict, or has no loss.
+        ConfigError: it is not a dict, or has no loss.
 
     Example:
         >>> output = step_output(torch.zeros(4, 2), {"loss": 0.5, "accuracy": 1.0})
@@ -158,11 +158,11 @@ def step_output(batch: Any, result: Any) -> StepOutput:
 
 
 class EpochBatches:
-    """The batches of the running epoch as an override of ``train_epoch`` reads them: the position is the engine's.
+    """Batches of the running epoch for an override of ``train_epoch``; the position is the engine's.
 
     Args:
-        engine: whose epoch it is.
-        loader: its attributes, such as ``dataset``, are those of this object.
+        engine: engine of the epoch.
+        loader: loader whose attributes, such as ``dataset``, this object forwards.
 
     Attributes:
         before: batches of this epoch that were trained before a checkpoint was loaded.
@@ -176,7 +176,7 @@ class EpochBatches:
 
     @property
     def left(self) -> bool:
-        """Whether the epoch has a batch left; reads it where a checkpoint of the epoch's inside was loaded."""
+        """Whether the epoch has a batch left; reads it if a checkpoint from within the epoch was loaded."""
         if not self.before or self._first:
             return True
         self._engine.cursor.open(self._loader)
@@ -199,10 +199,10 @@ class EpochBatches:
 
 
 class OwnSteps:
-    """Steps of the optimizer that an override of ``train_epoch`` takes without the trainer, counted as steps.
+    """Counter of optimizer steps that an override of ``train_epoch`` takes without the trainer.
 
     Args:
-        engine: its counters.
+        engine: engine whose counters are updated.
 
     Attributes:
         moves: steps of the optimizer and the scheduler in the epoch.
@@ -213,7 +213,7 @@ class OwnSteps:
         self._engine = engine
         self._rates = LearningRates()
         self._counting = False
-        self._inside: Optimizer | None = None  # whose step is running: one that it calls is a part of it
+        self._inside: Optimizer | None = None  # optimizer whose step is running; nested steps are part of it
         inner = [one for one in vars(engine.optimizer).values() if isinstance(one, Optimizer)]  # SAM steps its own
         self._handles = [
             handle
@@ -224,16 +224,16 @@ class OwnSteps:
         ]  # fmt: skip
 
     def start(self) -> None:
-        """Begin to count, with an epoch."""
+        """Start counting at the start of an epoch."""
         self.moves.start()
         self._counting, self._inside = True, None
 
     def stop(self) -> None:
-        """End counting, after an epoch."""
+        """Stop counting after an epoch."""
         self._counting = False
 
     def close(self) -> None:
-        """Stop counting for good."""
+        """Stop counting permanently."""
         for handle in self._handles:
             handle.remove()
         self.moves.close()
@@ -253,10 +253,10 @@ class OwnSteps:
 
 
 def warn_of_replaced_step(settings: TrainingSettings) -> None:
-    """Warn once of the features that a replaced step lacks, and refuse settings that have no effect in it.
+    """Warn once about features that a replaced step lacks, and refuse settings without effect in it.
 
     Raises:
-        ConfigError: mixed precision is asked for, which the override has to do itself.
+        ConfigError: mixed precision is requested, which the override must do itself.
     """
     _refuse_precision(settings, "train_step")
     _log.warning(
@@ -268,10 +268,10 @@ def warn_of_replaced_step(settings: TrainingSettings) -> None:
 
 
 def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
-    """Warn once of what an epoch of the subclass's own does not have, and refuse settings that cannot act in it.
+    """Warn once about features that a replaced epoch lacks, and refuse settings without effect in it.
 
     Raises:
-        ConfigError: mixed precision or accumulation is asked for, which the override has to do itself.
+        ConfigError: mixed precision or accumulation is requested, which the override must do itself.
     """
     _refuse_precision(settings, "train_epoch")
     if settings.gradient_accumulation_steps > 1:
@@ -290,7 +290,7 @@ def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
 
 
 def _idle(settings: TrainingSettings) -> str:
-    """Return the end of a sentence on settings of the step that nothing reads."""
+    """Return the end of a message about ignored settings of the step."""
     names = ("max_grad_norm", "grad_clip_value", "max_non_finite_grad_retries")
     idle = [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name)]
     return f"; without effect unless the override reads them: {', '.join(idle)}" if idle else ""

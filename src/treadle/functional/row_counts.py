@@ -1,4 +1,4 @@
-"""How many labels count in a batch of whole tensors, known to the host wherever they lie."""
+"""Number of counted labels in a batch of a TensorLoader, known to the host on any device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from treadle.functional.losses import model_loss
 
 
 class RowCounts:
-    """Counts of the labels of every row of a loader, made once; those of each batch are added up on the host.
+    """Counts of labels in every row of a loader, computed once and summed on the host for each batch.
 
-    Labels on a device would have to be counted, and waited for, in every step.
+    Otherwise labels on a device would have to be counted, with a sync, in every step.
 
     Args:
-        mask_of: gets inputs, outputs and targets and returns which labels count, samples first, or None.
+        mask_of: returns the mask of counted labels for inputs, outputs and targets, samples first, or None.
 
     Example:
         >>> import torch
@@ -35,18 +35,18 @@ class RowCounts:
     def __init__(self, mask_of: Callable[[Any, Any, Any], Tensor | None]):
         self._mask_of = mask_of
         self._key: Any = None
-        self._loader: weakref.ref[TensorLoader] | None = None  # its tensors may be large
+        self._loader: weakref.ref[TensorLoader] | None = None  # weak, since its tensors may be large
         self._counts: np.ndarray[Any, Any] | None = None
 
     def of(self, batch: Any, loader: Any, ids: Any, *, outputs: Any = None, rule: Any = None) -> float | None:
-        """Return how many labels of a batch count; None where it is not known to be as the loader gave it.
+        """Return the number of counted labels of a batch; None unless it is unchanged since the loader yielded it.
 
         Args:
-            batch: of the loader.
-            loader: it.
-            ids: of the samples of the batch, from the loader.
-            outputs: of the model, or a stand-in for them.
-            rule: whatever else decides which labels count; another one counts again.
+            batch: batch from the loader.
+            loader: the loader.
+            ids: sample ids of the batch, from the loader.
+            outputs: outputs of the model, or a stand-in.
+            rule: key of anything else that affects the counts; a new one recounts.
         """
         if type(loader) is not TensorLoader or not isinstance(ids, LastRows):
             return None
@@ -62,7 +62,7 @@ class RowCounts:
         return float(chosen.sum())
 
     def _counted(self, loader: TensorLoader, outputs: Any) -> np.ndarray[Any, Any] | None:
-        """Return the counts of all rows, read from their device here and not again."""
+        """Return the counts of all rows, read once from the device."""
         inputs, targets = split_batch(packed(loader.names, loader.tensors))
         mask = self._mask_of(inputs, outputs, targets)
         if mask is None:

@@ -1,4 +1,4 @@
-"""The ``training`` part of a user's config: read from whatever it is, checked, with defaults."""
+"""Settings in the ``training`` part of a user's config: reading, validation and defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOWHERE = {"eval_interval": "evaluations come after each epoch; ValidationHook(
 
 
 class _Default(int):
-    """A default value that a config may replace, unlike the same number given by the user."""
+    """Default value that a config may override, unlike the same number given by the user."""
 
 
 EVERY_EPOCH = _Default(1)
@@ -44,10 +44,10 @@ EVERY_EPOCH = _Default(1)
 
 @dataclass(frozen=True)
 class RunDefaults:
-    """Files of a run as a config names them, for arguments of ``train`` that are not given.
+    """Files of a run according to a config, for omitted arguments of ``train``.
 
     Raises:
-        ConfigError: the interval is no number of epochs.
+        ConfigError: the interval is not a number of epochs.
 
     Example:
         >>> RunDefaults("runs", 5).files(None, EVERY_EPOCH), RunDefaults("runs", 5).files("other", 1)
@@ -65,14 +65,14 @@ class RunDefaults:
             )
 
     def files(self, save_dir: str | Path | None, save_freq: int | None) -> tuple[str | Path | None, int | None]:
-        """Return the folder of a call and the epochs between two numbered checkpoints."""
+        """Return the folder of a call and the epochs between numbered checkpoints."""
         given = save_freq if self.save_interval is None or type(save_freq) is not _Default else self.save_interval
         return self.checkpoint_dir if save_dir is None else save_dir, None if given is None else int(given)
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings of :class:`treadle.Trainer`, read from ``config.training``; None means the default everywhere.
+    """Settings of :class:`treadle.Trainer`, read from ``config.training``; None always means the default.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -137,7 +137,7 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         try:
-            Limits.among(vars(self))  # refuses bad values now
+            Limits.among(vars(self))  # validates the values now
         except ConfigError as error:
             raise error.renamed(f"{_WHERE}.{error.argument}") from None
         for name in (
@@ -188,7 +188,7 @@ class TrainingSettings:
             raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
 
     def described(self) -> dict[str, Any]:
-        """Return plain values for checkpoints: the older settings, and of the newer ones those that are set."""
+        """Return plain values for checkpoints: all older settings, and newer ones if set."""
         limits = Limits.among(vars(self)).given()
         default = TrainingSettings()
         changed = {name: value for name, value in vars(self).items() if value != getattr(default, name)}
@@ -196,12 +196,12 @@ class TrainingSettings:
         return {**first, **{name: value for name, value in changed.items() if name not in limits}, **limits}
 
     def retention(self) -> Retention:
-        """Return the rule by which numbered checkpoints are deleted; the best ones come on top."""
+        """Return the retention rule of numbered checkpoints, to which the best ones are added."""
         alone = self.save_total_limit is None and self.save_top_k is not None
         return Retention(1 if alone else self.save_total_limit)
 
     def engine_arguments(self) -> EngineArguments:
-        """Return the arguments of the engine among them, by its names."""
+        """Return the settings that are arguments of the engine, under its names."""
         return {
             "scheduler_interval": "step" if self.scheduler_step_per_batch or self.lr_scheduler else "epoch",
             "precision": self.precision,
@@ -214,29 +214,29 @@ class TrainingSettings:
 
     @property
     def schedule(self) -> ScheduleShape | None:
-        """The shape of the schedule that is asked for by name, or None."""
+        """Shape of the schedule requested by name, or None."""
         if self.lr_scheduler is None:
             return None
         return ScheduleShape(self.lr_scheduler, self.warmup_steps, self.warmup_ratio, self.min_lr_scale)
 
     @property
     def precision(self) -> PrecisionName | None:
-        """The name of the autocast type, or None."""
+        """Name of the autocast dtype, or None."""
         if isinstance(self.mixed_precision, bool):
             return "bf16" if self.mixed_precision else None
         return self.mixed_precision
 
 
 def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> TrainingSettings:
-    """Return the settings in ``config.training``, or ``config["training"]``; the config is not changed.
+    """Read the settings in ``config.training`` or ``config["training"]``, without changing the config.
 
     Args:
-        config: None, a mapping (OmegaConf's too), or any object with attributes. Other parts of it are not read.
-        keywords: settings by their own names, which win over those of the config.
+        config: None, a mapping (including OmegaConf's), or any object with attributes. Other parts are not read.
+        keywords: settings by name, which override those of the config.
 
     Raises:
-        ConfigError: a key is unknown, naming the nearest known one, a setting is beside the part ``training`` of a
-            config that has none, or a value is outside its range.
+        ConfigError: a key is unknown (the closest is suggested), a config without ``training`` has settings elsewhere,
+            or a value is outside its range.
 
     Example:
         >>> read_settings({"training": {"max_grad_norm": 1.0}}).max_grad_norm
@@ -257,13 +257,13 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
     for name in values.keys() & _NOWHERE.keys():
         _log.warning("config.training.%s=%s is not read: %s", name, values[name], _NOWHERE[name])
     given = {name: value for name, value in values.items() if name in known}
-    # Where None means off it is kept; elsewhere it means the default.
+    # None is kept where it means off; elsewhere it means the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
     return TrainingSettings(**{**kept, **_checked_keywords(keywords or {}, known)})
 
 
 def read_run_defaults(config: Any) -> RunDefaults:
-    """Return the files of a run that ``config.training`` names.
+    """Return the files of a run named in ``config.training``.
 
     Example:
         >>> read_run_defaults({"training": {"checkpoint_dir": "runs"}})
@@ -278,7 +278,7 @@ def config_of(config: Any) -> UserConfig:
     """Return a view of a user's config.
 
     Raises:
-        ConfigError: it is a text, a number or another value without fields.
+        ConfigError: it is a string, a number or another value without fields.
 
     Example:
         >>> config_of({"seed": 1}).value("seed")
@@ -302,10 +302,10 @@ def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict
 
 
 def _refuse_misplaced(config: UserConfig, known: Sequence[str], *, has_part: bool) -> None:
-    """Refuse settings outside of the part ``training`` if there is none; else, and of a part misspelt, warn.
+    """Refuse settings outside ``training`` if that part is missing; otherwise, and for misspelt parts, warn.
 
     Raises:
-        ConfigError: the config has settings of the trainer and no part for them.
+        ConfigError: the config has settings of the trainer but no part ``training``.
     """
     there = config.names()
     misplaced = [name for name in known if name in there]

@@ -1,4 +1,4 @@
-"""Tasks that forward to the trainer's own methods, so that overriding one takes effect."""
+"""Tasks that call the trainer's methods, so that overrides take effect."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class TrainerTask:
-    """A batch becomes a loss through ``_prepare_batch``, ``_forward_pass``, ``_compute_loss`` and ``_loss_weight``.
+    """Task of the methods ``_prepare_batch``, ``_forward_pass``, ``_compute_loss`` and ``_loss_weight``.
 
     Args:
-        trainer: has the methods.
+        trainer: trainer with the methods.
 
     Example:
         >>> # Engine(model, optimizer, TrainerTask(trainer))
@@ -36,7 +36,7 @@ class TrainerTask:
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self._gave_own_loss: dict[tuple[bool, bool], bool] = {}
-        self._num_counted: float | Tensor | None = None  # of the last batch, where it is not the weight of its loss
+        self._num_counted: float | Tensor | None = None  # of the last batch, if different from the weight of its loss
         self._row_counts = RowCounts(self._counted_labels)
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
@@ -45,7 +45,7 @@ class TrainerTask:
         inputs, targets = trainer._prepare_batch(batch)
         outputs = trainer._forward_pass(inputs)
         loss = trainer._compute_loss(outputs, targets)
-        if trainer._counts_on_host:  # before anything was moved, so that counting waits for no device
+        if trainer._counts_on_host:  # before anything is moved, so that counting needs no device sync
             counted_inputs, counted_targets = split_batch(batch)
         else:
             counted_inputs, counted_targets = inputs, targets
@@ -59,21 +59,21 @@ class TrainerTask:
 
     @property
     def loss_fn(self) -> Any:
-        """The trainer's loss function, or None."""
+        """Loss function of the trainer, or None."""
         return self.trainer.loss_fn
 
     def with_metrics(self, metrics: EpochMetrics) -> EvalTask:
-        """Return the task of an evaluation that feeds metrics with outputs and targets."""
+        """Return an evaluation task that feeds outputs and targets to metrics."""
         return type(self.trainer._eval_task)(self.trainer, metrics)
 
     def count(self, outputs: Any, targets: Any, weight: float | Tensor) -> None:
-        """Note what numbers beside the loss are a mean over, unless the trainer weighs losses in its own way."""
+        """Record the number of elements for values other than the loss, unless the trainer weights losses itself."""
         own = self.trainer._overrides("_loss_weight")
         counted = None if own else num_counted(self.trainer.loss_fn, outputs, targets)
         self._num_counted = weight if counted is None and _adds_up(self.trainer, outputs) else counted
 
     def weighted(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Return numbers of the last batch with what they are a mean over, which its loss may not be."""
+        """Return numbers of the last batch with their weight, which may differ from the loss's."""
         count = self._num_counted
         if count is None:
             return dict(numbers)
@@ -86,9 +86,9 @@ class TrainerTask:
         return {name: value if name == "loss" else one(value) for name, value in numbers.items()}
 
     def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Count the elements that the loss of a batch is a mean over, if the host can do so before the model runs.
+        """Count the elements that the loss of a batch averages over, if the host can before the model runs.
 
-        Whether it is the model's own loss is known from an earlier batch of the kind.
+        Whether the model computes its own loss is known from an earlier batch of the same kind.
         """
         if not self.trainer._counts_on_host:
             return batch, None
@@ -101,12 +101,12 @@ class TrainerTask:
         return batch, None if isinstance(weight, Tensor) else weight
 
     def weigh(self, batch: Any, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
-        """Return the weight of a loss: of a batch of whole tensors without a look at it, where that is possible."""
+        """Return the weight of a loss, without reading a TensorLoader's batch if possible."""
         known = self.known_weight(batch, outputs) if self.trainer._counts_on_host else None
         return self.trainer._loss_weight(inputs, outputs, targets) if known is None else known
 
     def known_weight(self, batch: Any, outputs: Any) -> float | None:
-        """Return how many labels of a batch of whole tensors count; None where only a look at it can tell."""
+        """Return the number of counted labels of a TensorLoader's batch; None if the batch must be read."""
         engine, loss_fn = self.trainer._engine, self.trainer.loss_fn
         for given, ids in zip(engine.attempt.group.batches, engine.attempt.group.sample_ids):  # noqa: B905  (few have ids)
             if given is batch:
@@ -120,19 +120,19 @@ class TrainerTask:
         return counted_labels(trainer.model, trainer.loss_fn, inputs=inputs, outputs=outputs, targets=targets)
 
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
-        """Return ``(prediction, target)`` where there are metrics; training has none."""
+        """Return ``(prediction, target)`` if there are metrics; training has none."""
         return None
 
 
 class EvalTask(TrainerTask):
-    """The same with metrics.
+    """Task of evaluations with metrics.
 
     Args:
-        trainer: has the methods.
-        metrics: fed with every batch.
+        trainer: trainer with the methods.
+        metrics: metrics updated with every batch.
 
     Attributes:
-        gives_loss: whether the present evaluation gives a loss.
+        gives_loss: whether the current evaluation returns a loss.
     """
 
     def __init__(self, trainer: Trainer, metrics: EpochMetrics):
@@ -141,11 +141,11 @@ class EvalTask(TrainerTask):
         self.gives_loss = True
 
     def known_weight(self, batch: Any, outputs: Any) -> float | None:
-        """Return None: the batches of an evaluation are no micro-batches of a step."""
+        """Return None: the batches of an evaluation are not micro-batches of a step."""
         return None
 
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
-        """Return ``(prediction, target)``: the logits where outputs have some, and the labels where there is none."""
+        """Return ``(prediction, target)``: logits if the outputs have them, and labels if there is no target."""
         if not self.metrics or outputs is None:
             return None
         logits = None if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
@@ -154,13 +154,13 @@ class EvalTask(TrainerTask):
         return prediction, target
 
     def new_metrics(self) -> EpochMetrics:
-        """Return the metrics of an evaluation, emptied."""
+        """Return the metrics of an evaluation, reset."""
         self.metrics.reset()
         return self.metrics
 
 
 class OverriddenEvalTask(EvalTask):
-    """Evaluation through the ``eval_step`` of a subclass; its numbers are averaged with the loss's weight."""
+    """Evaluation task of a subclass's ``eval_step``, whose numbers are averaged with the loss's weight."""
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Return the numbers of ``eval_step`` as records."""
@@ -180,14 +180,14 @@ class OverriddenEvalTask(EvalTask):
         return StepOutput(None, numbers, weight=weight, outputs=kept, num_samples=num_samples(inputs))
 
     def new_metrics(self) -> EpochMetrics:
-        """Return the metrics of an evaluation, emptied; whether there is a loss is the override's affair."""
+        """Return the metrics of an evaluation, reset; the override decides whether there is a loss."""
         self.gives_loss = False
         return super().new_metrics()
 
 
 @contextlib.contextmanager
 def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
-    """Record what passes through the trainer's methods inside the block, overridden or not."""
+    """Record calls of the trainer's methods inside the block, overridden or not."""
     seen: dict[str, Any] = {}
     prepare, forward, compute = trainer._prepare_batch, trainer._forward_pass, trainer._compute_loss
 
@@ -215,10 +215,10 @@ def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
 
 
 def _kind(inputs: Any, targets: Any) -> tuple[bool, bool]:
-    """Return the kind of a batch: a model may compute its loss only without targets, or only with labels."""
+    """Return a key of the batch's structure: a model may compute its loss only without targets, or only with labels."""
     return targets is None, isinstance(inputs, Mapping) and "labels" in inputs
 
 
 def _adds_up(trainer: Trainer, outputs: Any) -> bool:
-    """Return whether the loss is a sum over the batch, not a mean."""
+    """Return whether the loss is a sum over the batch instead of a mean."""
     return model_loss(outputs) is None and getattr(trainer.loss_fn, "reduction", None) == "sum"

@@ -1,4 +1,4 @@
-"""The functional face: takes ready parts, trains by epochs, keeps a folder of checkpoints, returns a history."""
+"""Trainer: takes ready-made parts, trains by epochs, manages a checkpoint folder, returns a history."""
 
 from __future__ import annotations
 
@@ -62,30 +62,31 @@ Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
 class Trainer(EpochFace):
-    """Trainer of a model with an optimizer and a loss function; the loop is that of ``treadle.hooks.base``.
+    """Trainer of a model with an optimizer and a loss function; the loop is documented in ``treadle.hooks.base``.
 
     Args:
         model: any module; moved to the device in place.
-        optimizer: over its parameters; None builds AdamW with the config's learning rate (else 1e-4) and weight decay
-            (else 0.01).
-        loss_fn: ``loss_fn(outputs, targets)``; None where the model returns its loss.
+        optimizer: optimizer of its parameters; None builds AdamW with the config's learning rate (default 1e-4) and
+            weight decay (default 0.01).
+        loss_fn: ``loss_fn(outputs, targets)``; None if the model returns its loss.
         config: None, a mapping or an object with a ``training`` part, see :class:`TrainingSettings`; not changed.
         device: None takes CUDA, then MPS, then the CPU.
         scheduler: stepped per epoch, or per applied step with ``training.scheduler_step_per_batch``. The setting
             ``lr_scheduler="cosine"`` builds one by name, with ``warmup_steps`` or ``warmup_ratio``.
         hooks: further hooks.
-        trackers: what follows the run, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
-        settings: any of :class:`TrainingSettings` by its name, such as ``max_grad_norm=1.0``; they win over ``config``.
-        progress: False shows nothing of a run where no handler of yours logs it, as ``TREADLE_PROGRESS=0`` does.
-        eval_seed: seeds the random numbers of every evaluation.
+        trackers: experiment trackers, such as ``["tensorboard", "wandb"]``; see :func:`treadle.with_trackers`.
+        settings: any of :class:`TrainingSettings` by name, such as ``max_grad_norm=1.0``; they override ``config``.
+        progress: False keeps a run silent unless you configured a logging handler, like ``TREADLE_PROGRESS=0``.
+        eval_seed: seeds the RNG of every evaluation.
         metrics: names such as ``["accuracy", "f1"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
             objects, or a dict of these by name; reported as ``eval_<name>``.
-        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig spreads the model over the ranks that torchrun started.
-        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns where it cannot be, True raises.
+        parallel: ``"ddp"``, ``"fsdp"`` or a ParallelConfig replicates or shards the model over the ranks started by
+            torchrun.
+        capture: whether the step is replayed as one CUDA graph; ``"auto"`` warns if it cannot be, True raises.
         compile: True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``compile_model``.
 
     Raises:
-        ConfigError: a setting is unknown or out of range, or a device is not available.
+        ConfigError: a setting is unknown or outside its range, or a device is not available.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -96,7 +97,7 @@ class Trainer(EpochFace):
         ([1, 2], 6)
     """
 
-    _face: ClassVar[type[Trainer]]  # the class of this library whose methods a subclass overrides
+    _face: ClassVar[type[Trainer]]  # the library's class whose methods a subclass overrides
     _epochs: FaceEpochs
     _folder: NumberedFolder
 
@@ -158,7 +159,7 @@ class Trainer(EpochFace):
         self._warn_of_replaced_methods()
 
     def _engine_class(self, task: TrainerTask) -> Callable[..., Engine]:
-        """Return Engine, or one that steps by the subclass's ``train_step``."""
+        """Return Engine, or an engine that uses the subclass's ``train_step``."""
         if not self._overrides("train_step"):
             return Engine
         replaced = self._replaces("train_step")
@@ -168,11 +169,11 @@ class Trainer(EpochFace):
         return getattr(type(self), method) is not getattr(self._face, method)
 
     def _is_own(self, method: str) -> bool:
-        """Return whether a method is the user's: of a subclass, or set on this object."""
+        """Return whether a method is the user's: of a subclass, or set on this instance."""
         return method in vars(self) or self._overrides(method)
 
     def _replaces(self, method: str) -> bool:
-        """Return whether a method of the user's does not lead to the one that it overrides."""
+        """Return whether a user's method does not call the one that it overrides."""
         return method in vars(self) or replaces(type(self), self._face, method)
 
     def _warn_of_replaced_methods(self) -> None:
@@ -181,7 +182,7 @@ class Trainer(EpochFace):
         if self._replaces("train_epoch"):
             warn_of_replaced_epoch(self.settings)
 
-    # -- what happened so far -------------------------------------------------------------------------------------
+    # -- results so far -------------------------------------------------------------------------------------
 
     @property
     def history(self) -> dict[str, list[Any]]:
@@ -190,19 +191,19 @@ class Trainer(EpochFace):
 
     @property
     def best_metric(self) -> float | None:
-        """The best value of the metric; None before the first improvement."""
+        """Best value of the metric; None before the first improvement."""
         known = self._epochs.selection
         return None if known is None or known["best_epoch"] is None else known["best"]
 
     @property
     def best_epoch(self) -> int:
-        """The 1-based epoch of the best value; -1 before the first improvement."""
+        """1-based epoch of the best value; -1 before the first improvement."""
         known = self._epochs.selection
         return -1 if known is None or known["best_epoch"] is None else known["best_epoch"]
 
     @property
     def should_stop(self) -> bool:
-        """Set it to True in a callback or hook to end training cleanly after this epoch; it is not stored."""
+        """Flag to set in a callback or hook to end training cleanly after this epoch; it is not saved."""
         return self._engine.should_stop
 
     @should_stop.setter
@@ -212,7 +213,7 @@ class Trainer(EpochFace):
     # -- to override ----------------------------------------------------------------------------------------------
 
     def _prepare_batch(self, batch: Any) -> tuple[Any, Any]:
-        """Return ``(inputs, targets)`` on the device in new containers; the batch itself is not changed."""
+        """Return ``(inputs, targets)`` on the device in new containers, without changing the batch."""
         inputs, targets = split_batch(batch)
         if isinstance(batch, (list, tuple)) and batch[0] is inputs and len(batch) > 2 and not self._warned_of_length:
             self._warned_of_length = True
@@ -228,7 +229,7 @@ class Trainer(EpochFace):
         return self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
 
     def _compute_loss(self, outputs: Any, targets: Any) -> Tensor:
-        """Return the model's own loss where it has one, else ``loss_fn(outputs, targets)`` in float32."""
+        """Return the model's own loss if it has one, else ``loss_fn(outputs, targets)`` in float32."""
         own = model_loss(outputs)
         if own is not None:
             return own.float()
@@ -238,20 +239,19 @@ class Trainer(EpochFace):
         return loss
 
     def _loss_weight(self, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
-        """Return how many things the loss is a mean over; see :func:`treadle.functional.losses.loss_weight`."""
+        """Return the number of elements the loss averages over; see :func:`treadle.functional.losses.loss_weight`."""
         return loss_weight(self.model, self.loss_fn, inputs=inputs, outputs=outputs, targets=targets)
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Any) -> dict[str, float]:
-        """Run one optimizer step on one micro-batch, with its hooks, and read its results.
+        """Run one optimizer step on one micro-batch, with hooks, and return its results.
 
-        An override may add to ``super().train_step(batch)``, or replace the step: then it runs forward, backward and
-        the optimizer itself and returns a dict with ``loss``, as a warning explains when the trainer is made.
+        An override may extend ``super().train_step(batch)``, or replace the step: then it runs forward, backward and
+        the optimizer itself and returns a dict with ``loss``, as explained in a warning when the trainer is created.
 
         Returns:
-            ``loss`` (NaN if nothing in the batch counts), ``lr``, and ``grad_norm`` before clipping where there was
-            a gradient.
+            ``loss`` (NaN if the batch has weight 0), ``lr``, and ``grad_norm`` before clipping if there was a gradient.
 
         Raises:
             NonFiniteError: the gradient is not finite.
@@ -267,15 +267,15 @@ class Trainer(EpochFace):
     ) -> dict[str, Any]:
         """Train one more epoch, evaluate, and step a per-epoch scheduler.
 
-        Called by itself it selects no best epoch and writes no file. A subclass may override it to do something
-        around ``super().train_epoch(...)`` and to add numbers to what that returns; ``train`` then goes through it,
-        and hooks see each epoch as a separate run. An override that does not call it replaces the loop: it gets
-        the loader, the evaluation's loader and the epoch, and returns a dict with ``train_loss``.
+        When called directly, it selects no best epoch and writes no files. A subclass may override it to wrap
+        ``super().train_epoch(...)`` and to add numbers to its result; ``train`` then calls it, and hooks see each epoch
+        as a separate run. An override that does not call it replaces the loop: it gets the loader, the evaluation
+        loader and the epoch, and returns a dict with ``train_loss``.
 
         Args:
             train_dataloader: micro-batches.
             eval_dataloader: micro-batches to evaluate, or None.
-            epoch: for the log only.
+            epoch: epoch number, for the log only.
 
         Returns:
             ``train_loss``, ``lr``, then ``eval_…``.
@@ -303,19 +303,19 @@ class Trainer(EpochFace):
 
         Args:
             train_dataloader: micro-batches; re-iterated for each epoch.
-            num_epochs: absolute target; a run that has reached it returns its history at once.
-            eval_dataloader: evaluated after each epoch; of a dict each loader, as ``eval_<name>_loss`` and so on, and
-                a metric without a loader's name then means that of the first.
+            num_epochs: absolute target; a finished run returns its history immediately.
+            eval_dataloader: loader to evaluate after each epoch, or a dict of loaders, reported as ``eval_<name>_loss``
+                and so on; a metric without a loader's name then refers to the first.
             save_dir: folder of ``checkpoint_epoch_{n}.pt``, ``best_model.pt``, ``history.json``, and ``pretrained``
                 with the best weights of a model with ``save_pretrained``; None takes the config's ``checkpoint_dir``.
             save_freq: epochs between numbered checkpoints, else the config's ``save_interval``; None or 0 writes none.
-                The state that the call ends with is always written: under the number of its epoch, or as ``last.pt``.
-            best_model_metric: a key of the epoch's record, with ``eval_`` or without; selects the best epoch, stops
-                early, and moves a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` means the training
-                loss. None selects nothing.
+                The final state of the call is always written: under the number of its epoch, or as ``last.pt``.
+            best_model_metric: a key of the epoch's record, with or without ``eval_``, for selecting the best epoch,
+                early stopping, and a plateau scheduler. Without ``eval_dataloader``, ``"eval_loss"`` refers to the
+                training loss. None selects nothing.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)`` after each epoch, ``epoch`` counted from 0.
-            best_mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
+            best_mode: ``"min"``, ``"max"``, or None for the direction implied by the metric's name.
             resume_from: None, ``"auto"`` (the furthest intact checkpoint in ``save_dir`` or a loading hook's folder),
                 or a path, also in ``save_dir``.
 
@@ -323,7 +323,7 @@ class Trainer(EpochFace):
             The history: lists by key, one entry per completed epoch.
 
         Raises:
-            ConfigError: an argument is out of range, or the metric is not in the record.
+            ConfigError: an argument is outside its range, or the metric is not in the record.
             CheckpointError: another process trains in ``save_dir``, or no checkpoint is intact.
         """
         check_call(
@@ -372,7 +372,7 @@ class Trainer(EpochFace):
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
     def _best_epochs(self, has_file: Callable[[int], bool]) -> list[int]:
-        """Return the ``save_top_k`` best epochs of those that have a numbered checkpoint, the best first."""
+        """Return the ``save_top_k`` best epochs with a numbered checkpoint, best first."""
         rule, count = self._epochs.best, self.settings.save_top_k
         if rule is None or count is None:
             return []
@@ -382,7 +382,7 @@ class Trainer(EpochFace):
         improved = None if self._epochs.best is None else self._epochs.improved
         self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights)
         before = self._engine.state.signature(self._engine) if callbacks else None
-        if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else it logs the line itself
+        if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else train_epoch logs the line itself
             log_epoch(self.epoch - 1, record)
         for callback in callbacks:
             callback(self, self.epoch - 1, in_order(record))
@@ -392,11 +392,11 @@ class Trainer(EpochFace):
     # -- evaluation -----------------------------------------------------------------------------------------------
 
     def eval_step(self, batch: Any) -> dict[str, float]:
-        """Return the ``loss`` of one batch in eval mode, without gradients; NaN if nothing in it counts."""
+        """Return the ``loss`` of one batch in eval mode, without gradients; NaN if its weight is 0."""
         return {"loss": self._epochs.loss_of(batch)}
 
     def evaluate(self, dataloader: Iterable[Any]) -> dict[str, Any]:
-        """Return the weighted means over a loader, of the averaged weights if there is an average.
+        """Return the weighted means over a loader, using averaged weights if there are any.
 
         Returns:
             ``loss``, then the metrics; unprefixed.
@@ -409,14 +409,14 @@ class Trainer(EpochFace):
         return self._epochs.measure(dataloader)
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
-        """Return the model's outputs for a loader, in eval mode, of the averaged weights if there is an average.
+        """Return the model's outputs over a loader in eval mode, using averaged weights if there are any.
 
         Args:
             dataloader: batches as for training; targets in them are not used.
 
         Returns:
-            The outputs of all batches joined along dimension 0 on the CPU: a tensor (N, ...), or tuples and dicts of
-            such, as the model returns them. Other values are left out; 0-d tensors are stacked, one per batch.
+            The outputs of all batches concatenated along dimension 0 on the CPU: a tensor (N, ...), or tuples and dicts
+            of tensors, as returned by the model. Other values are dropped; 0-d tensors are stacked, one per batch.
 
         Raises:
             ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
@@ -431,15 +431,15 @@ class Trainer(EpochFace):
         """Restore everything from a checkpoint, in place.
 
         Args:
-            path: as given; if there is no such file, inside the last ``save_dir``.
-            load_optimizer: False leaves the optimizer as it is.
-            load_scheduler: False leaves the scheduler as it is.
+            path: path of the file; if there is no such file, relative to the last ``save_dir``.
+            load_optimizer: False leaves the optimizer unchanged.
+            load_scheduler: False leaves the scheduler unchanged.
 
         Returns:
             The checkpoint's data.
 
         Raises:
-            CheckpointError: the file is missing, damaged, or of another model.
+            CheckpointError: the file is missing, damaged, or belongs to another model.
         """
         tree = load_checkpoint(path := self._folder.find(path))
         left_out = {key for key, load in (("optimizer", load_optimizer), ("scheduler", load_scheduler)) if not load}
@@ -451,7 +451,7 @@ class Trainer(EpochFace):
 
         Args:
             path: the file.
-            epoch: epochs completed; the count in the state is stored.
+            epoch: epochs completed; the count in the state is saved.
             metric_value: stored as ``best_metric``; None stores the best value so far.
         """
         if epoch != self.epoch:

@@ -1,4 +1,4 @@
-"""A user's config, of whatever class: its parts and their fields as plain values."""
+"""View of a user's config of any class: parts and fields as plain values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LACKING = (AttributeError, KeyError, TypeError, LookupError)
 
 
 class UserConfig:
-    """Mapping, namespace, dataclass or any other object that serves settings by key or by attribute; never changed.
+    """Read-only view of a mapping, namespace, dataclass or other object with settings by key or attribute.
 
     Args:
         source: the object.
         where: its name in messages.
-        known: names to ask for where the object lists none, as properties and ``__getattr__`` do not.
+        known: names to look up if the object does not list them, as with properties and ``__getattr__``.
 
     Example:
         >>> config = UserConfig({"training": types.SimpleNamespace(lr=0.1)}, "config", ["lr"])
@@ -44,7 +44,7 @@ class UserConfig:
         """Return a part under a key or an attribute, or None.
 
         Raises:
-            ConfigError: it is a number, a text or another value that has no fields.
+            ConfigError: it is a number, a string or another value without fields.
         """
         found = None
         if isinstance(self.source, Mapping) and name in self.source:
@@ -59,7 +59,7 @@ class UserConfig:
         return part
 
     def value(self, name: str) -> Any:
-        """Return a value under a key or an attribute as a plain one; None where there is none, or it cannot be read."""
+        """Return a value under a key or an attribute as a plain value; None if missing or unreadable."""
         if isinstance(self.source, Mapping):
             return plain(self.source[name]) if name in self.source else None
         with contextlib.suppress(*_LACKING):
@@ -67,7 +67,7 @@ class UserConfig:
         return None
 
     def _asked(self, name: str) -> Any:
-        """Return what the object gives for a name as an attribute, or else as a key."""
+        """Return the object's value for a name as an attribute, else as a key."""
         value = getattr(self.source, name, None)
         if value is None and not isinstance(self.source, (Mapping, type)) and hasattr(self.source, "__getitem__"):
             with contextlib.suppress(*_LACKING):
@@ -75,18 +75,18 @@ class UserConfig:
         return None if isinstance(value, (types.FunctionType, types.MethodType)) else value
 
     def names(self) -> list[str]:
-        """Return the names of the fields, without a look at their values where the object lists them."""
+        """Return the names of the fields, without reading values if the object lists them."""
         listed = self._listed()
         return list(self.fields(closed=True)) if listed is None else [str(name) for name in listed]
 
     def fields(self, *, closed: bool = False) -> dict[str, Any]:
-        """Return the public fields of the object and of its classes, and the known names that it serves.
+        """Return the public fields of the object and of its classes, and the known names that it provides.
 
         Args:
-            closed: whether it may show none.
+            closed: whether it may have no visible fields.
 
         Raises:
-            ConfigError: it has none, or one cannot be read.
+            ConfigError: it has none, or one is unreadable.
         """
         listed = self._listed()
         if listed is not None:
@@ -95,7 +95,7 @@ class UserConfig:
         attributes = _attributes_of(self.source)
         properties = {name: self._read(get, name) for name, get in self._properties().items()}
         found = {**self._served(), **_public(attributes), **properties}
-        # A bare namespace, or an object with nothing but hidden attributes that serves no key either.
+        # An empty namespace, or an object with only hidden attributes and no keys.
         empty = not found and type(self.source) is not types.SimpleNamespace
         if empty and not closed and (not attributes or _serves(self.source)):
             raise ConfigError(
@@ -106,7 +106,7 @@ class UserConfig:
         return {name: plain(value) for name, value in found.items()}
 
     def _listed(self) -> dict[Any, Callable[[], Any]] | None:
-        """Return how each field is read of an object that lists them, or None."""
+        """Return a reader for each field of an object that lists them, or None."""
         source, kind = self.source, type(self.source)
         if isinstance(source, Mapping):
             return {name: partial(source.__getitem__, name) for name in source}
@@ -115,16 +115,16 @@ class UserConfig:
             declared = [field.name for field in dataclasses.fields(source)]
         elif isinstance(source, tuple) and hasattr(source, "_fields"):
             declared = source._fields
-        else:  # pydantic's classes, and those of attrs
+        else:  # classes of pydantic and attrs
             for names in ("model_fields", "__attrs_attrs__"):
                 declared = declared or [getattr(one, "name", one) for one in getattr(kind, names, ())]
         if declared:
             return {name: partial(getattr, source, name) for name in declared}
         if isinstance(source, type) or not hasattr(kind, "__getitem__"):
             return None
-        if callable(getattr(source, "keys", None)):  # as ml_collections' ConfigDict
+        if callable(getattr(source, "keys", None)):  # such as ml_collections' ConfigDict
             return {name: partial(source.__getitem__, name) for name in source.keys()}  # noqa: SIM118  (not iterable)
-        if hasattr(kind, "__iter__"):  # as qurious' Config
+        if hasattr(kind, "__iter__"):  # such as qurious' Config
             return {name: partial(source.__getitem__, name) for name in source}
         return None
 
@@ -137,13 +137,13 @@ class UserConfig:
             ) from error
 
     def _properties(self) -> dict[str, Callable[[], Any]]:
-        """Return how each known setting is read that is a property."""
+        """Return a reader for each known setting that is a property."""
         kind = type(self.source)
         names = [name for name in self._known if isinstance(getattr(kind, name, None), property)]
         return {name: partial(getattr, self.source, name) for name in names}
 
     def _served(self) -> dict[str, Any]:
-        """Return the known settings that an object gives by ``__getattr__`` or by key and does not list."""
+        """Return the known settings that an object provides by ``__getattr__`` or by key without listing them."""
         if not (_serves(self.source) or hasattr(type(self.source), "__getitem__")):
             return {}
         found: dict[str, Any] = {}
@@ -155,7 +155,7 @@ class UserConfig:
 
 
 def plain(value: Any) -> Any:
-    """Return a setting as checkpoints hold it: an enum by its value, a NumPy scalar as a number.
+    """Convert a setting to a plain value: an enum to its value, a NumPy scalar to a number.
 
     Example:
         >>> plain(np.float64(0.5)), plain(enum.Enum("Kind", {"BF16": "bf16"}).BF16)

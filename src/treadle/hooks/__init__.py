@@ -1,4 +1,4 @@
-"""Hooks: everything that watches a run. One file per hook; none imports another."""
+"""Hooks: extensions that observe a run. One file per hook; none imports another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AveragingHook: the base of hooks that keep an average of the weights."""
+"""AveragingHook: base class of hooks that keep an average of the weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class AveragingHook(BaseHook):
-    """Base of hooks that keep an average of the model under a name."""
+    """Base class of hooks that keep a named average of the model."""
 
-    _kind: ClassVar[str]  # its default name; the averaged model is the attribute ``<kind>_model``
+    _kind: ClassVar[str]  # default name; the averaged model is the attribute ``<kind>_model``
 
     def __init__(self, update_interval: int, device: torch.device | str | int | None, name: str):
         self.update_interval = update_interval
@@ -29,11 +29,11 @@ class AveragingHook(BaseHook):
 
     @property
     def state_key(self) -> str:
-        """Its class and name, so that two averages with two names can be kept."""
+        """Class and name, so that two averages with different names can be kept."""
         return type(self).__name__ if self.name == self._kind else f"{type(self).__name__}.{self.name}"
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
-        """Create the average from the model's present weights."""
+        """Create the average from the model's current weights."""
         self._average = self._made(trainer.model)
         return {self.name: self._average}
 

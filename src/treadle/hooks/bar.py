@@ -1,4 +1,4 @@
-"""ProgressBarHook: a bar on a terminal or in a notebook, plain log lines anywhere else; RunProgress, its default."""
+"""ProgressBarHook: a bar on a terminal or in a notebook, plain log lines elsewhere; RunProgress: its default."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
     from treadle.engine.block import StepBlock
 
-_FIRST_LINES, _LAST_LINES = 5.0, 60.0  # seconds between two lines, at the start and later
+_FIRST_LINES, _LAST_LINES = 5.0, 60.0  # seconds between lines, at the start and later
 
 
 class ProgressBarHook(BaseHook):
     """Bar of epoch, step, loss, learning rate, gradient norm, samples per second and the time left.
 
-    On a terminal and in notebooks it is one line that is redrawn, in a notebook without ipywidgets one without a bar;
-    where stderr is a file or a pipe it is a log line of ``trainer.logger`` now and then. Loss and gradient norm are
-    means since the last one shown. Tensors are read on the host when something is shown, and at no other time. The hook
-    has no part in a checkpoint, so a run may be resumed with or without it.
+    On a terminal and in notebooks it is one redrawn line, without a bar in a notebook without ipywidgets; if stderr is
+    a file or a pipe, log lines of ``trainer.logger`` at intervals. Loss and gradient norm are means since the last
+    update. Tensors are read on the host only when something is shown. The hook saves nothing in checkpoints, so a run
+    may be resumed with or without it.
 
     Args:
         refresh_seconds: time between two updates of the bar, at least 0.1.
-        line_seconds: time between two log lines; one comes after every epoch that ends later than this.
-        status: returns a short text to show at the end, such as the last validation loss.
-        console: where the bar is drawn, and whether it is one; None takes stderr.
+        line_seconds: time between two log lines; one follows every epoch that takes longer than this.
+        status: returns a short string to show at the end of the line, such as the last validation loss.
+        console: console on which the bar is drawn; None takes stderr.
 
     Raises:
-        ConfigError: a time is out of range.
+        ConfigError: a time is outside its range.
         ImportError: when training starts and rich is not installed.
 
     Example:
@@ -78,7 +78,7 @@ class ProgressBarHook(BaseHook):
         self._silent = False
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Start the clock of this process and open the bar where there is a terminal."""
+        """Start the clock of this process, and open the bar if there is a terminal."""
         self._silent = distributed.rank() != 0
         self._first_step = trainer.step
         self._started = self._last_time = time.perf_counter()
@@ -88,12 +88,12 @@ class ProgressBarHook(BaseHook):
         if self._screen is not None and VOICE.screen is None:
             VOICE.screen = self._screen
 
-    @forked_rng()  # rich draws from python's random for its styles; training must not notice
+    @forked_rng()  # rich draws from Python's random for its styles, which must not affect training
     def _open(self, trainer: Engine) -> Screen | None:
         return open_screen(self.console, f"starting at step {trainer.step:,}")
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Collect the step, and show it when it is time."""
+        """Collect the step, and update the display if due."""
         if self._silent:
             return
         for output in trainer.attempt.outputs:
@@ -104,11 +104,11 @@ class ProgressBarHook(BaseHook):
         self._show_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run: the bar is drawn by time, not by step."""
+        """Allow any number of steps: the bar is updated by time, not by step."""
         return None
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Collect the steps of a block, and show them when it is time."""
+        """Collect the steps of a block, and update the display if due."""
         if self._silent:
             return
         block.add_to(self._means)
@@ -126,21 +126,21 @@ class ProgressBarHook(BaseHook):
             self._show(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Show what the epoch's evaluation gave."""
+        """Show the results of the epoch's evaluation."""
         if self._silent:
             return
         if self._screen is not None or time.perf_counter() - self._last_time >= self.line_seconds:
             self._show(trainer, epoch=trainer.epoch)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Show the end of the run, as far as it was not shown yet."""
+        """Show the end of the run, unless already shown."""
         if not self._silent and self._shown.get("step") != trainer.step:
-            # Where no micro-batch of the next epoch is taken, the epoch that ended is the one to name.
+            # If no micro-batch of the next epoch was taken, show the epoch that ended.
             self._show(trainer, epoch=None if trainer.cursor.position else trainer.epoch)
 
     @forked_rng()
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Leave the terminal as it was, with the last state of the bar on it."""
+        """Restore the terminal, keeping the last state of the bar."""
         if self._screen is not None:
             self._screen.stop()
         if VOICE.screen is self._screen:
@@ -148,7 +148,7 @@ class ProgressBarHook(BaseHook):
         self._screen = None
 
     def print_above(self, text: str) -> None:
-        """Print a line of the log above the live display."""
+        """Print a log line above the live display."""
         if self._screen is not None:
             self._screen.print_above(text)
 
@@ -156,7 +156,7 @@ class ProgressBarHook(BaseHook):
 
     @forked_rng()
     def _show(self, trainer: Engine, *, epoch: int | None = None) -> None:
-        """Read the means and show them; the only place where the host waits for the device."""
+        """Read and show the means; the only place where the host waits for the device."""
         now = time.perf_counter()
         means = self._read(trainer, now - self._last_time)
         if "lr" in trainer.step_info:
@@ -171,7 +171,7 @@ class ProgressBarHook(BaseHook):
             self._screen.show(parts, step=trainer.step, total=total)
 
     def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
-        """Return the means since the last time something was shown, which was ``seconds`` ago."""
+        """Return the means since the last update, ``seconds`` ago."""
         means = self._means.compute()
         samples = means.pop("num_samples", 0.0)
         if samples and seconds > 0:
@@ -180,7 +180,7 @@ class ProgressBarHook(BaseHook):
         return means
 
     def _parts(self, trainer: Engine, epoch: int | None, total: int | None, now: float) -> list[tuple[int, str]]:
-        """The texts in their order on the line, each with its rank: where room is short, high ranks go first."""
+        """Return the parts of the line in order, each with a rank: if space is short, high ranks are dropped first."""
         shown = self._shown
         of = "" if total is None else f"/{total}"
         per_epoch = math.ceil((trainer.cursor.length or 0) / trainer.accumulation_steps)
@@ -197,7 +197,7 @@ class ProgressBarHook(BaseHook):
             parts.append((6, shown["rate"]))
         done = trainer.step - self._first_step
         if total is not None and done > 0 and trainer.step < total:
-            # Of this process alone: the steps before a resume took no time here.
+            # Steps of this process only: those before a resume took no time here.
             left = (now - self._started) / done * (total - trainer.step)
             parts.append((1, f"eta {hours(left)}"))
         if self.status is not None and (status := self.status()):
@@ -206,12 +206,12 @@ class ProgressBarHook(BaseHook):
 
 
 class RunProgress(ProgressBarHook):
-    """Progress that every face shows by itself, unless a handler or a hook of the user's shows it.
+    """Default progress display of every front end, unless a handler or hook of the user shows progress.
 
-    A step costs it one look at the clock: the loss is read from the sums of the running epoch, which the engine keeps,
-    and the device is read when something is shown. Needs no package beyond torch; with rich the bar is nicer.
+    It costs one clock read per step: the loss is computed from the engine's sums of the running epoch, and the device
+    is read only for updates. It needs no package beyond torch; with rich the bar looks better.
 
-    Where a face has a ProgressHook by itself, the lines of that one go to handlers of the user's only.
+    If a front end adds a ProgressHook, its lines go only to the user's handlers.
     """
 
     state_key = "RunProgress"
@@ -223,10 +223,10 @@ class RunProgress(ProgressBarHook):
         self.status = lambda: self._status
         self._last_step = 0
         self._due = math.inf
-        self._before = (0, 0.0, 0.0)  # epoch, sum of losses and of weights when something was shown
+        self._before = (0, 0.0, 0.0)  # epoch, sum of losses and sum of weights at the last update
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Start the clock of this process; open the bar if the run speaks and no other one is drawn."""
+        """Start the clock of this process; open the bar if the run is shown and no other bar is."""
         super().on_before_train(trainer)
         self._status, self._last_step = "", trainer.step
         self._before = (trainer.epoch, *trainer.epoch_means.sums("loss"))
@@ -245,24 +245,24 @@ class RunProgress(ProgressBarHook):
             return RedrawnLine(sys.stderr) if is_terminal(sys.stderr) else None
 
     def _plan(self) -> None:
-        """Set when something is shown next; the lines of a long run come less often."""
+        """Schedule the next update; lines of a long run are less frequent."""
         wait = self.refresh_seconds
         if self._screen is None:
             wait = min(max(self.line_seconds, (self._last_time - self._started) / 50), _LAST_LINES)
         self._due = math.inf if self._silent else self._last_time + wait
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Show the step when it is time."""
+        """Show the step if due."""
         if time.perf_counter() >= self._due:
             self._show(trainer)
             self._plan()
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Show the last step of a block when it is time."""
+        """Show the last step of a block if due."""
         self.on_after_step(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Note what the epoch's evaluation gave, for the next time something is shown."""
+        """Record the results of the epoch's evaluation for the next update."""
         self._before = (trainer.epoch, 0.0, 0.0)
         for record in epoch_records(trainer)[-1:]:
             numbers = {key: value for key, value in record.items() if isinstance(value, float)}
@@ -275,7 +275,7 @@ class RunProgress(ProgressBarHook):
             self._plan()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Leave the terminal as it was, with the last state of the bar on it."""
+        """Restore the terminal, keeping the last state of the bar."""
         if not self._silent:
             VOICE.replaces_lines = False
         super().on_close(trainer, error)
@@ -286,7 +286,7 @@ class RunProgress(ProgressBarHook):
             super().on_after_train(trainer)
 
     def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
-        """Return the mean loss since the last time, the norm of the latest gradient, and steps per second."""
+        """Return the mean loss since the last update, the latest gradient norm, and steps per second."""
         found: dict[str, Any] = {}
         epoch, value, weight = self._before
         now = trainer.epoch_means.sums("loss")

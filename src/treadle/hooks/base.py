@@ -1,4 +1,4 @@
-"""The base of all hooks and its events; :mod:`treadle.engine.hook` defines them and writes the loop down."""
+"""Base class of all hooks; :mod:`treadle.engine.hook` defines its events and documents the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CheckpointingHook: numbered checkpoints by step, a link to the newest, and resuming from it."""
+"""CheckpointingHook: numbered checkpoints by step, a link to the newest, and resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LATEST = "checkpoint_latest"
 
 
 def step_states(folder: Path) -> list[Path]:
-    """Return the states that a CheckpointingHook wrote to a folder: files, whole folders of shards, then links.
+    """Return the states that a CheckpointingHook wrote to a folder: files, complete folders of shards, then links.
 
     Example:
         >>> step_states(Path("no_such_folder"))
@@ -48,57 +48,56 @@ def step_states(folder: Path) -> list[Path]:
 
 
 def settled_states(folder: Path) -> list[Path]:
-    """Remove what a killed run left unfinished in a folder that no other process holds, and return its states.
+    """Remove unfinished files of a killed run from a folder that no other process holds, and return its states.
 
-    Before any event, so that no hook touches the files of another run.
+    Called before any event, so that no hook touches the files of another run.
 
     Raises:
-        CheckpointError: another process trains there.
+        CheckpointError: another process trains in the folder.
     """
     check_free(folder)
     left = unfinished(folder, _FOLDER)
     if left or leftovers(folder):
-        with run_lock(folder):  # which removes what is temporary
+        with run_lock(folder):  # which removes temporary files
             for path in left:
                 tidy(path)
     return step_states(folder)
 
 
 def _link_to(found: Path) -> None:
-    """Points the link to the state that a run resumes from: a kill may have come before that."""
+    """Point the link to the state that a run resumes from: a kill may have prevented that."""
     link = found.with_name(f"{_LATEST}{found.suffix}")
     numbered = not found.is_symlink() and ".nonfinite" not in found.name
     if numbered and not (link.exists() and link.samefile(found)):
-        with contextlib.suppress(CheckpointError):  # the next save reports a link that cannot be written
+        with contextlib.suppress(CheckpointError):  # the next save reports an unwritable link
             point_to(found, link.name)
 
 
 class CheckpointingHook(SavingHook):
-    """Saves of ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and at a signal.
+    """Hook that saves ``checkpoint_step_{step}.pt`` every ``interval`` steps, at the last step and on signals.
 
-    Of a sharded model it saves a folder ``checkpoint_step_{step}``, to which every rank writes its part. A folder is
-    whole or does not count: one that a killed rank left unfinished is removed when the next run starts. Either kind
-    resumes on any number of ranks, sharded or not.
+    For a sharded model it saves a folder ``checkpoint_step_{step}``, to which every rank writes its part. Incomplete
+    folders are ignored: one left unfinished by a killed rank is removed when the next run starts. Both formats resume
+    on any number of ranks, sharded or not.
 
     Args:
         interval: steps between checkpoints, >= 1.
-        keep_previous: how many of the newest to keep, the newest included; None keeps all.
-        keep_interval: also save, and never delete, steps divisible by this; None or 0: off.
+        keep_previous: number of checkpoints to keep, including the newest; None keeps all.
+        keep_interval: also save, and never delete, steps divisible by this; None or 0 turns it off.
         path: folder; relative to the trainer's workspace.
-        load: ``"latest"``, the furthest intact state of the folder, whatever its write time; a path (a bare name is
+        load: ``"latest"``: the furthest intact state in the folder, regardless of file times; a path (a bare name is
             looked up inside ``path``); or None.
-        exit_signals: a signal or several that save and leave; None installs no handler.
+        exit_signals: one or several signals on which to save and exit; None installs no handler.
         exit_code: ``"128+signal"`` or a number.
-        exit_wait: seconds or a timedelta to sleep between saving and leaving.
-        background: copy the state and write it during training. One write at a time: a save that comes while
-            another is written waits for it, as the end of the run and a signal do. A write that failed raises at the
-            next step. Costs host memory for one copy of the state during the run, of a folder for each rank's part.
-        sharded: True writes folders, False single files, also of a sharded model, whose weights then pass through
-            rank 0 one by one; None: folders if the model is sharded and ``state_dict_options`` do not ask for whole
-            states.
+        exit_wait: seconds or a timedelta to sleep between saving and exiting.
+        background: copy the state and write it during training. One write at a time: saves, the end of the run and
+            signals wait for the previous write. A failed write raises at the next step. This takes host memory for one
+            copy of the state during the run; for a folder, of each rank's part.
+        sharded: True writes folders, False single files, also for a sharded model, whose weights then pass through rank
+            0 one by one; None: folders if the model is sharded and ``state_dict_options`` do not request full states.
         keep_steps: also save, and never delete, these steps.
 
-    One process at a time trains in a folder; a second one is refused before it reads or writes anything.
+    Only one process at a time may train in a folder; a second one is refused before it reads or writes anything.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -135,7 +134,7 @@ class CheckpointingHook(SavingHook):
         self.path = Path(path)
         self.load = load
         self._exit = (exit_signals, exit_code, exit_wait)
-        exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # refuse bad values now
+        exit_plan(exit_signals, lambda: None, code=exit_code, wait=exit_wait)  # validates the values now
         self._resumed_from: Path | None = None
         self._sharded = sharded
 
@@ -148,10 +147,10 @@ class CheckpointingHook(SavingHook):
         return in_workspace(trainer, self.path)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Read what ``load`` names.
+        """Load the checkpoint that ``load`` names.
 
         Raises:
-            CheckpointError: another process trains in this folder, or no file is intact.
+            CheckpointError: another process trains in the folder, or no file is intact.
         """
         self._resumed_from = None
         folder = self.folder(trainer)
@@ -179,28 +178,28 @@ class CheckpointingHook(SavingHook):
 
     @property
     def loads_latest(self) -> bool:
-        """Whether a run resumes from the furthest state of the folder."""
+        """Whether a run resumes from the furthest state in the folder."""
         return str(self.load) == "latest"
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Hold the folder for this process, and so checks that it can be written before any work is lost."""
+        """Lock the folder for this process, which also checks early that it is writable."""
         return held_by_rank_0(self.folder(trainer))
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Make ready to write."""
+        """Prepare for writing."""
         if self._writes_folders(trainer):
-            writers_group()  # made here, where all ranks are at the same point
+            writers_group()  # created here, where all ranks are at the same point
         trainer.state.origin.watch(self.folder(trainer), step_states)
         self._saved = None if self._resumed_from is None else Reach(trainer.step, trainer.epoch)
 
     def _is_due(self, trainer: Engine) -> bool:
-        """Return whether the present step is one of the interval or of those to keep, or the last one."""
+        """Return whether the current step is in the interval, one to keep, or the last one."""
         step = trainer.step
         due = step % self.interval == 0 or step in self.keep_steps or trainer.is_last_step
         return due or bool(self.keep_interval and step % self.keep_interval == 0)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let steps run up to the next checkpoint; while one is being written, each is looked at."""
+        """Allow steps up to the next checkpoint; every step is checked while one is being written."""
         if self._writer.in_flight:
             return 1
         due = self.interval - trainer.step % self.interval
@@ -208,21 +207,21 @@ class CheckpointingHook(SavingHook):
         return min([due, *kept, *(step - trainer.step for step in self.keep_steps if step > trainer.step)])
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Wait for the background write; after a gradient that was not finite, name the checkpoints to go back to."""
+        """Wait for the background write; after a non-finite gradient, log which checkpoints to go back to."""
         super().on_close(trainer, error)
         if isinstance(error, NonFiniteError) and distributed.rank() == 0:
             folder = self.folder(trainer)
             links = [folder / name for name in (f"{_LATEST}.pt", _LATEST) if (folder / name).exists()]
-            if links:  # they never name a state that is not finite
+            if links:  # links never point to a non-finite state
                 trainer.logger.error("the last good checkpoint is %s", os.path.realpath(links[0]))
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Save at a signal, if signals were named."""
+        """Save on a signal, if signals are given."""
         signals, code, wait = self._exit
         return exit_plan(signals, lambda: self._save_and_leave(trainer), code=code, wait=wait)
 
     def _begin_save(self, trainer: Engine, *, background: bool) -> None:
-        """Write the checkpoint of the present step, point the link to it and prune."""
+        """Write the checkpoint of the current step, point the link to it and prune."""
         trainer.state.origin.clear()
         if self._writes_folders(trainer):
             self._writer.save_folder(
@@ -240,18 +239,18 @@ class CheckpointingHook(SavingHook):
         return self._sharded
 
     def _write_file(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
-        """Return what writes a copy of the present state; it reads nothing of the trainer or the hook."""
+        """Return a function that writes a copy of the current state, independent of the trainer and the hook."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}.pt"
         finish = self._finisher(trainer)
 
         def write(tree: Mapping[str, Any]) -> None:
             if save_checkpoint(tree, target) == target:
-                finish(target)  # else it is not finite and put aside, nothing linked, nothing pruned
+                finish(target)  # else it is not finite and moved aside, without linking or pruning
 
         return write
 
     def _write_folder(self, trainer: Engine) -> Callable[[Mapping[str, Any]], None]:
-        """Return what writes this rank's part of a copy of the present state, and on rank 0 publishes the folder."""
+        """Return a function that writes this rank's part of the current state and, on rank 0, publishes the folder."""
         target = self.folder(trainer) / f"checkpoint_step_{trainer.step}"
         equal, finish = equal_names(trainer), self._finisher(trainer)
 
@@ -263,16 +262,16 @@ class CheckpointingHook(SavingHook):
         return write
 
     def _finisher(self, trainer: Engine) -> Callable[[Path], None]:
-        """Return what points the link to a new checkpoint and prunes the old ones."""
+        """Return a function that points the link to a new checkpoint and prunes old ones."""
         protect = [] if self._resumed_from is None else [self._resumed_from]
         retention, state, step = self.retention, trainer.state, trainer.step
 
         def finish(target: Path) -> None:
             point_to(target, f"{_LATEST}{target.suffix}")
             for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
-                remove_link(target.with_name(other))  # of a run that wrote the other kind
+                remove_link(target.with_name(other))  # left by a run that wrote the other format
             if target.parent.name == "checkpoints" and target.is_file():
-                name_also(target, target.with_name("last.pt"))  # as it is called in every face
+                name_also(target, target.with_name("last.pt"))  # the same name for every front end
             retention.prune(target.parent, _PATTERN, [target, *protect], newest=step)
             state.record_saved(target, step)
 

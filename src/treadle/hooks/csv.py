@@ -1,4 +1,4 @@
-"""CsvHook: log points as rows of a table."""
+"""CsvHook: log points as rows of a CSV table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class CsvHook(TrackerHook):
-    """Table with one row per log point and one column per key, as spreadsheets and pandas read it.
+    """CSV table with one row per log point and one column per key.
 
-    The first column is ``step``. A key that comes later adds a column, empty in the rows before it. A resumed run first
-    cuts the rows after its step, so the table has no gaps and no doubles. A run that starts from nothing renames the
-    file it finds to ``<stem>.1.csv`` (next free number).
+    The first column is ``step``. A new key adds a column, empty in earlier rows. A resumed run first truncates the rows
+    after its step, so the table has no gaps or duplicates. A fresh run renames an existing file to ``<stem>.1.csv``
+    (next free number).
 
     Args:
         path: the file; relative to the trainer's workspace.
@@ -43,7 +43,7 @@ class CsvHook(TrackerHook):
         file_in_workspace(trainer, self.path)
 
     def open(self, trainer: Engine) -> None:
-        """Set the file of another run aside, or cut the rows that a resumed run will write again."""
+        """Rename the file of another run, or truncate the rows that a resumed run will rewrite."""
         self._file = path = in_workspace(trainer, self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.sent_through = trainer.step
@@ -56,11 +56,11 @@ class CsvHook(TrackerHook):
         self._rewrite(rows)
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Look at the rows of the step resumed from."""
+        """Check the rows of the step resumed from."""
         return key in self._last_keys
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Append a row and hand it to the system, so that a killed process loses none."""
+        """Append a row and flush it, so that a killed process loses none."""
         plain = {key: value for key, value in values.items() if isinstance(value, (bool, int, float, str))}
         plain.pop("step", None)
         self.name_skipped(trainer, [key for key in values if key not in plain and key != "step"])
@@ -78,7 +78,7 @@ class CsvHook(TrackerHook):
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table as texts by column, without one that a killed process wrote in part."""
+    """Return the rows of a table as strings by column, without a row partially written by a killed process."""
     if not path.exists():
         return []
     with open(path, encoding="utf-8", newline="") as file:

@@ -16,12 +16,12 @@ class EmaHook(AveragingHook):
     Args:
         decay: d of s = d·s + (1 - d)·w, in [0, 1].
         update_interval: applied steps between updates.
-        device: where the average lives; None puts it beside the model.
+        device: device of the average; None puts it on the model's device.
         use_buffers: average floating buffers; False copies them.
-        name: its key in the checkpoint; two averages need two names.
+        name: key in the checkpoint; two averages need different names.
 
     Attributes:
-        ema_model: the ``AveragedModel``; ``ema_model.module`` is the averaged net.
+        ema_model: the ``AveragedModel``; ``ema_model.module`` is the averaged model.
 
     Example:
         >>> hook = EmaHook(decay=0.999)
@@ -46,10 +46,10 @@ class EmaHook(AveragingHook):
 
     @property
     def ema_model(self) -> Ema:
-        """The averaged model.
+        """Averaged model.
 
         Raises:
-            ConfigError: it is asked for before training started or a state was loaded.
+            ConfigError: accessed before training has started or a state was loaded.
         """
         return self._made_average()
 

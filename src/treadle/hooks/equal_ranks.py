@@ -1,4 +1,4 @@
-"""EqualRanksHook: notices replicas whose weights have drifted apart."""
+"""EqualRanksHook: detects replicas whose weights have diverged."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class EqualRanksHook(BaseHook):
-    """Check on all ranks that the weights of replicas are equal.
+    """Hook that checks that the weights of replicas are equal on all ranks.
 
-    Gradients are exchanged before hooks see them and never compared again, so a hook that changes them on one rank only
-    trains as many models as there are ranks, and rank 0's is saved. This hook compares one sum over the weights every
-    ``interval`` steps. It travels with what ranks tell each other in each step anyway, so nothing more is exchanged; on
-    a GPU, the host waits for that sum once an interval. Weights that are sharded over ranks are not looked at.
+    Gradients are all-reduced before hooks see them and never compared again, so a hook that changes them on one rank
+    only trains as many models as there are ranks, of which rank 0's is saved. This hook compares one sum over the
+    weights every ``interval`` steps. The sum travels with the messages of a step, without further communication; on a
+    GPU, the host waits for it once per interval. Sharded weights are not checked.
 
     Args:
         interval: steps between two comparisons, >= 1.
 
     Raises:
-        ConfigError: ``interval`` is smaller.
+        ConfigError: ``interval`` is below 1.
 
     Example:
         >>> hook = EqualRanksHook(100)
@@ -44,22 +44,22 @@ class EqualRanksHook(BaseHook):
         self._equal_at = 0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Start to compare where there are several ranks."""
+        """Start comparing if there are several ranks."""
         self.idle = distributed.world_size() == 1
         self._summed_at, self._equal_at = 0, trainer.step
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tell the other ranks the last sum."""
+        """Send the last sum to the other ranks."""
         return self._told
 
     def _told(self) -> float:
         return self._sum
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Compare the sums that came with this step, and make the next ones.
+        """Compare the sums received in this step, and compute the next ones.
 
         Raises:
-            RanksDifferError: they are not equal; on all ranks.
+            RanksDifferError: the weights differ; raised on all ranks.
         """
         if self._summed_at:
             self._compare(trainer.heard_of(self._told))
@@ -67,10 +67,10 @@ class EqualRanksHook(BaseHook):
             self._sum, self._summed_at = _sum_of_weights(trainer), trainer.step
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Compare the weights that training ended with.
+        """Compare the final weights.
 
         Raises:
-            RanksDifferError: they are not equal; on all ranks.
+            RanksDifferError: the weights differ; raised on all ranks.
         """
         if not self.idle:
             self._sum, self._summed_at = _sum_of_weights(trainer), trainer.step
@@ -95,7 +95,7 @@ def _same(one: float, other: float) -> bool:
 
 @torch.no_grad()
 def _sum_of_weights(trainer: Engine) -> float:
-    """Return a sum over the weights that every rank has whole, in which each weight's place counts."""
+    """Return a position-dependent sum over the replicated weights."""
     whole = [weight.detach() for weight in trainer.model.parameters() if not distributed.is_dtensor(weight)]
     if not whole:
         return 0.0

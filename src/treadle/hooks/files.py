@@ -1,4 +1,4 @@
-"""Helpers of hooks that write files: resolving a path, a free name for an older file, values as JSON."""
+"""Helpers of hooks that write files: path resolution, free names for older files, JSON values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def in_workspace(trainer: Engine, path: str | Path) -> Path:
-    """Return an absolute path as it is and a relative one inside the trainer's workspace.
+    """Resolve a path relative to the trainer's workspace.
 
     Raises:
         ConfigError: the path is relative and the trainer has no workspace.
@@ -35,10 +35,10 @@ def in_workspace(trainer: Engine, path: str | Path) -> Path:
 
 
 def file_in_workspace(trainer: Engine, path: str | Path) -> Path:
-    """Return the path of a file as :func:`in_workspace` does.
+    """Resolve the path of a file like :func:`in_workspace`.
 
     Raises:
-        ConfigError: the path is relative and the trainer has no workspace, or a folder is in its place.
+        ConfigError: the path is relative and the trainer has no workspace, or a folder has the name.
     """
     path = in_workspace(trainer, path)
     if path.is_dir():
@@ -47,7 +47,7 @@ def file_in_workspace(trainer: Engine, path: str | Path) -> Path:
 
 
 def next_free(path: Path) -> Path:
-    """Return ``<stem>.N<suffix>`` with the smallest N that is free."""
+    """Return ``<stem>.N<suffix>`` with the smallest free N."""
     number = 1
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
@@ -63,7 +63,7 @@ def set_aside(trainer: Engine, path: Path) -> None:
 
 
 def continue_lines(trainer: Engine, path: Path) -> set[str]:
-    """Ready a file of JSON lines that have a ``step``: that of another run is set aside, a resumed run's is cut.
+    """Prepare a file of JSON lines with ``step``: rename that of another run, or truncate that of a resumed run.
 
     Returns:
         The keys of the lines at the step resumed from.
@@ -75,7 +75,7 @@ def continue_lines(trainer: Engine, path: Path) -> set[str]:
 
 
 def cut_lines(path: Path, step: int) -> set[str]:
-    """Drop lines after a step, and what a killed process left of a line; return the keys at that step."""
+    """Drop lines after a step, and a partially written line; return the keys at that step."""
     kept, keys = [], set()
     text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
@@ -94,7 +94,7 @@ def cut_lines(path: Path, step: int) -> set[str]:
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Append lines to a file, all of them or none: what a full disk cut off is taken back.
+    """Append lines to a file, all or none: a partial write on a full disk is undone.
 
     Example:
         >>> append_lines(Path("lines.txt"), ["a", "b"])
@@ -113,7 +113,7 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value that is valid JSON: NaN and infinities become null.
+    """Convert a value to valid JSON: NaN and infinities become null.
 
     Example:
         >>> to_json({"a": float("nan"), "b": [1, float("inf")]})
@@ -132,8 +132,8 @@ class RunNotes:
     """State of a tracker in the workspace, to continue its run: the run's id and the last step sent.
 
     Args:
-        workspace: folder of the files; None keeps nothing.
-        name: of the tracker; the files are ``<name>_run_id`` and ``<name>_last_step``.
+        workspace: folder of the files; None stores nothing.
+        name: name of the tracker; the files are ``<name>_run_id`` and ``<name>_last_step``.
 
     Example:
         >>> RunNotes(None, "wandb").run_id is None
@@ -147,24 +147,24 @@ class RunNotes:
 
     @property
     def run_id(self) -> str | None:
-        """The id that was kept, or None."""
+        """Stored run id, or None."""
         return self._text(self.id_file) or None
 
     def keep(self, run_id: str) -> None:
-        """Keep the id of the run."""
+        """Store the id of the run."""
         if self.workspace is not None:
             self.workspace.mkdir(parents=True, exist_ok=True)
             (self.workspace / self.id_file).write_text(f"{run_id}\n", encoding="utf-8")
 
     def last_step(self, run_id: str) -> int:
-        """Return the last step that was sent to a run, as far as it was noted; -1 if none was."""
+        """Return the recorded last step that was sent to a run; -1 if none was."""
         noted, _, step = self._text(self.step_file).rpartition(" ")
         return int(step) if noted == run_id and step.isdigit() else -1
 
     def note(self, run_id: str, step: int) -> None:
-        """Note the last step that was sent."""
+        """Record the last step that was sent."""
         if self.workspace is not None:
-            # Replaced, so that a killed process leaves the old note or the new one; not synced, at each log point.
+            # Replaced atomically against kills, but not synced, at each log point.
             temporary = self.workspace / f".{self.step_file}.tmp"
             temporary.write_text(f"{run_id} {step}\n", encoding="utf-8")
             os.replace(temporary, self.workspace / self.step_file)

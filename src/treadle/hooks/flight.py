@@ -1,4 +1,4 @@
-"""What a step was made of, as plain values: its batch, its sample ids, and where the first non-finite number arose."""
+"""Flight recorder of a step: its batch, its sample ids, and the origin of the first non-finite number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def ids_as_plain(ids: Any) -> Any:
-    """Return sample ids as lists, numbers and strings; of what gives them when it is called, what it gives.
+    """Return sample ids as lists, numbers and strings, calling them first if callable.
 
     Example:
         >>> ids_as_plain([torch.tensor([3, 1]), range(2), np.int64(5)])
@@ -50,7 +50,7 @@ def batch_as_plain(batch: Any) -> Any:
         batch: tensors, arrays, numbers and strings in dicts, lists and tuples.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it holds another type.
 
     Example:
         >>> batch_as_plain((torch.ones(1), {"name": "a"}))
@@ -72,7 +72,7 @@ def batch_as_plain(batch: Any) -> Any:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether every floating-point tensor in a nesting is finite; wait for the device.
+    """Return whether every floating-point tensor in a nesting is finite; waits for the device.
 
     Example:
         >>> is_finite((torch.ones(2), [torch.tensor(float("nan"))]))
@@ -89,7 +89,7 @@ def is_finite(value: Any) -> bool:
 
 
 def bad_inputs(batches: Sequence[Any]) -> list[str]:
-    """Return the places in a group's batches that hold a non-finite number, such as ``"0/x"``."""
+    """Return the paths in a group's batches with non-finite numbers, such as ``"0/x"``."""
     table = {str(number): _as_dicts(batch) for number, batch in enumerate(batches)}
     flat = flatten_nested_dict(table)
     return ["/".join(map(str, path)) for path, value in flat.items() if not is_finite(value)]
@@ -102,14 +102,14 @@ def _as_dicts(value: Any) -> Any:
 
 
 class AttemptStart:
-    """What an attempt at a step started from: random states, and buffers that a forward pass may change.
+    """Initial state of an attempt at a step: RNG, and buffers that a forward pass may change.
 
-    A batch norm that saw a NaN keeps it in its running mean for ever, though no gradient reaches it. All buffers that
-    belong to the state are copied, into the same memory every time: batch norm changes its own without marking them
-    as changed.
+    A batch norm that saw a NaN keeps it in its running mean forever, although no gradient reaches it. All persistent
+    buffers are copied, into the same memory every time: batch norm changes its buffers without increasing their
+    version.
 
     Args:
-        model: the modules it has now are watched.
+        model: model whose current modules are covered.
     """
 
     def __init__(self, model: nn.Module):
@@ -124,7 +124,7 @@ class AttemptStart:
 
     @torch.no_grad()
     def note(self) -> None:
-        """Note the present state."""
+        """Record the current state."""
         self.rng = RngState.capture()
         buffers = self._buffers()
         if _alike(buffers, self._copies):
@@ -134,7 +134,7 @@ class AttemptStart:
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
-        """Put the buffers back."""
+        """Restore the buffers."""
         buffers = self._buffers()
         if _alike(buffers, self._copies):
             _copy(buffers, self._copies)
@@ -155,16 +155,16 @@ def _copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
 
 @dataclass
 class Finding:
-    """Where the first non-finite number of a step arose.
+    """Origin of the first non-finite number of a step.
 
     Attributes:
         module: name of the first module whose output was not finite, in the order of the forward pass, or None.
-        module_type: its class.
-        micro_batch: in which micro-batch of the group, from 0.
+        module_type: class of the module.
+        micro_batch: index of the micro-batch in the group, from 0.
         parameter: name of the first parameter whose gradient was not finite, in the order of the backward pass.
         loss_finite: whether every loss was finite.
-        losses: of the second run, one for each micro-batch.
-        error: why the second run broke off, or None.
+        losses: losses of the second run, one per micro-batch.
+        error: why the second run was aborted, or None.
     """
 
     module: str | None = None
@@ -177,7 +177,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """The finding in words."""
+        """Description of the finding."""
         if self.module is not None:
             return f"output of module {self.module!r} ({self.module_type})"
         if not self.loss_finite:
@@ -188,13 +188,13 @@ class Finding:
 
 
 def find_non_finite(engine: Engine, attempt: AttemptStart) -> Finding:
-    """Run the engine's present group once more from where it started and watch every module and gradient.
+    """Rerun the engine's current group from its initial state, checking every module and gradient.
 
-    Random numbers and buffers are afterwards as they were before; the gradients are those of the second run.
+    RNG and buffers are restored afterwards; the gradients are those of the second run.
 
     Args:
-        engine: its ``group`` is the refused one.
-        attempt: noted at the start of the refused attempt.
+        engine: engine whose ``group`` was refused.
+        attempt: state recorded at the start of the refused attempt.
     """
     finding = Finding()
     rng = RngState.capture()
@@ -213,7 +213,7 @@ def find_non_finite(engine: Engine, attempt: AttemptStart) -> Finding:
 
 
 def _run_again(engine: Engine, finding: Finding) -> None:
-    """Forward and backward of the group, as the step does them but without exchanging gradients between ranks."""
+    """Run forward and backward on the group like the step, but without all-reducing gradients."""
     engine.optimizer.zero_grad(set_to_none=True)
     group = engine.attempt.group
     one_rank = distributed.world_size() == 1
@@ -232,7 +232,7 @@ def _run_again(engine: Engine, finding: Finding) -> None:
 
 @contextlib.contextmanager
 def _watched(model: nn.Module, finding: Finding) -> Iterator[None]:
-    """Look at every module's output and every parameter's gradient inside the block."""
+    """Check every module's output and every parameter's gradient inside the block."""
     inner = distributed.unwrap(model)
     names = parameter_names(model)
     handles = []
@@ -261,7 +261,7 @@ def _watched(model: nn.Module, finding: Finding) -> Iterator[None]:
 
 
 def layer_norms(engine: Engine) -> dict[str, Tensor]:
-    """Return the 2-norm of the present gradient for each layer: the module that owns the parameters.
+    """Return the 2-norm of the current gradient for each layer, the module that owns the parameters.
 
     Example:
         >>> # {"0": tensor(1.5), "2": tensor(0.2)}

@@ -1,4 +1,4 @@
-"""HistoryHook: the epoch records as a JSON file."""
+"""HistoryHook: epoch records as a JSON file."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def dump_records(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 class HistoryHook(BaseHook):
-    """File of the history, written atomically after every epoch from the history the checkpoint holds.
+    """JSON file of the history, written atomically after every epoch from the history in the checkpoint.
 
-    So after a resume no epoch appears twice. A fresh run renames the file it finds to ``<stem>.1.json`` (next free
+    So no epoch appears twice after a resume. A fresh run renames an existing file to ``<stem>.1.json`` (next free
     number).
 
     Args:
         path: the JSON file.
         history: returns the records.
-        keep: the keys of a record to write, in this order; a missing one is null. None writes all.
+        keep: keys of a record to write, in this order; a missing one is null. None writes all.
 
     Example:
         >>> hook = HistoryHook("training_history.json", lambda: [])
@@ -55,10 +55,10 @@ class HistoryHook(BaseHook):
         self.keep = keep
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Set the file of another run aside when this one starts from nothing, or before its first epoch was over."""
+        """Rename the file of another run if this run starts fresh, or resumes within its first epoch."""
         file_in_workspace(trainer, self.path.absolute())
         if trainer.step > 0 and self.history():
-            self._write()  # epochs that were recorded after the checkpoint never happened
+            self._write()  # drops epochs recorded after the checkpoint
         elif distributed.rank() == 0:
             set_aside(trainer, self.path)
 

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class ImageFileLoggerHook(BaseHook):
-    """Writer of the images of ``trainer.log_images`` to ``<path>/<step>/<key path>.png``, on rank 0.
+    """Hook that writes images of ``trainer.log_images`` to ``<path>/<step>/<key path>.png``, on rank 0.
 
-    Nested keys become folders, and characters outside ``[A-Za-z0-9._-]`` become ``_``. Values are PIL images; uint8
-    arrays (H, W, 3) and tensors (C, H, W) are taken too.
+    Nested keys become folders, and characters outside ``[A-Za-z0-9._-]`` become ``_``. Values are PIL images, uint8
+    arrays (H, W, 3) or tensors (C, H, W).
 
     Args:
-        interval: only steps divisible by this are written, >= 1.
+        interval: steps between writes, >= 1.
         path: folder; relative to the trainer's workspace.
-        max_images: the most images of one call; None writes all.
-        image_format: ending of the files, which chooses Pillow's format, or a function that returns it for a key such
-            as ``("mesh", "left")``; images with alpha are written without it as JPEG.
+        max_images: maximal number of images per call; None writes all.
+        image_format: file extension, which determines Pillow's format, or a function that returns it for a key such as
+            ``("mesh", "left")``; JPEG drops alpha channels.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -60,7 +60,7 @@ class ImageFileLoggerHook(BaseHook):
         self._guard = Guard()
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Check the folder, the package and the format before any work is lost; set images of an earlier run aside."""
+        """Check folder, package and format before any work is lost; move images of an earlier run aside."""
         folder = in_workspace(trainer, self.path)
         pillow = require("PIL.Image", "ImageFileLoggerHook")
         if isinstance(self.image_format, str) and f".{self.image_format}" not in pillow.registered_extensions():
@@ -92,7 +92,7 @@ class ImageFileLoggerHook(BaseHook):
 
 
 def _set_aside(trainer: Engine, folder: Path) -> None:
-    """Move the folders of steps, which an earlier run has written, into another one beside theirs."""
+    """Move folders of steps written by an earlier run into another folder."""
     steps = [path for path in folder.iterdir() if path.is_dir() and path.name.isdigit()]
     if steps:
         aside = next_free(folder)
@@ -104,11 +104,11 @@ def _set_aside(trainer: Engine, folder: Path) -> None:
 
 def _safe(part: str) -> str:
     name = re.sub(r"[^A-Za-z0-9._-]", "_", part)
-    return name if name.strip(".") else "_" * max(len(name), 1)  # "..", "." and "" would name other folders
+    return name if name.strip(".") else "_" * max(len(name), 1)  # "..", "." and "" would refer to other folders
 
 
 def _free(stem: Path, ending: str, taken: set[Path]) -> Path:
-    """Return ``<stem>.png``, or ``<stem>_2.png`` when another key of this call has become the same name."""
+    """Return ``<stem>.png``, or ``<stem>_2.png`` if another key of this call maps to the same name."""
     target, number = stem.with_name(f"{stem.name}.{ending}"), 2
     while target in taken:
         target, number = stem.with_name(f"{stem.name}_{number}.{ending}"), number + 1

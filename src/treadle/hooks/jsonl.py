@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class JsonlHook(TrackerHook):
-    """File with one line per log point: ``{"step": 10, "train/loss": 0.5, ...}``; NaN and infinities are null.
+    """JSON lines file with one line per log point: ``{"step": 10, "train/loss": 0.5, ...}``; NaN and infinities are
+    null.
 
-    A resumed run first cuts the lines after its step, so the curve has no gaps and no doubles. A run that starts from
-    nothing renames the file it finds to ``<stem>.1.jsonl`` (next free number).
+    A resumed run first truncates the lines after its step, so the curve has no gaps or duplicates. A fresh run renames
+    an existing file to ``<stem>.1.jsonl`` (next free number).
 
     Args:
         path: the file; relative to the trainer's workspace.
@@ -39,18 +40,18 @@ class JsonlHook(TrackerHook):
         file_in_workspace(trainer, self.path)
 
     def open(self, trainer: Engine) -> None:
-        """Set the file of another run aside, or cut what a resumed run will write again."""
+        """Rename the file of another run, or truncate what a resumed run will rewrite."""
         path = in_workspace(trainer, self.path)
         self.sent_through = trainer.step
         self._last_keys = continue_lines(trainer, path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed in close)
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Look at the lines of the step resumed from."""
+        """Check the lines of the step resumed from."""
         return key in self._last_keys
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Append a line and hand it to the system, so that a killed process loses none."""
+        """Append a line and flush it, so that a killed process loses none."""
         assert self._file is not None
         plain = {key: value for key, value in values.items() if key != "step" and _is_plain(value)}
         self.name_skipped(trainer, [key for key in values if key not in plain])

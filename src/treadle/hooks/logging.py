@@ -15,16 +15,17 @@ _OWN_KEYS = ("loss", "data_time", "step_time", "lr", "grad_norm", "max_memory", 
 
 
 class LoggingHook(IntervalHook):
-    """Log points ``{"train": {**records, loss, data_time, step_time, lr, grad_norm, ...}}`` every ``interval`` steps.
+    """Hook that logs ``{"train": {**records, loss, data_time, step_time, lr, grad_norm, ...}}`` every ``interval``
+    steps.
 
-    ``loss`` is left out where no step since the last emission had one, ``grad_norm`` where none had a gradient.
+    ``loss`` is left out if no step since the last emission had one, ``grad_norm`` if none had a gradient.
 
     Args:
         interval: steps between emissions.
         sync: reduce over ranks.
 
     Raises:
-        ConfigError: at the first emission, if a record is named like one of the hook's own keys.
+        ConfigError: at the first emission, if a record has the name of one of the hook's own keys.
 
     Example:
         >>> hook = LoggingHook(interval=100)
@@ -35,7 +36,7 @@ class LoggingHook(IntervalHook):
         super().__init__(interval, sync=sync)
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
-        """Hand the records to ``trainer.log`` and to ``on_log`` of every hook."""
+        """Pass the records to ``trainer.log`` and to ``on_log`` of every hook."""
         records: dict[str, Any] = means.get("records", {})
         taken = [name for name in records if name in _OWN_KEYS]
         if taken:

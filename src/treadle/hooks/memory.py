@@ -1,4 +1,4 @@
-"""CudaMaxMemoryHook: the most GPU memory a step needed."""
+"""CudaMaxMemoryHook: peak GPU memory of each step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 class CudaMaxMemoryHook(BaseHook):
-    """Peak of the memory allocated in each step, in GiB, as ``trainer.step_info["max_memory"]``.
+    """Hook that records the peak allocated memory of each step in GiB, as ``trainer.step_info["max_memory"]``.
 
-    ``LoggingHook`` and ``ProgressHook`` show it, before or after this hook in the list. Without CUDA it does nothing
-    but warn.
+    ``LoggingHook`` and ``ProgressHook`` show it, whether listed before or after this hook. Without CUDA it only warns.
 
     Example:
         >>> hook = CudaMaxMemoryHook()
@@ -29,26 +28,26 @@ class CudaMaxMemoryHook(BaseHook):
         self._warned = False
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Look for CUDA."""
+        """Check for CUDA."""
         self._device = trainer.device if trainer.device.type == "cuda" and torch.cuda.is_available() else None
         if self._device is None and not self._warned:
             self._warned = True
             trainer.logger.warning("CudaMaxMemoryHook: the device is %s, so no memory is measured", trainer.device)
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Forget the peak of earlier steps."""
+        """Reset the peak."""
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     @capturable
     @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Leave a value that is read when it is used, for hooks that see the end of the step before this one."""
+        """Store a lazily read value, for hooks that see the end of the step before this one."""
         if self._device is not None:
             trainer.step_info["max_memory"] = _Peak(self._device)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Note the peak; the allocator counts on the host, so this does not wait for the device."""
+        """Record the peak; the allocator counts on the host, so this does not wait for the device."""
         if self._device is not None:
             trainer.step_info["max_memory"] = float(_Peak(self._device))
 

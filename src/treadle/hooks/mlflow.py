@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 _ID_FILE = "mlflow_run_id"
 _LAST_STEP = "treadle.last_step"
-_LONGEST = 500  # characters of a parameter's value that every MLflow takes
-_BATCH = 100  # the most parameters MLflow takes at once; it takes more metrics
+_LONGEST = 500  # maximal length of a parameter's value in all versions of MLflow
+_BATCH = 100  # maximal number of parameters per request; metrics may be more
 
 
 class MlflowHook(TrackerHook):
-    """MLflow run of log points at ``trainer.step`` and images ``images/<step>/<key>.png``, on rank 0.
+    """MLflow tracker: log points at ``trainer.step`` and images ``images/<step>/<key>.png``, on rank 0.
 
-    The run's id is kept in ``<workspace>/mlflow_run_id`` and the run is continued from there; ``MLFLOW_RUN_ID`` in
-    the environment wins over the file. After a resume, points that the run has already are not sent again. The hook
-    uses its own client: the process's active MLflow run is not touched.
+    The run's id is stored in ``<workspace>/mlflow_run_id``, from which the run is continued; the environment variable
+    ``MLFLOW_RUN_ID`` overrides the file. After a resume, points that the run already has are not sent again. The hook
+    uses its own client and does not touch the process's active MLflow run.
 
     Args:
-        experiment: name of the experiment, created if there is none; None takes ``MLFLOW_EXPERIMENT_NAME``, else
-            MLflow's ``Default``, or ``treadle`` in a store that the hook makes.
-        tracking_uri: where the runs are kept. None takes MLflow's setting (``MLFLOW_TRACKING_URI``), else
-            ``sqlite:///<workspace>/mlflow.db`` with the artifacts beside it.
+        experiment: name of the experiment, created if missing; None takes ``MLFLOW_EXPERIMENT_NAME``, else MLflow's
+            ``Default``, or ``treadle`` in a store that the hook creates.
+        tracking_uri: URI of the tracking store. None takes MLflow's setting (``MLFLOW_TRACKING_URI``), else
+            ``sqlite:///<workspace>/mlflow.db`` with the artifacts next to it.
         run_name: name of a new run.
         params: parameters of the run; None takes the trainer's settings. Nested keys are joined by ``/``.
 
@@ -73,7 +73,7 @@ class MlflowHook(TrackerHook):
             )
 
     def open(self, trainer: Engine) -> None:
-        """Start the run, or continue the one whose id is known."""
+        """Start the run, or continue the stored one."""
         own_store = self.tracking_uri is None and not self._mlflow.is_tracking_uri_set()
         uri = self.tracking_uri
         if trainer.workspace is None:
@@ -123,7 +123,7 @@ class MlflowHook(TrackerHook):
         return str(found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts))
 
     def _log_params(self, trainer: Engine, logged: Mapping[str, str]) -> None:
-        """Log the parameters the run does not have; MLflow does not let one change."""
+        """Log the parameters that the run lacks; MLflow does not allow changes."""
         param = self._mlflow.entities.Param
         wanted = {_name(key): str(value)[:_LONGEST] for key, value in flat_settings(self.settings(trainer)).items()}
         changed = [key for key, value in wanted.items() if logged.get(key, value) != value]
@@ -134,7 +134,7 @@ class MlflowHook(TrackerHook):
             self._client.log_batch(self._run_id, params=missing[start : start + _BATCH])
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Ask the store, once for each key."""
+        """Query the store, once per key."""
         name = _name(key)
         if name not in self._last_steps:
             history = self._client.get_metric_history(self._run_id, name)
@@ -142,12 +142,12 @@ class MlflowHook(TrackerHook):
         return step <= self._last_steps[name]
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Send the numbers together with a tag of the step they are of."""
+        """Send the numbers with a tag of their step."""
         tag = [self._mlflow.entities.RunTag(_LAST_STEP, str(max(trainer.step, self.sent_through)))]
         self._send(trainer, self.only_numbers(trainer, values), tag)
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Send them as metrics of the last step."""
+        """Send the final metrics as metrics of the last step."""
         self._send(trainer, values, [])
 
     def _send(self, trainer: Engine, values: Mapping[str, float], tags: list[Any]) -> None:
@@ -157,7 +157,7 @@ class MlflowHook(TrackerHook):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _BATCH], tags=tags)
 
     def write_images(self, trainer: Engine, images: dict[str, Any]) -> None:
-        """Store the images as artifacts; a step that is run again replaces its own."""
+        """Store the images as artifacts; a repeated step replaces its images."""
         for key, image in images.items():
             self._client.log_image(self._run_id, image, artifact_file=f"images/{trainer.step}/{_name(key)}.png")
 
@@ -169,5 +169,5 @@ class MlflowHook(TrackerHook):
 
 
 def _name(key: str) -> str:
-    """Return a key in the characters MLflow allows."""
+    """Return a key in characters that MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", key)

@@ -1,4 +1,4 @@
-"""NonFiniteHook: a flight recorder for steps whose gradient is not finite, and what to do about them."""
+"""NonFiniteHook: flight recorder and policy for steps with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ _POLICIES = ("raise", "skip", "retry", "rollback")
 
 
 class NonFiniteHook(BaseHook):
-    """Record of every refused step, which decides how the run continues.
+    """Hook that records every refused step and decides how the run continues.
 
-    A folder per event, ``step_00000012_try_1``, holds ``event.json`` (sample ids, the first module whose output and
-    the first parameter whose gradient was not finite, position, learning rates, losses, norm, the nearest checkpoint),
+    A folder per event, ``step_00000012_try_1``, holds ``event.json`` (sample ids, the first module whose output and the
+    first parameter whose gradient was not finite, position, learning rates, losses, norm, the nearest checkpoint),
     ``rng.pt`` and, if it is made of plain tensors, ``batch.pt``; both load with ``weights_only=True``. To find the
-    first module the refused forward and backward pass runs once more, from the same random numbers.
+    first module, the refused forward and backward pass is rerun with the same random numbers.
 
-    In every policy the engine's ``max_non_finite_grad_retries`` come first. An fp16 overflow that only lowers the scale
-    is no event. Buffers such as the running mean of a batch norm go back to what they were before the refused attempt.
+    With every policy, the engine's ``max_non_finite_grad_retries`` come first. An fp16 overflow that only lowers the
+    scale is not an event. Buffers such as the running mean of a batch norm are restored to their values before the
+    refused attempt.
 
     Args:
-        policy: ``"raise"``: NonFiniteError. ``"skip"``: the step changes nothing and the run continues with the next
-            data. ``"retry"``: fresh data for the same step, up to the engine's retries. ``"rollback"``: back to
-            the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data goes
-            on after the refused batch and the count of steps continues too.
-        max_in_a_row: refused steps without an applied one between them, after which NonFiniteError comes anyway.
-        path: folder of the events; relative to the trainer's workspace. A run that starts from nothing
-            renames the one it finds.
-        checkpoints: where ``"rollback"`` finds checkpoints; relative to the trainer's workspace.
-        max_rollbacks: rollbacks in the whole run, after which NonFiniteError comes.
-        lr_factor: what a rollback multiplies the learning rate with, in (0, 1].
-        max_events: events to write; later ones are logged only.
+        policy: ``"raise"``: raise NonFiniteError. ``"skip"``: the step changes nothing and the run continues with the
+            next data. ``"retry"``: fresh data for the same step, up to the engine's retries. ``"rollback"``: back to
+            the weights, optimizer and schedule of the last good checkpoint with a lower learning rate; the data
+            continues after the refused batch and the step count continues too.
+        max_in_a_row: number of consecutive refused steps after which NonFiniteError is raised anyway.
+        path: folder of the events; relative to the trainer's workspace. A fresh run renames an existing one.
+        checkpoints: folder of checkpoints for ``"rollback"``; relative to the trainer's workspace.
+        max_rollbacks: number of rollbacks in the whole run after which NonFiniteError is raised.
+        lr_factor: factor by which a rollback multiplies the learning rate, in (0, 1].
+        max_events: number of events to write; later ones are only logged.
 
     Raises:
         ConfigError: a value is outside its range, or ``"retry"`` without ``max_non_finite_grad_retries``.
@@ -101,12 +101,12 @@ class NonFiniteHook(BaseHook):
         self.refused_steps = 0
         self.rollbacks = 0
         self._attempt: AttemptStart | None = None
-        self.foreign_states: set[tuple[str, int, int]] = set()  # checkpoints of another run, never gone back to
+        self.foreign_states: set[tuple[str, int, int]] = set()  # checkpoints of another run, never rolled back to
 
     # -- declaration and events -----------------------------------------------------------------------------------
 
     def refusal_plan(self, trainer: Engine) -> RefusalPlan:
-        """Ask the engine to hear of every refused step at once."""
+        """Return a plan, so that the engine checks every step at once."""
         if self.policy == "retry" and not trainer.max_non_finite_grad_retries:
             raise ConfigError(
                 "='retry': the trainer's max_non_finite_grad_retries is not set, so there would be no retry; "
@@ -123,7 +123,7 @@ class NonFiniteHook(BaseHook):
         )
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Set the events of another run aside."""
+        """Move the events of another run aside."""
         folder = in_workspace(trainer, self.path)
         for leftover in folder.glob(f".*{TEMPORARY}"):
             remove_leftover(leftover)
@@ -136,12 +136,12 @@ class NonFiniteHook(BaseHook):
             trainer.logger.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Count refused steps in a row."""
+        """Count consecutive refused steps."""
         if trainer.step_info["applied"]:
             self.in_a_row = 0
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keep the counts, so that the bounds hold over a resume."""
+        """Save the counts, so that the limits hold across a resume."""
         state_dict["hooks"][self.state_key] = {
             "in_a_row": self.in_a_row,
             "refused_steps": self.refused_steps,
@@ -196,7 +196,7 @@ class NonFiniteHook(BaseHook):
         if self.rollbacks >= self.max_rollbacks:
             return f"raised, after {self.max_rollbacks} rollbacks", False
         folder = in_workspace(trainer, self.checkpoints)
-        # A write of the last checkpoint may still be under way: the rollback must not depend on the disk.
+        # The last checkpoint may still be being written: the rollback must not depend on disk speed.
         for hook in trainer.hooks:
             hook.wait_for_writes()
         found = nearest_state(folder, trainer.step - 1, without=self.foreign_states, load=open_checkpoint)
@@ -213,7 +213,7 @@ class NonFiniteHook(BaseHook):
     # -- the record -----------------------------------------------------------------------------------------------
 
     def _described(self, trainer: Engine) -> dict[str, Any]:
-        """Return the event as plain values; its gradients are gone afterwards."""
+        """Return the event as plain values; clears its gradients."""
         names = parameter_names(trainer.model)
         groups = trainer.optimizer.param_groups
         with_gradient = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -238,7 +238,7 @@ class NonFiniteHook(BaseHook):
         }  # fmt: skip
 
     def _nearest_file(self, trainer: Engine) -> str | None:
-        """Return the name of the furthest checkpoint; None where there is none."""
+        """Return the name of the furthest checkpoint, or None."""
         if self.checkpoints.is_absolute() or trainer.workspace is not None:
             files = states_in(in_workspace(trainer, self.checkpoints))
             files = [path for path in files if stamp_of(path) not in self.foreign_states]
@@ -247,7 +247,7 @@ class NonFiniteHook(BaseHook):
         return None
 
     def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:
-        """Write the folder of an event under a temporary name and rename it; a failure must not end the run."""
+        """Write the folder of an event atomically; a failure must not end the run."""
         if self.max_events == 0:
             return None
         parent = in_workspace(trainer, self.path)
@@ -264,7 +264,7 @@ class NonFiniteHook(BaseHook):
                 plain = rng.to_plain()
                 write_bytes(lambda file: torch.save(plain, file), staged / "rng.pt")
             write_text(json.dumps(to_json(event), indent=2, allow_nan=False) + "\n", staged / "event.json")
-            shutil.rmtree(target, ignore_errors=True)  # of the same step, before this run was killed and resumed
+            shutil.rmtree(target, ignore_errors=True)  # of the same step, from before a kill and resume
             staged.replace(target)
             sync_folder(parent)
         except (CheckpointError, OSError) as error:
@@ -275,7 +275,7 @@ class NonFiniteHook(BaseHook):
 
 
 def _save_batch(trainer: Engine, path: Path) -> str:
-    """Save the micro-batches as a list; return the file's name, or why there is none."""
+    """Save the micro-batches as a list; return the name of the file, or the reason for its absence."""
     try:
         plain = [batch_as_plain(batch) for batch in trainer.attempt.group.batches]
     except TypeError as error:
@@ -295,7 +295,7 @@ def _same(again: list[float | None], before: list[float | None]) -> bool:
 
 
 def _text(value: float | None) -> float | str | None:
-    """Return a number that JSON has, or its name: here NaN and infinity are the point."""
+    """Return a finite number, or the name of a non-finite one, which matters here."""
     return value if value is None or is_finite(value) else repr(value)
 
 

@@ -1,4 +1,4 @@
-"""OptunaPruningHook: reports a metric to a trial of Optuna and ends a run that is pruned."""
+"""OptunaPruningHook: reports a metric to an Optuna trial and ends pruned runs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class OptunaPruningHook(BaseHook):
-    """Reporter of one metric to a trial of Optuna, which may prune the run.
+    """Hook that reports one metric to an Optuna trial, which may prune the run.
 
     The metric is a key of the epoch's record, such as ``"eval_loss"``, or of a ValidationHook, such as ``"val_loss"``;
     an epoch reports under its number, a ValidationHook under its step. A pruned run ends with ``optuna.TrialPruned``
-    after the step or epoch is complete, as Optuna expects of an objective. On several ranks pass Optuna's
-    ``TorchDistributedTrial``, with which all ranks prune alike.
+    after the step or epoch is complete, as Optuna expects of an objective. On several ranks, pass Optuna's
+    ``TorchDistributedTrial``, with which all ranks prune together.
 
     Args:
-        trial: of the study's objective.
-        metric: its value is reported; the direction is the study's.
+        trial: the objective's trial.
+        metric: metric to report; the direction is the study's.
 
     Raises:
         ConfigError: the trial cannot report or prune.
@@ -55,16 +55,16 @@ class OptunaPruningHook(BaseHook):
         self._pruned_at = None
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Report the metric where a ValidationHook logs it."""
+        """Report the metric when a ValidationHook logs it."""
         for path, value in {} if dry_run else flatten_nested_dict(records).items():
             if "_".join(path) == self.metric:
                 self._report(float(value), trainer.step)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Report the metric of the epoch's record, and end a run that is pruned.
+        """Report the metric of the epoch's record, and end a pruned run.
 
         Raises:
-            TrialPruned: Optuna's, where the trial is to be pruned.
+            TrialPruned: raised by Optuna, if the trial is pruned.
             ConfigError: no record so far has the metric.
         """
         record = next(iter(epoch_records(trainer)[-1:]), None)
@@ -76,7 +76,7 @@ class OptunaPruningHook(BaseHook):
         self._leave_if_pruned()
 
     def on_before_step(self, trainer: Engine) -> None:
-        """End a run that was pruned after this hook had seen the step before."""
+        """End a run that was pruned after this hook saw the previous step."""
         self._leave_if_pruned()
 
     def on_after_step(self, trainer: Engine) -> None:
@@ -84,15 +84,15 @@ class OptunaPruningHook(BaseHook):
         self._leave_if_pruned()
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run until the trial is pruned."""
+        """Allow any number of steps until the trial is pruned."""
         return None if self._pruned_at is None else 1
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keep the epochs or steps that were reported, so that a resumed trial reports none twice."""
+        """Save the reported epochs or steps, so that a resumed trial reports none twice."""
         state_dict["hooks"][self.state_key] = {"reported": list(self._reported)}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore the reported epochs or steps."""
         saved = (state_dict.get("hooks") or {}).get(self.state_key)
         if saved is not None:
             self._reported = [int(step) for step in saved["reported"]]

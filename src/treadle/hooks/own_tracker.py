@@ -1,4 +1,4 @@
-"""A tracker of the user's own: three methods, and the hook that calls them."""
+"""User-defined trackers: an interface of three methods, and the hook that calls them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What an object needs so that ``trackers=[...]`` takes it; called on rank 0 only.
+    """Interface of objects in ``trackers=[...]``; called on rank 0 only.
 
-    An exception in any of the three is logged once as a warning, and training continues.
+    An exception in any method is logged once as a warning, and training continues.
 
     Example:
         >>> class Lines:
@@ -30,33 +30,33 @@ class Tracker(Protocol):
     """
 
     def start(self, config: dict[str, Any], workspace: Path | None, step: int) -> None:
-        """Is called when training starts.
+        """Called when training starts.
 
         Args:
-            config: settings of the run, nested plain values.
+            config: settings of the run as nested plain values.
             workspace: the run folder, if there is one.
-            step: 0, or the step that a run resumes from; points after it will come again.
+            step: 0, or the step that a run resumes from; later points will be logged again.
         """
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Is called at every log point.
+        """Called at every log point.
 
         Args:
-            values: numbers (and texts, if the run logs some) under ``a/b`` keys.
+            values: numbers (and strings, if the run logs any) under ``a/b`` keys.
             step: optimizer steps attempted.
         """
 
     def finish(self, final: dict[str, float], error: BaseException | None) -> None:
-        """Is called at the end.
+        """Called at the end.
 
         Args:
             final: the final metrics under ``final/...``; empty after an error.
-            error: what ended the training, or None.
+            error: the error that ended training, or None.
         """
 
 
 class OwnTrackerHook(TrackerHook):
-    """Log points for an object with the methods of :class:`Tracker`.
+    """Hook that passes log points to an object with the methods of :class:`Tracker`.
 
     Args:
         tracker: the object.
@@ -69,22 +69,22 @@ class OwnTrackerHook(TrackerHook):
 
     @property
     def state_key(self) -> str:
-        """The class of the object; the hook has no state."""
+        """Class of the object; the hook has no state."""
         return f"tracker {type(self.tracker).__name__}"
 
     def open(self, trainer: Engine) -> None:
-        """Start it."""
+        """Start the tracker."""
         self._final = {}
         self.tracker.start(self.settings(trainer), trainer.workspace, trainer.step)
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Hand the values on."""
+        """Pass on the values."""
         self.tracker.log(values, trainer.step)
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Keep them for the end, which comes at once."""
+        """Keep the final metrics for ``finish``, which follows at once."""
         self._final = values
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
-        """Finish it."""
+        """Finish the tracker."""
         self.tracker.finish(self._final, error)

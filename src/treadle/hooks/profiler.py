@@ -1,4 +1,4 @@
-"""ProfilerHook: what a few steps spend their time on, as a chrome trace."""
+"""ProfilerHook: Chrome trace of a few steps."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class ProfilerHook(BaseHook):
-    """Trace of a few steps of rank 0 by ``torch.profiler``, as ``<path>/trace_step_<last step>.json``.
+    """``torch.profiler`` trace of a few steps on rank 0, written to ``<path>/trace_step_<last step>.json``.
 
-    Open the file in a trace viewer, for example chrome://tracing. Steps are counted from the start of this process,
-    so a resumed run is profiled again.
+    Open the file in a trace viewer such as chrome://tracing. Steps are counted from the start of this process, so a
+    resumed run is profiled again.
 
     Args:
         path: folder; relative to the trainer's workspace.
         wait: steps to skip in each round.
         warmup: steps to run the profiler without recording.
         active: steps to record, >= 1.
-        repeat: rounds, each with its own trace; 0 repeats to the end.
+        repeat: number of rounds, each with its own trace; 0 repeats to the end.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -64,10 +64,10 @@ class ProfilerHook(BaseHook):
         self._profiler.start()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Count the step; after the last round the profiler is gone."""
+        """Count the step; stop the profiler after the last round."""
         if self._profiler is None:
             return
-        profiler, self._profiler = self._profiler, None  # one that failed must not be stopped: that can crash
+        profiler, self._profiler = self._profiler, None  # a failed one must not be stopped: that can crash
         with self._guard(trainer, self, "profiling"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Profiler clears events", category=UserWarning)
             profiler.step()

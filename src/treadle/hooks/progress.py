@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class ProgressHook(IntervalHook):
-    """INFO line of step, times, ETA, memory, loss, gradient norm and learning rates.
+    """Hook that logs an INFO line of step, times, ETA, memory, loss, gradient norm and learning rates.
 
     ``Step   100/10000: step 0.2500s data 0.0100s eta 6:00:00 loss 0.5234 grad_norm 2.346 lr_0 1.00e-03``
 
-    Numbers have four significant digits. A line that comes before its interval is full, at the end of a run, gives the
-    number of steps that its means are taken over. On a GPU a line may be logged some steps after the one that it is
-    about, before the next line or a checkpoint: training goes on while the numbers are copied.
+    Numbers have four significant digits. A line for an incomplete interval, at the end of a run, states the number of
+    steps that its means cover. On a GPU a line may be logged some steps late, but before the next line or a checkpoint:
+    training continues while the numbers are copied.
 
     Args:
         interval: steps between lines.
@@ -45,7 +45,7 @@ class ProgressHook(IntervalHook):
         self._started = 0.0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Start the clock of this process; steps of an earlier one say nothing about its speed."""
+        """Start the clock of this process; steps of an earlier process do not count for its speed."""
         self._first_step = trainer.step
         self._started = time.perf_counter()
 
@@ -55,7 +55,7 @@ class ProgressHook(IntervalHook):
         width = len(str(total)) if total is not None else 1
         of = f"/{total}" if total is not None else ""
         parts = [f"Step {step:>{width}}{of}:"]
-        # A run that is resumed where nothing but an evaluation was left reports steps of another process.
+        # A run resumed with only an evaluation left reports steps of another process.
         parts += [f"{name} {means[f'{name}_time']:.4f}s" for name in ("step", "data") if f"{name}_time" in means]
         done = step - self._first_step
         if total is not None and done >= self.eta_warmup:

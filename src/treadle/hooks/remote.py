@@ -1,4 +1,4 @@
-"""RemoteWorkspaceHook: the workspace of a run in an object store, uploaded while training continues."""
+"""RemoteWorkspaceHook: workspace in an object store, uploaded during training."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ if TYPE_CHECKING:
 
 
 class RemoteWorkspaceHook(BaseHook):
-    """Mirror of the trainer's workspace in an object store: S3, Google Cloud Storage, or whatever fsspec reaches.
+    """Mirror of the trainer's workspace in an object store: S3, Google Cloud Storage, or any other that fsspec
+    supports.
 
-    When a run starts, the workspace is filled with the furthest state of the store, unless it holds one as far itself.
-    While it trains, a thread uploads each new state together with the other files of the workspace: objects first, a
-    manifest last, so that the store holds the old state or the new one at every moment. One process at a time writes.
+    When a run starts, the workspace is filled with the furthest state of the store, unless its own is equally far.
+    During training, a thread uploads each new state together with the other files of the workspace: objects first, a
+    manifest last, so that the store holds either the old or the new state at every moment. Only one process at a time
+    writes.
 
-    ``BaseTrainer(workspace="s3://bucket/run")`` adds this hook itself. It must come before a CheckpointingHook.
+    ``BaseTrainer(workspace="s3://bucket/run")`` adds this hook automatically. It must precede a CheckpointingHook.
 
-    An upload that fails is tried again, warned of, and tried again with the next state; if the last one of a run fails,
-    the run ends with its error. The local files are whole in any case.
+    A failed upload is retried, then causes a warning and is retried with the next state; if the last one of a run
+    fails, the run ends with its error. The local files are intact in any case.
 
     Args:
-        url: such as ``s3://bucket/runs/7``. ``s3://`` needs s3fs and ``gs://`` gcsfs.
-        options: for fsspec's file system, such as ``{"endpoint_url": "https://..."}``.
-        part_size: bytes of the largest object, >= 1; a larger file is several.
-        lease: seconds without a heartbeat after which another process that wrote there is taken for dead, > 0.
-        poll: seconds between two looks for new states, > 0.
+        url: URL such as ``s3://bucket/runs/7``. ``s3://`` needs s3fs and ``gs://`` gcsfs.
+        options: options of fsspec's file system, such as ``{"endpoint_url": "https://..."}``.
+        part_size: largest size of an object in bytes, >= 1; larger files are split.
+        lease: seconds without a heartbeat after which another writing process is considered dead, > 0.
+        poll: seconds between two checks for new states, > 0.
 
     Raises:
-        ConfigError: a value is outside its range, or the URL cannot be reached for want of a package.
+        ConfigError: a value is outside its range, or a package for the URL is missing.
 
     Example:
         >>> hook = RemoteWorkspaceHook("memory://runs/7")
@@ -72,11 +74,11 @@ class RemoteWorkspaceHook(BaseHook):
         self._thread: threading.Thread | None = None
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Fill the workspace from the store, before a CheckpointingHook looks there.
+        """Fill the workspace from the store, before a CheckpointingHook reads it.
 
         Raises:
-            ConfigError: the trainer has no workspace, or ranks on other machines do not see it.
-            CheckpointError: the store cannot be reached, or none of its states is intact.
+            ConfigError: the trainer has no workspace, or ranks on other machines cannot access it.
+            CheckpointError: the store is unreachable, or none of its states is intact.
         """
         if trainer.workspace is None:
             raise ConfigError("a RemoteWorkspaceHook needs a local folder to mirror", argument="workspace")
@@ -94,14 +96,14 @@ class RemoteWorkspaceHook(BaseHook):
         remote = self._remote = RemoteWorkspace(self.store, trainer.workspace, **self._settings)  # type: ignore[arg-type]
         if remote.restore(self._said.append):
             trainer.logger.info("%s: filled from %s", trainer.workspace, self.store.url)
-        elif remote.ahead():  # of a run that was killed before it was uploaded, and may be finished now
+        elif remote.ahead():  # from a run that was killed before the upload, and may be finished now
             with self._claimed():
                 remote.publish()
         self._tidy(remote)
 
     def _tidy(self, remote: RemoteWorkspace) -> None:
-        """Delete what a kill during an upload has left: a run that has nothing more to do uploads nothing."""
-        with contextlib.suppress(CheckpointError):  # somebody else holds the URL, or reads it as damaged later
+        """Delete leftovers of a killed upload: a finished run uploads nothing."""
+        with contextlib.suppress(CheckpointError):  # another process holds the URL, or damage is reported later
             if remote.leftovers():
                 with self._claimed():
                     remote.tidy()
@@ -113,11 +115,11 @@ class RemoteWorkspaceHook(BaseHook):
         try:
             yield
         finally:
-            with contextlib.suppress(CheckpointError):  # the lease ends without it
+            with contextlib.suppress(CheckpointError):  # the lease expires anyway
                 self._remote.claim.release()
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Hold the folder in the store for this process."""
+        """Claim the folder in the store for this process."""
         return self._held(trainer)
 
     @contextlib.contextmanager
@@ -130,12 +132,12 @@ class RemoteWorkspaceHook(BaseHook):
             yield
         finally:
             if remote is not None:
-                with contextlib.suppress(CheckpointError):  # the lease ends without it
+                with contextlib.suppress(CheckpointError):  # the lease expires anyway
                     remote.claim.release()
             self._remote = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Start to upload."""
+        """Start uploading."""
         if self._remote is not None and distributed.rank() == 0:
             self._stopped.clear()
             self._thread = threading.Thread(
@@ -155,12 +157,12 @@ class RemoteWorkspaceHook(BaseHook):
                 failed = time.monotonic() + 10 * self._poll
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Log what went wrong in the thread since the step before."""
+        """Log errors in the thread since the previous step."""
         if self._said:
             self._speak(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run: what goes wrong in the thread is a matter of time."""
+        """Allow any number of steps: errors in the thread do not depend on steps."""
         return None
 
     def _speak(self, trainer: Engine) -> None:
@@ -168,10 +170,10 @@ class RemoteWorkspaceHook(BaseHook):
             trainer.logger.warning("%s", self._said.pop(0))
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Upload what the run ended with.
+        """Upload the final state.
 
         Raises:
-            CheckpointError: it could not be uploaded, and the run itself did not fail.
+            CheckpointError: the upload failed, and the run itself did not.
         """
         if error is None:
             on_rank_0(self._finish)
@@ -213,7 +215,7 @@ def staging_of(url: str) -> Path:
 
 
 def local_workspace(workspace: Path | str | None) -> tuple[Path | None, RemoteWorkspaceHook | None]:
-    """Return the local folder of a workspace, absolute, and the hook that mirrors it if the workspace is a URL.
+    """Return the absolute local folder of a workspace, and the hook that mirrors it if the workspace is a URL.
 
     Example:
         >>> local_workspace(None)

@@ -1,4 +1,4 @@
-"""RemoteShardsHook: checkpoints that every rank writes to an object store itself, without a folder that all see."""
+"""RemoteShardsHook: sharded checkpoints written by every rank to an object store, without a shared folder."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 
 class RemoteShardsHook(SavingHook):
-    """Saves of every rank's part of the state to an object store, every ``interval`` steps, at the end and at a signal.
+    """Hook that saves every rank's part of the state to an object store, at intervals, at the end and on signals.
 
-    For runs on several machines whose state is too large for one of them to upload: ``torch.distributed.checkpoint``
-    writes each rank's tensors through fsspec, and each rank reads the blocks it needs. No local disk is used. A run
-    resumes from the furthest intact checkpoint below the URL, on any number of ranks. Use it in place of a
-    CheckpointingHook; one process, or group of ranks, at a time writes below a URL.
+    This is for runs on several machines whose state is too large to upload from one of them:
+    ``torch.distributed.checkpoint`` writes each rank's tensors through fsspec, and each rank reads the blocks it needs.
+    No local disk is used. A run resumes from the furthest intact checkpoint below the URL, on any number of ranks. Use
+    it in place of a CheckpointingHook; one process, or group of ranks, at a time writes below a URL.
 
     Args:
-        url: such as ``s3://bucket/runs/7/shards``; nothing else may be below it.
+        url: URL such as ``s3://bucket/runs/7/shards``; nothing else may be below it.
         interval: steps between checkpoints, >= 1.
-        keep_previous: how many of the furthest to keep, >= 1; None keeps all.
+        keep_previous: number of checkpoints to keep, >= 1; None keeps all.
         options: for fsspec's file system, such as ``{"endpoint_url": "https://..."}``.
-        background: write during training. Costs host memory for a copy of each rank's part.
-        exit_signals: a signal or several that save and leave.
-        lease: seconds without a heartbeat after which another process that wrote there is taken for dead, > 0.
+        background: write during training. Takes host memory for a copy of each rank's part.
+        exit_signals: one or several signals on which to save and exit.
+        lease: seconds without a heartbeat after which another writing process is considered dead, > 0.
 
     Raises:
         ConfigError: a value is outside its range, or the URL cannot be reached for want of a package.
@@ -60,7 +60,7 @@ class RemoteShardsHook(SavingHook):
     ):
         check_least(1, interval=interval, keep_previous=keep_previous)
         check_above(0, lease=lease)
-        exit_plan(exit_signals, lambda: None)  # refuse bad values now
+        exit_plan(exit_signals, lambda: None)  # validates the values now
         super().__init__(background=background)
         self.store = ObjectStore(url, options=dict(options or {}))
         self.interval = interval
@@ -75,10 +75,10 @@ class RemoteShardsHook(SavingHook):
         return RemoteShards(self.store)
 
     def checkpoint_to_resume(self, trainer: Engine) -> Mapping[str, Any] | None:
-        """Open the furthest checkpoint that is intact; warn of each one that is not.
+        """Open the furthest intact checkpoint; warn about each damaged one.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is intact.
+            CheckpointError: there are checkpoints, but none is intact.
         """
         problems, names = [], on_rank_0(self._shards.whole)
         for name in names:
@@ -96,7 +96,7 @@ class RemoteShardsHook(SavingHook):
         return None
 
     def claim(self, trainer: Engine) -> AbstractContextManager[None]:
-        """Hold the URL for this run."""
+        """Claim the URL for this run."""
         return self._held()
 
     @contextlib.contextmanager
@@ -109,12 +109,12 @@ class RemoteShardsHook(SavingHook):
                 self._claim.release()
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Make ready to write.
+        """Prepare for writing.
 
         Raises:
-            CheckpointError: the URL holds a state of another run that is further than where this one begins.
+            CheckpointError: the URL holds a state of another run beyond the start of this one.
         """
-        writers_group()  # made here, where all ranks are at the same point
+        writers_group()  # created here, where all ranks are at the same point
         furthest = on_rank_0(lambda: next(iter(self._shards.whole()), None))
         here = Reach(trainer.step, trainer.epoch)
         if self._saved is None and furthest is not None and self._shards.reach(furthest) > here:
@@ -124,26 +124,26 @@ class RemoteShardsHook(SavingHook):
             )
 
     def _is_due(self, trainer: Engine) -> bool:
-        """Return whether the present step is one of the interval, or the last one."""
+        """Return whether the current step is in the interval or the last one."""
         return trainer.step % self.interval == 0 or trainer.is_last_step
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let steps run up to the next checkpoint; while one is being written, each is looked at."""
+        """Allow steps up to the next checkpoint; every step is checked while one is being written."""
         return 1 if self._writer.in_flight else self.interval - trainer.step % self.interval
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Save at a signal, if signals were named."""
+        """Save on a signal, if signals are given."""
         return exit_plan(self._signals, lambda: self._save_and_leave(trainer))
 
     def _begin_save(self, trainer: Engine, *, background: bool) -> None:
-        """Write this rank's part of the present state and, once all are there, delete older checkpoints."""
+        """Write this rank's part of the current state and, once complete, delete older checkpoints."""
         collect = lambda buffers: trainer.state_dict(buffers=buffers, parts=True)  # noqa: E731
         self._writer.save_folder(
             collect, self._write(trainer, Reach(trainer.step, trainer.epoch)), background=background
         )
 
     def _write(self, trainer: Engine, reach: Reach) -> Callable[[Mapping[str, Any]], None]:
-        """Return what writes this rank's part of a copy of the present state; it reads nothing of the trainer."""
+        """Return a function that writes this rank's part of the current state, independent of the trainer."""
         reach, equal = Reach(trainer.step, trainer.epoch), equal_names(trainer)
         shards, keep, state = self._shards, self.keep_previous, trainer.state
 

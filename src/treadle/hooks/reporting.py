@@ -1,4 +1,4 @@
-"""What reporting hooks share: means over the steps since the last report, kept on the device, exact over a resume."""
+"""Base of reporting hooks: means over the steps since the last report, kept on the device, exact after a resume."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a report is made of, on its way to the host.
+    """Data of a report, during its copy to the host.
 
     Attributes:
-        names: of the means and of the times.
-        numbers: theirs, and the learning rate of each parameter group.
-        known: what the host knows already, by the names of a report.
+        names: names of the means and times.
+        numbers: their values, and the learning rate of each parameter group.
+        known: values already on the host, by their names in a report.
     """
 
     names: list[tuple[tuple[str, ...], bool]]
@@ -35,11 +35,10 @@ class _Sent:
 
 
 class IntervalHook(BaseHook):
-    """Collector of every step that calls :meth:`report` at ``step % interval == 0`` and at the last step.
+    """Base class of hooks that call :meth:`report` at ``step % interval == 0`` and at the last step.
 
-    Loss and records are weighted means over the steps since the last report, times are plain means, the learning
-    rates are those of the last step. What was collected is part of the checkpoint, so a resumed run reports the same
-    numbers.
+    Loss and records are weighted means over the steps since the last report, times are plain means, learning rates are
+    those of the last step. The collected sums are part of the checkpoint, so a resumed run reports the same numbers.
 
     Args:
         interval: steps between reports, >= 1.
@@ -48,34 +47,34 @@ class IntervalHook(BaseHook):
 
     writes = True
     writes_in_workspace_alone = True
-    _may_report_late = False  # some steps later, so that the device does not run dry while the host reads it
+    _may_report_late = False  # some steps late, so that the device does not idle while the host reads
 
     def __init__(self, interval: int, *, sync: bool):
         check_least(1, interval=interval)
         self.interval = interval
         self.sync = sync
         self._means = RunningMeans()
-        self._times = RunningMeans()  # of this process; no part of an exact resume
+        self._times = RunningMeans()  # of this process; not part of an exact resume
         self._retries = 0
         self._pending = False
-        self._sent: _Sent | None = None  # what is still to be reported
+        self._sent: _Sent | None = None  # pending report
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Collect the step and report when it is time; read nothing on the host before that."""
+        """Collect the step and report if due; read nothing on the host before that."""
         self._collect(trainer)
         if self._sent is not None or trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let steps run up to the next report."""
+        """Allow steps up to the next report."""
         return self.interval - trainer.step % self.interval
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Collect the steps of a block and report when it is time."""
+        """Collect the steps of a block and report if due."""
         info, count = trainer.step_info, len(block)
         block.add_to(self._means)
         self._times.add_value(("step_time",), info["step_time"], float(count))
-        self._times.add_value(("data_time",), 0.0, float(count))  # the steps gather their own batches
+        self._times.add_value(("data_time",), 0.0, float(count))  # captured steps gather their own batches
         self._means.add_column(("grad_norm",), block.numbers[:, 0], 1.0)
         for _ in range(count):
             self._means.add_total(("num_samples",), info["num_samples"])
@@ -83,17 +82,17 @@ class IntervalHook(BaseHook):
         self._report_if_due(trainer)
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Report what is still to be reported."""
+        """Deliver a pending report."""
         self._deliver(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Report the rest."""
+        """Report the remaining steps."""
         self._deliver(trainer)
         if self._pending:
             self._report(trainer)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Report what is still to be reported, unless an error ends the run."""
+        """Deliver a pending report, unless an error ended the run."""
         if error is None:
             self._deliver(trainer)
         self._sent = None
@@ -121,8 +120,8 @@ class IntervalHook(BaseHook):
     def _report(self, trainer: Engine) -> None:
         self._deliver(trainer)
         late = self._may_report_late and trainer.num_ranks == 1 and not trainer.is_last_step
-        if not late and (self.sync or trainer.num_ranks == 1):  # else the other ranks would not hear of it
-            trainer.raise_if_refused()  # the device is read anyway, and what it refused is an error, not a number
+        if not late and (self.sync or trainer.num_ranks == 1):  # else the other ranks would not know
+            trainer.raise_if_refused()  # the device is read anyway, and a refused step is an error
         known = {"step": trainer.step, "report_time": time.perf_counter(), "retries": self._retries}
         if "max_memory" in trainer.step_info:
             known["max_memory"] = float(trainer.step_info["max_memory"])
@@ -136,7 +135,7 @@ class IntervalHook(BaseHook):
             self._deliver(trainer)
 
     def _deliver(self, trainer: Engine) -> None:
-        """Report what was sent."""
+        """Deliver a sent report."""
         sent, self._sent = self._sent, None
         if sent is None:
             return
@@ -148,18 +147,18 @@ class IntervalHook(BaseHook):
         self.report(trainer, means)
 
     def report(self, trainer: Engine, means: dict[str, Any]) -> None:
-        """Show the means; overridden by each hook.
+        """Report the means; overridden by each hook.
 
         Args:
             trainer: the engine.
-            means: ``loss``, ``records``, ``step_time``, ``data_time``, ``grad_norm``, ``num_samples`` (a total),
-                ``lr`` (one per parameter group), ``retries``, and ``max_memory`` where it is measured; ``step``, and
-                ``report_time``, the seconds of ``time.perf_counter`` then.
+            means: ``loss``, ``records``, ``step_time``, ``data_time``, ``grad_norm``, ``num_samples`` (a total), ``lr``
+                (one per parameter group), ``retries``, and ``max_memory`` if measured; ``step``, and ``report_time``,
+                the time of the report in seconds of ``time.perf_counter``.
         """
         raise NotImplementedError
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keep the running means of the open interval."""
+        """Save the running means of the open interval."""
         self._deliver(trainer)
         state_dict["hooks"][self.state_key] = {
             "means": self._means.state_dict(),

@@ -1,4 +1,4 @@
-"""SavingHook, the base of hooks that save at chosen steps, and BackgroundErrorHook, for other background writes."""
+"""SavingHook, the base class of hooks that save at chosen steps, and BackgroundErrorHook for other writers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class SavingHook(BaseHook):
-    """Base of hooks that save at steps that are due, at the end of the run and at a signal, each state once.
+    """Base class of hooks that save at due steps, at the end of the run and on signals, each state once.
 
-    A subclass has ``_is_due`` and ``_begin_save``, and makes an exit plan of ``_save_and_leave``.
+    A subclass defines ``_is_due`` and ``_begin_save``, and builds an exit plan from ``_save_and_leave``.
 
     Args:
         background: write during training.
@@ -45,26 +45,26 @@ class SavingHook(BaseHook):
         self._saved: Reach | None = None
 
     def _is_due(self, trainer: Engine) -> bool:
-        """Return whether the state of the present step is to be saved."""
+        """Return whether to save the state of the current step."""
         raise NotImplementedError
 
     def _begin_save(self, trainer: Engine, *, background: bool) -> None:
-        """Give the present state to the writer."""
+        """Pass the current state to the writer."""
         raise NotImplementedError
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Ask for a checkpoint when one is due; it is written once every hook has seen the step."""
+        """Request a checkpoint if due; it is written once every hook has seen the step."""
         if self._writer.in_flight and self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self.wait_for_writes)
         if self._is_due(trainer):
             trainer.request_write(lambda: self.save(trainer))
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tell the other ranks whether this one still writes, so that all hear of an error at the same step."""
+        """Send whether this rank is still writing, so that all ranks raise an error at the same step."""
         return self._writer.notice
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Save the state that the run ended with, its last epoch included, and wait for the background write."""
+        """Save the final state, including the last epoch, and wait for the background write."""
         trainer.request_write(lambda: self._save_end(trainer))
 
     def _save_end(self, trainer: Engine) -> None:
@@ -77,15 +77,15 @@ class SavingHook(BaseHook):
         self._writer.close(error)
 
     def save(self, trainer: Engine) -> None:
-        """Write the present state, once; with ``background=True`` it returns when the state is copied.
+        """Write the current state, once; with ``background=True``, return once the state is copied.
 
         Raises:
-            CheckpointError: it could not be written, or the one before could not.
+            CheckpointError: this or the previous write failed.
         """
         self._save(trainer, background=self._background)
 
     def _save_and_leave(self, trainer: Engine) -> None:
-        """Write the present state in the foreground; it makes up for one that failed before."""
+        """Write the current state in the foreground, which makes up for an earlier failed write."""
         late = self._writer.settle()
         if late is not None:
             self._saved = None
@@ -98,12 +98,12 @@ class SavingHook(BaseHook):
         """Wait for the background write.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the write failed.
         """
         try:
             self._writer.wait()
         except CheckpointError:
-            self._saved = None  # a later occasion at the same step tries again
+            self._saved = None  # a later save at the same step tries again
             raise
 
     def _save(self, trainer: Engine, *, background: bool) -> None:
@@ -111,19 +111,19 @@ class SavingHook(BaseHook):
         reach = Reach(trainer.step, trainer.epoch)
         if self._saved != reach:
             for writer in trainer.state.writers:
-                writer.wait()  # else a kill could leave a state that names a best epoch whose weights are not on disk
+                writer.wait()  # else a kill could leave a state with a best epoch whose weights are not on disk
             self._begin_save(trainer, background=background)
             self._saved = reach
 
 
 def equal_names(trainer: Engine) -> set[str]:
-    """Return the names of the weights that are equal on all ranks: those that are not spread over them."""
+    """Return the names of weights that are equal on all ranks: those that are not sharded."""
     named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
     return {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
 
 
 class BackgroundErrorHook(BaseHook):
-    """Hook that raises the error of a background write once every hook has seen the step in which it ended.
+    """Hook that raises the error of a background write once every hook has seen the step in which the write ended.
 
     Args:
         writer: writes the checkpoints.
@@ -135,16 +135,16 @@ class BackgroundErrorHook(BaseHook):
         self._writer = writer
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Ask for the error, if a write has ended."""
+        """Request the error to be raised, if a write has ended."""
         if self._writer.ended(trainer.rank_notices(self._writer.notice)):
             trainer.request_write(self._writer.wait)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run; while a checkpoint is being written, each is looked at."""
+        """Allow any number of steps; every step is checked while a checkpoint is being written."""
         return 1 if self._writer.in_flight else None
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
-        """Tell the other ranks whether this one still writes."""
+        """Send whether this rank is still writing."""
         return self._writer.notice
 
     def wait_for_writes(self) -> None:

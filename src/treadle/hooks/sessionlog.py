@@ -1,4 +1,4 @@
-"""SessionLogHook: which processes worked on a run, on what, how fast, and how each of them ended."""
+"""SessionLogHook: log of the processes of a run, with their devices, speed and exit status."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from treadle.hooks.tracking import Guard
 if TYPE_CHECKING:
     from treadle.engine import Engine
 
-_SHORTEST, _LONGEST = 1.0, 60.0  # seconds between two lines
+_SHORTEST, _LONGEST = 1.0, 60.0  # seconds between lines
 
 
 class SessionLogHook(BaseHook):
-    """File ``sessions.jsonl``: a line when a process starts, one now and then with the step, one when it ends.
+    """File ``sessions.jsonl``: a line at the start of a process, lines with the step at intervals, one at the end.
 
     Each line has ``event``, ``step``, ``epoch``, ``time`` (seconds since 1970) and ``total_steps`` (null if unknown).
-    ``start`` has also ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters``, ``versions``
-    and the ``limits`` that are set; ``end`` has ``status``: ``finished``, ``stopped`` (a signal, or before the target;
-    with the ``reason`` where that is ``max_time``) or ``failed`` with the ``error``. A killed process leaves no
-    ``end``. Lines ``step`` come at most every second and at least every minute that has a step. The time axis of
-    ``treadle report`` and the status in ``treadle runs`` are made of them; every face adds this log to its run folders
-    by itself.
+    ``start`` also has ``target``, ``device``, ``ranks``, ``threads``, ``precision``, ``num_parameters``, ``versions``
+    and the ``limits`` that are set; ``end`` has ``status``: ``finished``, ``stopped`` (by a signal, or before the
+    target; with ``reason`` if that is ``max_time``) or ``failed`` with ``error``. A killed process leaves no ``end``.
+    Lines ``step`` are written at most every second, and at least every minute that has a step. They provide the time
+    axis of ``treadle report`` and the status in ``treadle runs``; every front end adds this log to its run folders
+    automatically.
 
-    A resumed run first cuts the lines after its step; a run that starts from nothing renames the file it finds. A file
-    that cannot be written is a warning and does not end the training.
+    A resumed run first truncates the lines after its step; a fresh run renames an existing file. An unwritable file
+    causes a warning and does not end training.
 
     Args:
         path: the file; relative to the trainer's workspace.
@@ -47,7 +47,7 @@ class SessionLogHook(BaseHook):
     """
 
     writes = True
-    _may_fail_to_write = True  # and warns of it: the log of sessions is worth no run
+    _may_fail_to_write = True  # with a warning: the session log must not end a run
 
     @checked
     def __init__(self, path: str | Path = "sessions.jsonl"):
@@ -58,11 +58,11 @@ class SessionLogHook(BaseHook):
         self._due = 0.0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Write the line of the start."""
+        """Write the start line."""
         path = file_in_workspace(trainer, self.path)
         if distributed.rank() != 0:
             return
-        self._started = time.monotonic()  # the time of day may be set back
+        self._started = time.monotonic()  # the system clock may be set back
         self._due = self._started + _SHORTEST
         with self._guard(trainer, self, "opening the file"):
             continue_lines(trainer, path)
@@ -70,7 +70,7 @@ class SessionLogHook(BaseHook):
             self._write(trainer, "start", **_surroundings(trainer))
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Write a line where a hundredth of this process's time has gone by since the last one."""
+        """Write a line if a hundredth of this process's time has passed since the last one."""
         now = time.monotonic()
         if self._file is None or now < self._due:
             return
@@ -79,11 +79,11 @@ class SessionLogHook(BaseHook):
             self._write(trainer, "step")
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run: the session log is written by time, not by step."""
+        """Allow any number of steps: the session log is written by time, not by step."""
         return None
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Write the line of the end."""
+        """Write the end line."""
         if self._file is None:
             return
         status = "failed"
@@ -106,7 +106,7 @@ class SessionLogHook(BaseHook):
 
 
 def _surroundings(trainer: Engine) -> dict[str, Any]:
-    """Return what a run does not choose by its settings, and nothing that names the machine or its user."""
+    """Return the environment of a run beyond its settings, without identifying machine or user."""
     device, limits = trainer.device, trainer.settings.limits.given()
     return {
         **({"limits": limits} if limits else {}),

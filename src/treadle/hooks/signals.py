@@ -1,4 +1,4 @@
-"""SignalHook: saves and leaves when the system asks the run to stop."""
+"""SignalHook: saves and exits on signals."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class SignalHook(BaseHook):
-    """Save at the next step boundary after a signal, and exit with 128 + its number.
+    """Hook that saves at the next step boundary after a signal, and exits with 128 + its number.
 
     Args:
         write: saves the state.
-        exit_signals: a signal or several; by default SIGTERM and SIGINT.
+        exit_signals: one or several signals; by default SIGTERM and SIGINT.
         exit_code: ``"128+signal"`` or a number.
         exit_wait: seconds or a timedelta to sleep between saving and exiting.
 
@@ -45,5 +45,5 @@ class SignalHook(BaseHook):
         self._plan = exit_plan(exit_signals, write, code=exit_code, wait=exit_wait)
 
     def exit_plan(self, trainer: Engine) -> ExitPlan | None:
-        """Return what was asked for."""
+        """Return the exit plan."""
         return self._plan

@@ -1,4 +1,4 @@
-"""StepLogHook: one line of JSON for every step, which ``treadle replay`` compares with."""
+"""StepLogHook: one JSON line per step, for comparison by ``treadle replay``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
     from treadle.engine.block import StepBlock
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps makes one for each call
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps creates one per call
 
 
 class StepRows:
-    """Rows about steps whose numbers stay on the device until all are read with one transfer.
+    """Rows of steps whose numbers stay on the device until they are all read with one transfer.
 
     Example:
         >>> rows = StepRows()
@@ -37,14 +37,14 @@ class StepRows:
 
     def __init__(self) -> None:
         self._rows: list[dict[str, Any]] = []
-        self._blocks: list[tuple[int, BlockRows]] = []  # with the number of rows before
+        self._blocks: list[tuple[int, BlockRows]] = []  # with the number of earlier rows
         self._latest: BlockRows | None = None
 
     def __len__(self) -> int:
         return len(self._rows) + len(self._blocks)
 
     def add(self, trainer: Engine) -> None:
-        """Note the present step."""
+        """Record the current step."""
         info = trainer.step_info
         self._rows.append({
             "step": trainer.step, "epoch": trainer.epoch + 1, "position": trainer.cursor.position,
@@ -55,12 +55,12 @@ class StepRows:
         })  # fmt: skip
 
     def add_block(self, block: StepBlock) -> None:
-        """Note the steps of a block, whose numbers set out for the host."""
+        """Record the steps of a block, and start copying their numbers to the host."""
         self._latest = BlockRows(block, self._latest)
         self._blocks.append((len(self._rows), self._latest))
 
     def lines(self) -> list[str]:
-        """Return the rows as lines of JSON and forget them."""
+        """Return and clear the rows, as JSON lines."""
         single, blocks = [_line(row) for row in self.read()], self._blocks
         self._blocks = []
         lines, at = [], 0
@@ -71,7 +71,7 @@ class StepRows:
         return lines + single[at:]
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the rows of single steps as plain values and forget them."""
+        """Return and clear the rows of single steps, as plain values."""
         rows, self._rows = self._rows, []
         places: list[tuple[Any, Any]] = []
         for row in rows:
@@ -85,11 +85,11 @@ class StepRows:
 
 
 class BlockRows:
-    """Rows about the steps of a block, whose numbers are copied to the host while it runs.
+    """Rows of the steps of a block, whose numbers are copied to the host during training.
 
     Args:
-        block: the steps.
-        before: rows of a block before; rates that have not changed since are not copied again.
+        block: block of steps.
+        before: rows of an earlier block; unchanged learning rates are not copied again.
     """
 
     def __init__(self, block: StepBlock, before: BlockRows | None = None):
@@ -102,7 +102,7 @@ class BlockRows:
             self._rates = [OnTheWay(rate.double()) if isinstance(rate, Tensor) else rate for rate in block.rates]
 
     def lines(self) -> list[str]:
-        """Return the rows as lines of JSON, as those of single steps are."""
+        """Return the rows as JSON lines, like those of single steps."""
         numbers, block = self._numbers.arrived(), self._block
         rates: list[float] = [rate.tolist() if isinstance(rate, OnTheWay) else rate for rate in self._rates]
         steps = range(block.first_step, block.first_step + len(block))
@@ -125,7 +125,7 @@ class BlockRows:
 
 
 def _finished(row: dict[str, Any]) -> dict[str, Any]:
-    """Make one loss of those of the micro-batches, which are kept beside it where there are several."""
+    """Combine the losses of micro-batches into one; keep them too if there are several."""
     losses, weights, sums = row["loss"], row.pop("weight"), row.pop("sums")
     counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if loss is not None]
     if len(losses) > 1:
@@ -139,13 +139,14 @@ def _finished(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class StepLogHook(BaseHook):
-    """Line ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries", "reason"}`` per step.
+    """Hook that writes a line ``{"step", "epoch", "position", "loss", "grad_norm", "lr", "applied", "retries",
+    "reason"}`` per step.
 
     ``epoch`` is 1-based, ``position`` counts the micro-batches of the epoch consumed, ``loss`` is the step's loss to
-    the last bit (with accumulation the weighted mean, and ``losses`` holds each); NaN and infinities are null. The
-    lines of ``interval`` steps are written at once, with one read of the device, and before every checkpoint. A
-    resumed run first cuts the lines after its step; a run that starts from nothing renames the file it finds. Lines
-    that cannot be written, on a full disk say, are left out with a warning and do not end the training.
+    the last bit (with accumulation, the weighted mean; ``losses`` holds all); NaN and infinities are null. The lines of
+    ``interval`` steps are written together, with one read of the device, and before every checkpoint. A resumed run
+    first truncates the lines after its step; a fresh run renames an existing file. Lines that cannot be written, for
+    example on a full disk, are dropped with a warning and do not end training.
 
     Args:
         path: the file; relative to the trainer's workspace.
@@ -170,7 +171,7 @@ class StepLogHook(BaseHook):
         self._file: Path | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Set the file of another run aside, or cut what a resumed run will write again."""
+        """Rename the file of another run, or truncate what a resumed run will rewrite."""
         path = file_in_workspace(trainer, self.path)
         self._rows = StepRows()
         if distributed.rank() == 0:
@@ -178,7 +179,7 @@ class StepLogHook(BaseHook):
             self._file = path
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Note the step and write when it is time."""
+        """Record the step and write if due."""
         if self._file is None:
             return
         self._rows.add(trainer)
@@ -186,33 +187,33 @@ class StepLogHook(BaseHook):
             self.flush(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run."""
+        """Allow any number of steps."""
         return None
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Note the steps of a block and write when it is time."""
+        """Record the steps of a block and write if due."""
         if self._file is None:
             return
         if trainer.step // self.interval > (block.first_step - 1) // self.interval:
-            self.flush(trainer)  # what came before the block: its own numbers would be waited for
+            self.flush(trainer)  # steps before the block; the block's own numbers would have to be waited for
         self._rows.add_block(block)
         if trainer.is_last_step:
             self.flush(trainer)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Write what a run that resumes from this state would not see again."""
+        """Write the rows that a run resumed from this state would not repeat."""
         self.flush(trainer)
         state_dict["hooks"][self.state_key] = {"through": trainer.step}
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Write the rest, and the step that ended training as non-finite."""
+        """Write the remaining rows, and the non-finite step that ended training."""
         if self._file is not None and isinstance(error, NonFiniteError) and error.step == trainer.step:
             self._rows.add(trainer)
         self.flush(trainer)
         self._file = None
 
     def flush(self, trainer: Engine) -> None:
-        """Write the rows that were collected."""
+        """Write the collected rows."""
         if self._file is None or not len(self._rows):
             return
         lines = self._rows.lines()
@@ -221,7 +222,7 @@ class StepLogHook(BaseHook):
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON, searched for non-finite numbers only where it has some."""
+    """Return a row as JSON, replacing non-finite numbers only if there are any."""
     try:
         return _encode(row)
     except ValueError:
@@ -229,7 +230,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def read_steps(path: Path) -> Mapping[int, dict[str, Any]]:
-    """Return the rows of a file that StepLogHook wrote, by step; damaged lines are left out.
+    """Return the rows of a StepLogHook file by step, without damaged lines.
 
     Example:
         >>> read_steps(Path("no_such_file.jsonl"))

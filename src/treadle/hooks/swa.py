@@ -1,4 +1,4 @@
-"""SwaHook: keeps the equal average of the weights of the last part of a run."""
+"""SwaHook: stochastic weight averaging over the last part of a run."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class SwaHook(AveragingHook):
-    """Equal average of the weights from an applied step on, scored by evaluations in place of the weights.
+    """Equal average of the weights, starting at an applied step, which evaluations score in place of the weights.
 
-    Before ``start`` the average is the weights. A model with BatchNorm gets the statistics of its average by a pass
-    over the training data after the last step, as ``torch.optim.swa_utils.update_bn`` does; evaluations before that
-    score the average with the statistics of the model. For a constant rate while averaging pass
-    ``scheduler=treadle.SwaSchedule(...)`` to the trainer. Put the hook before one that evaluates.
+    Before ``start`` the average equals the weights. For a model with BatchNorm, the statistics of the average are
+    computed by a pass over the training data after the last step, as ``torch.optim.swa_utils.update_bn`` does; earlier
+    evaluations use the statistics of the model. For a constant learning rate during averaging, pass
+    ``scheduler=treadle.SwaSchedule(...)`` to the trainer. Put the hook before hooks that evaluate.
 
     Args:
-        start: the first applied step whose weights count, >= 1.
-        update_interval: applied steps between two of them, such as those of an epoch.
+        start: first applied step whose weights are averaged, >= 1.
+        update_interval: applied steps between updates, such as those of an epoch.
         bn_loader: batches for the statistics of BatchNorm; None takes the training loader.
-        device: where the average lives; None puts it beside the model.
-        name: its key in the checkpoint.
+        device: device of the average; None puts it on the model's device.
+        name: key in the checkpoint.
 
     Raises:
-        ConfigError: a value is outside its range, or a data set is given where a loader belongs.
+        ConfigError: a value is outside its range, or a data set is given in place of a loader.
 
     Example:
         >>> hook = SwaHook(start=750, update_interval=10)
@@ -66,10 +66,10 @@ class SwaHook(AveragingHook):
 
     @property
     def swa_model(self) -> Swa:
-        """The ``AveragedModel``; ``swa_model.module`` is the averaged net.
+        """The ``AveragedModel``; ``swa_model.module`` is the averaged model.
 
         Raises:
-            ConfigError: it is asked for before training started or a state was loaded.
+            ConfigError: accessed before training has started or a state was loaded.
         """
         return cast("Swa", self._made_average())
 
@@ -77,28 +77,28 @@ class SwaHook(AveragingHook):
         return Swa(model, start=self.start, update_interval=self.update_interval, device=self.device)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Measure the statistics of BatchNorm after the last step, so that its checkpoint has them."""
+        """Compute the BatchNorm statistics after the last step, so that its checkpoint has them."""
         if trainer.is_last_step:
             self.update_statistics(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run: the last one alone matters."""
+        """Allow any number of steps: only the last one matters."""
         return None
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Measure them where training was stopped before its target."""
+        """Compute the BatchNorm statistics if training was stopped before its target."""
         if self._step_of_statistics != trainer.step:
             self.update_statistics(trainer)
 
     def update_statistics(self, trainer: Engine, loader: Iterable[Any] | None = None) -> None:
-        """Measure the running statistics of the average's BatchNorm layers by a pass over a loader, exactly.
+        """Compute exact running statistics of the average's BatchNorm layers by a pass over a loader.
 
-        Random numbers, generators of the loader and the model's own statistics are put back. The next applied step
-        gives the average the statistics of the model again.
+        RNG, generators of the loader and the model's own statistics are restored. The next applied step resets the
+        average's statistics to those of the model.
 
         Args:
             trainer: the engine.
-            loader: batches; None takes ``bn_loader``, or the loader of the training.
+            loader: batches; None takes ``bn_loader``, or the training loader.
         """
         model, swa = unwrap(trainer.model), self.swa_model
         layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]

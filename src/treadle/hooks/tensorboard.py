@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoardHook(TrackerHook):
-    """Event files of scalars and images, on rank 0: ``tensorboard --logdir <workspace>/tensorboard``.
+    """TensorBoard tracker of scalars and images, on rank 0: ``tensorboard --logdir <workspace>/tensorboard``.
 
-    A resumed run makes TensorBoard drop the points after its step, so no curve goes back or doubles. A run that
-    starts from nothing in a used folder hides the older curves. Settings and final metrics are in the tab HPARAMS.
+    A resumed run makes TensorBoard drop the points after its step, so curves have no duplicates. A fresh run in a used
+    folder hides the older curves. Settings and final metrics are in the tab HPARAMS.
 
     Args:
         path: folder; relative to the trainer's workspace.
@@ -48,7 +48,7 @@ class TensorBoardHook(TrackerHook):
         require("torch.utils.tensorboard", "TensorBoardHook")
 
     def open(self, trainer: Engine) -> None:
-        """Open an event file that purges points after the present step."""
+        """Open an event file that purges points after the current step."""
         step = trainer.step
         # Points at the purge step itself are dropped, and those of the resumed step were written before its checkpoint.
         arguments = {"purge_step": step + 1 if step else 0, **self.writer_kwargs}
@@ -58,13 +58,13 @@ class TensorBoardHook(TrackerHook):
         self._last_tags = None
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Look into the files; only an epoch that ended at the resumed step makes this necessary."""
+        """Check the files; only needed if an epoch ended at the resumed step."""
         if self._last_tags is None:
             self._last_tags = _tags_at(self._folder, step)
         return key in self._last_tags
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Write the scalars through to the file, so that a killed process loses none."""
+        """Write and flush the scalars, so that a killed process loses none."""
         for key, value in self.only_numbers(trainer, values).items():
             self._writer.add_scalar(key, value, trainer.step)
         self._writer.flush()
@@ -76,7 +76,7 @@ class TensorBoardHook(TrackerHook):
         self._writer.flush()
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Write them as scalars, and with the settings as a row of HPARAMS."""
+        """Write the final metrics as scalars, and with the settings as a row of HPARAMS."""
         settings = {key: value for key, value in flat_settings(self.settings(trainer)).items() if value is not None}
         hparams = require("torch.utils.tensorboard.summary", "TensorBoardHook").hparams
         for summary in hparams(settings, dict.fromkeys(values)):

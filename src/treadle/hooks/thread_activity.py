@@ -1,4 +1,4 @@
-"""Activity of a thread, read off its Python stack at no cost to the thread."""
+"""Activity of a thread, read from its Python stack at no cost to the thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.distributed import gradients, ranks
 from treadle.engine import epoch_end, evaluation, session
 from treadle.engine.events import Events
 
-_INNERMOST = 6  # frames; a collective is called by what waits for it
+_INNERMOST = 6  # innermost frames that may contain a collective
 _BY_FUNCTION: dict[CodeType, str] = {
     session.resume_from_hooks.__code__: "resuming",
     epoch_end.finish_epoch.__code__: "ending the epoch",
@@ -37,7 +37,7 @@ class ThreadActivity:
     """Activity of a thread at one moment.
 
     Attributes:
-        doing: in words, the outer part first; empty where no part of the library is on its stack.
+        doing: description, outermost part first; empty if no part of the library is on the stack.
         waits: whether it is inside a collective, so that it may wait for other ranks.
     """
 
@@ -49,7 +49,7 @@ def thread_activity(thread: int) -> ThreadActivity:
     """Return the activity of a thread at this moment.
 
     Args:
-        thread: its ``ident``.
+        thread: ``ident`` of the thread.
 
     Example:
         >>> import threading
@@ -77,7 +77,7 @@ def _word_for(code: CodeType) -> str | None:
 
 
 def stack_of(thread: int) -> str:
-    """Return the Python stack of a thread, the innermost call last, as a traceback shows it.
+    """Return the Python stack of a thread, innermost call last, like a traceback.
 
     Example:
         >>> import threading

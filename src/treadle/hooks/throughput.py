@@ -1,4 +1,4 @@
-"""ThroughputHook: how fast this process trains."""
+"""ThroughputHook: training speed of this process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class ThroughputHook(BaseHook):
-    """Log points ``{"throughput": {"steps_per_second", "samples_per_second"}}`` every ``interval`` steps.
+    """Hook that logs ``{"throughput": {"steps_per_second", "samples_per_second"}}`` every ``interval`` steps.
 
-    The rates are those of this process since its last report. They count the time of steps and of waiting for their
-    data, not that of evaluations and checkpoints. Samples are those the forward step reported with
-    ``StepOutput(num_samples=)``; without any the rate of samples is left out.
+    The rates are those of this process since its last report. They include the time of steps and of waiting for data,
+    not that of evaluations and checkpoints. Samples are those reported by the forward step with
+    ``StepOutput(num_samples=)``; without any, the sample rate is left out.
 
     Args:
         interval: steps between emissions, >= 1.
@@ -43,11 +43,11 @@ class ThroughputHook(BaseHook):
         self._seconds = 0.0
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Forget what an earlier run measured."""
+        """Reset the measurements."""
         self._reset()
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Count the step and report when it is time."""
+        """Count the step and report if due."""
         info = trainer.step_info
         self._steps += 1
         self._samples += info["num_samples"]
@@ -56,11 +56,11 @@ class ThroughputHook(BaseHook):
             self._report(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let steps run up to the next report."""
+        """Allow steps up to the next report."""
         return self.interval - trainer.step % self.interval
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Count the steps of a block and report when it is time."""
+        """Count the steps of a block and report if due."""
         before = len(block) - 1
         self._steps += before
         self._samples += before * trainer.step_info["num_samples"]
@@ -68,7 +68,7 @@ class ThroughputHook(BaseHook):
         self.on_after_step(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Report the rest."""
+        """Report the remaining steps."""
         if self._steps:
             self._report(trainer)
 

@@ -1,4 +1,4 @@
-"""The setting ``trackers``: which services a run is followed in, by name or by an object of one's own."""
+"""The setting ``trackers``: tracking services by name, or user-defined trackers."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _NAMED: dict[str, Callable[[], BaseHook]] = {
 
 
 def with_trackers(hooks: Sequence[BaseHook], trackers: str | Sequence[TrackerChoice]) -> list[BaseHook]:
-    """Return hooks with those behind them that follow a run in trackers; every face takes them as ``trackers=``.
+    """Return hooks with tracker hooks appended; every front end takes these as ``trackers=``.
 
-    Steps are sent as means over 10 steps, or as a LoggingHook among ``hooks`` sends them; epochs as their records,
-    under ``epoch/...``. Settings go along when the run starts, final metrics when it ends.
+    Steps are logged as means over 10 steps, or by a LoggingHook among ``hooks``; epochs as their records, under
+    ``epoch/...``. Settings are sent when the run starts, final metrics when it ends.
 
     Args:
-        hooks: of the run.
-        trackers: each is ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, ``"jsonl"``, ``"csv"``, one of
-            the hooks with these names for further arguments, or an object with the methods of
-            :class:`treadle.hooks.Tracker`. A text names one, or several with commas between.
+        hooks: hooks of the run.
+        trackers: each is ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, ``"jsonl"``, ``"csv"``, the
+            corresponding hook for further arguments, or an object with the methods of :class:`treadle.hooks.Tracker`. A
+            string names one, or several separated by commas.
 
     Raises:
-        ConfigError: there is no tracker of that name, or ``hooks`` is no list of hooks.
+        ConfigError: a tracker is unknown, or ``hooks`` is not a list of hooks.
 
     Example:
         >>> [hook.state_key for hook in with_trackers([], "tensorboard,jsonl")]
@@ -86,9 +86,9 @@ def _hook(tracker: TrackerChoice) -> BaseHook:
 
 
 class EpochRecordsHook(BaseHook):
-    """Log points ``epoch/...`` of each epoch's record, for trackers; none in a run that counts in steps."""
+    """Hook that logs each epoch's record as ``epoch/...`` for trackers; nothing in step-based runs."""
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Log the numbers of the last record."""
+        """Log the numbers in the last record."""
         for record in epoch_records(trainer)[-1:]:
             trainer.log({"epoch": {key: value for key, value in record.items() if isinstance(value, (int, float))}})

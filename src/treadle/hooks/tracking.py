@@ -1,4 +1,4 @@
-"""What trackers share: rank 0 only, no point twice, one transfer per log point, and never the end of a training."""
+"""Base of trackers: rank 0 only, no duplicate points, one transfer per log point, errors never end training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_METRICS = {"lr", "time", "data_time", "step_time", "max_memory"}
 
 
 def epoch_records(trainer: Engine) -> list[dict[str, Any]]:
-    """Return the records of the epochs completed, one per epoch; none for a run that counts in steps."""
+    """Return the records of completed epochs, one per epoch; empty for step-based runs."""
     for part in trainer.state_parts:
         records = getattr(part, "history", None)
         if isinstance(records, list):
@@ -35,7 +35,7 @@ def epoch_records(trainer: Engine) -> list[dict[str, Any]]:
 
 
 def _best_record(trainer: Engine) -> dict[str, Any]:
-    """Return the numbers of the best epoch's record, or of the last one where none is the best."""
+    """Return the numbers of the best epoch's record, or of the last one if there is no best."""
     records = epoch_records(trainer)
     rules = [getattr(part, "best", None) for part in trainer.state_parts]
     best = [rule.best_epoch for rule in rules if isinstance(rule, BestRule) and rule.best_epoch is not None]
@@ -48,14 +48,14 @@ def _is_metric(key: str, value: Any) -> bool:
 
 
 class Guard:
-    """Guard that keeps a tracker's error from ending the run: the first is a warning, further ones are debug lines."""
+    """Guard that keeps a tracker's errors from ending the run: the first is logged as a warning, others as debug."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
 
     @contextlib.contextmanager
     def __call__(self, trainer: Engine, who: BaseHook, doing: str) -> Iterator[None]:
-        """Run a block and report its exception instead of raising it."""
+        """Run a block and log its exception instead of raising it."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  (a full disk or a lost network must not cost the training)
@@ -63,14 +63,14 @@ class Guard:
             self.say_once(trainer, "failure", f"{message}. Training continues; later failures are logged as debug")
 
     def say_once(self, trainer: Engine, topic: str, message: str) -> None:
-        """Log the first message on a topic as a warning and further ones as debug."""
+        """Log the first message on a topic as a warning and later ones as debug."""
         trainer.logger.log(logging.DEBUG if topic in self._said else logging.WARNING, "%s", message)
         self._said.add(topic)
 
 
 @contextlib.contextmanager
 def random_numbers_untouched() -> Iterator[None]:
-    """Put the global generators back: MLflow draws a run's name from one, and data would be shuffled otherwise."""
+    """Restore the global generators: MLflow draws a run's name from one, which would change the data order."""
     python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -81,15 +81,15 @@ def random_numbers_untouched() -> Iterator[None]:
 
 
 class TrackerHook(BaseHook):
-    """Tracker that is sent log points and images, at ``trainer.step``.
+    """Base class of trackers of log points and images, at ``trainer.step``.
 
-    A tracker implements :meth:`open`, :meth:`write`, :meth:`close`, and where it can :meth:`write_images` and
-    :meth:`write_final`. It keeps in :attr:`sent_through` the last step that an earlier process may have sent, and
-    answers in :meth:`was_sent` for points up to there, so that after a resume no point is sent twice.
+    A tracker implements :meth:`open`, :meth:`write`, :meth:`close`, and optionally :meth:`write_images` and
+    :meth:`write_final`. It stores in :attr:`sent_through` the last step that an earlier process may have sent, and
+    implements :meth:`was_sent` for points up to there, so that no point is sent twice after a resume.
 
     Attributes:
-        config: the settings of the run that go with it; None takes those of the trainer.
-        held: whether the run stays open when training ended well, until :meth:`release`.
+        config: settings of the run to send; None takes those of the trainer.
+        held: whether the run stays open after successful training, until :meth:`release`.
     """
 
     writes = True
@@ -103,16 +103,16 @@ class TrackerHook(BaseHook):
         self._failed = False
         self._last: dict[str, Any] = {}
 
-    # -- for the tracker to implement -----------------------------------------------------------------------------
+    # -- to be implemented by the tracker -----------------------------------------------------------------------------
 
     def check(self, trainer: Engine) -> None:
-        """Import the package and check the settings, on every rank: if this raises, it raises on all."""
+        """Import the package and check the settings, on every rank, so that errors are raised on all."""
 
     def open(self, trainer: Engine) -> None:
         """Start or continue the run, on rank 0; after an error here training continues without this tracker."""
 
     def was_sent(self, key: str, step: int) -> bool:
-        """Whether an earlier process sent this key at this step; asked for steps up to :attr:`sent_through`."""
+        """Return whether an earlier process sent this key at this step; called for steps up to :attr:`sent_through`."""
         return True
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class TrackerHook(BaseHook):
         """Send PIL images by flat key at ``trainer.step``."""
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Send the final metrics of a run that ended well, under ``final/...``."""
+        """Send the final metrics of a successful run, under ``final/...``."""
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
         """End the run."""
@@ -161,17 +161,17 @@ class TrackerHook(BaseHook):
                 self.write_images(trainer, images)
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Close the tracker, after an error too; a run that is held stays open unless there was one."""
+        """Close the tracker, also after an error; a held run stays open unless there was one."""
         if self._open and (error is not None or not self.held):
             self.release(trainer, {}, error)
 
     def release(self, trainer: Engine, metrics: Mapping[str, Any], error: BaseException | None = None) -> None:
-        """End a run that is open.
+        """End an open run.
 
         Args:
             trainer: the engine.
-            metrics: measured after the training, such as those of a test; they join the final ones.
-            error: what ended the run, if anything did; then nothing is final.
+            metrics: metrics measured after training, such as on a test set, to add to the final ones.
+            error: error that ended the run, if any; then there are no final metrics.
         """
         if not self._open:
             return
@@ -188,7 +188,7 @@ class TrackerHook(BaseHook):
     # -- helpers --------------------------------------------------------------------------------------------------
 
     def settings(self, trainer: Engine) -> dict[str, Any]:
-        """Return the settings that go with the run, as nested plain values."""
+        """Return the settings to send with the run, as nested plain values."""
         return plain_settings(trainer.config if self.config is None else self.config)
 
     def _may_write(self, trainer: Engine) -> bool:
@@ -202,7 +202,7 @@ class TrackerHook(BaseHook):
         return {key: value for key, value in values.items() if not self.was_sent(key, trainer.step)}
 
     def say_what_is_kept(self, trainer: Engine, run_id: str, id_file: str) -> None:
-        """Say that a run which cannot go back keeps its points; for a start from nothing that is a warning."""
+        """Log that a run that cannot be rewound keeps its points; a warning for fresh runs."""
         if self.sent_through > trainer.step:
             trainer.logger.log(
                 logging.WARNING if trainer.step == 0 else logging.INFO,
@@ -212,13 +212,13 @@ class TrackerHook(BaseHook):
             )  # fmt: skip
 
     def only_numbers(self, trainer: Engine, values: dict[str, Any]) -> dict[str, float]:
-        """Return the values that are numbers and name the others, once."""
+        """Return the values that are numbers, and log the others once."""
         numbers = {key: value for key, value in values.items() if isinstance(value, (bool, int, float))}
         self.name_skipped(trainer, [key for key in values if key not in numbers])
         return {key: float(value) for key, value in numbers.items()}
 
     def name_skipped(self, trainer: Engine, keys: list[str]) -> None:
-        """Say once which values this tracker cannot take."""
+        """Log once which values this tracker does not support."""
         if keys:
             self.guard.say_once(
                 trainer, "skipped", f"{self.state_key}: not logged, because it takes no such values: {keys}"

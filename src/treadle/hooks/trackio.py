@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class TrackioHook(TrackerHook):
-    """Trackio run of log points and images, on rank 0: ``trackio show --project <project>``.
+    """trackio tracker of log points and images, on rank 0: ``trackio show --project <project>``.
 
-    Without a Space or a server, trackio keeps runs in its own folder on this machine (``TRACKIO_DIR``). The run's name
-    is kept in ``<workspace>/trackio_run_id`` and the run is continued from there. A trackio run cannot go back: after a
-    resume, steps that were sent already are not sent again. trackio writes twice a second, so a killed process may lose
-    the points of its last half second. Delete the file to start another run in the same workspace.
+    Without a Space or a server, trackio stores runs in its own local folder (``TRACKIO_DIR``). The run's name is stored
+    in ``<workspace>/trackio_run_id``, from which the run is continued. A trackio run cannot be rewound: after a resume,
+    steps that were already sent are not sent again. trackio writes twice a second, so a killed process may lose the
+    points of its last half second. Delete the file to start another run in the same workspace.
 
     Args:
         project: the trackio project.
@@ -58,13 +58,13 @@ class TrackioHook(TrackerHook):
         self._trackio = require("trackio", "TrackioHook", extra="trackio")
 
     def open(self, trainer: Engine) -> None:
-        """Start the run, or continue the one whose name is known."""
+        """Start the run, or continue the stored one."""
         if trainer.workspace is None:
             trainer.logger.warning("TrackioHook: without a workspace the run's name is not kept; a resume is a new run")
         self._notes = RunNotes(trainer.workspace, "trackio")
         kept = self._notes.run_id
         arguments = {
-            # trackio keeps keys with an underscore in front for itself.
+            # trackio reserves keys with a leading underscore.
             "config": {key.lstrip("_"): value for key, value in self.settings(trainer).items()},
             "name": self.name or kept,
             "resume": "never" if kept is None else "allow",
@@ -87,7 +87,7 @@ class TrackioHook(TrackerHook):
         self.write(trainer, {key: self._trackio.Image(image) for key, image in images.items()})
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Send them at the last step."""
+        """Send the final metrics at the last step."""
         self._run.log(values, step=trainer.step)
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:
@@ -97,5 +97,5 @@ class TrackioHook(TrackerHook):
 
 
 def _standard_output_to_error() -> contextlib.AbstractContextManager[Any]:
-    """trackio prints what it does; standard output is for results."""
+    """Redirect trackio's messages to stderr, since standard output is for results."""
     return contextlib.redirect_stdout(sys.stderr)

@@ -1,4 +1,4 @@
-"""Looking at the hooks that a run is given, before it starts."""
+"""Checks of a run's hooks before it starts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _EVENTS = [name for name in vars(BaseHook) if name.startswith("on_")]
 
 
 def check_hooks(hooks: Any) -> list[BaseHook]:
-    """Return hooks as a list, and warn of a method whose name is almost an event's: nothing would call it.
+    """Return hooks as a list, and warn about methods with misspelt event names, which nothing would call.
 
     Args:
         hooks: a sequence of hooks.
 
     Raises:
-        ConfigError: it is no list or tuple, or one of its items is no hook.
+        ConfigError: it is not a list or tuple, or an item is not a hook.
 
     Example:
         >>> check_hooks(()) == check_hooks([])
@@ -46,7 +46,7 @@ def check_hooks(hooks: Any) -> list[BaseHook]:
 
 
 def _refuse_uncallable_events(hook: BaseHook) -> None:
-    """Raise ConfigError for an event that would fail when it comes, or never run its code."""
+    """Raise ConfigError for an event method that would fail when called, or never run its code."""
     for event in _EVENTS:
         method = getattr(hook, event)
         where = f"{type(hook).__name__}.{event}"

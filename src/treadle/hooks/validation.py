@@ -1,4 +1,4 @@
-"""ValidationHook: evaluates in the middle of training, keeps the best state and stops early."""
+"""ValidationHook: validation during training, best checkpoint and early stopping."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ _LINES = "validation.jsonl"
 
 
 class ValidationHook(BaseHook):
-    """Evaluation every ``interval`` steps, or after each epoch; training does not notice.
+    """Hook that evaluates every ``interval`` steps or after each epoch, without affecting training.
 
-    The averaged weights are scored where the run keeps an average. Results are called ``val_loss`` and
-    ``val_<record>``; they go to the log, to trackers under ``val/...``, to ``history`` and to ``validation.jsonl`` in
-    the workspace, which ``treadle report`` draws. History, best value and patience are part of the checkpoint, so a run
-    that was stopped, also inside an evaluation, ends as one that was not.
+    The averaged weights are evaluated if the run keeps an average. Results are named ``val_loss`` and ``val_<record>``;
+    they go to the log, to trackers under ``val/...``, to ``history`` and to ``validation.jsonl`` in the workspace,
+    which ``treadle report`` plots. History, best value and patience are part of the checkpoint, so a run stopped at any
+    point, even inside an evaluation, ends like an uninterrupted one.
 
     Args:
-        loader: batches for evaluation, or a dict of loaders by name, whose results are called ``val_<name>_loss``.
+        loader: batches for evaluation, or a dict of named loaders, whose results are named ``val_<name>_loss``.
         interval: steps between evaluations, >= 1; None evaluates after each epoch. The last step is evaluated too.
-        eval_step: ``eval_step(trainer, batch)`` returns what ``forward`` returns; None asks the trainer's own.
-        metric: what the best state is chosen by; None takes the loss of the first loader.
-        mode: ``"min"``, ``"max"``, or None for the direction of the metric's name.
+        eval_step: ``eval_step(trainer, batch)`` with the return value of ``forward``; None uses the trainer's own.
+        metric: metric that selects the best state; None takes the loss of the first loader.
+        mode: ``"min"``, ``"max"``, or None for the direction implied by the metric's name.
         patience: evaluations without an improvement until training stops; None never stops.
         min_delta: smallest improvement that counts.
         best: file of the best state, in the workspace if it is relative; None keeps none.
-        name: goes before the names of results; two hooks of one trainer need two names.
+        name: prefix of the names of results; two hooks of one trainer need different names.
         metrics: names such as ``["accuracy"]``, functions ``fn(outputs, targets)`` of the whole set, torchmetrics
-            objects, or a dict of these by name, called ``val_<name>``. In a BaseTrainer, ``forward`` then returns a
-            StepOutput with ``outputs=(outputs, targets)``.
+            objects, or a dict of these by name; results are named ``val_<name>``. In a BaseTrainer, ``forward`` then
+            returns a StepOutput with ``outputs=(outputs, targets)``.
 
     Attributes:
         history: one record per evaluation, with ``step`` and ``epoch``.
-        best_rule: the best value so far; its ``best_epoch`` is a step.
+        best_rule: rule with the best value so far; its ``best_epoch`` is a step.
 
     Raises:
-        ConfigError: a value is out of its range, or a data set is given where a loader belongs.
+        ConfigError: a value is outside its range, or a data set is given in place of a loader.
 
     Example:
         >>> hook = ValidationHook([[0.5, 1.5]], interval=100, patience=5)
@@ -113,18 +113,18 @@ class ValidationHook(BaseHook):
         self._due = False
         self._guard = Guard()
         self._file: Path | None = None
-        EpochMetrics(metrics, torch.device("cpu"))  # a wrong name or function is refused now
+        EpochMetrics(metrics, torch.device("cpu"))  # raises now for an unknown name or a wrong function
         self._metrics: EpochMetrics | None = None
 
     @property
     def state_key(self) -> str:
-        """The key of this hook's state in a checkpoint."""
+        """Key of this hook's state in a checkpoint."""
         return "ValidationHook" if self.name == "val" else f"ValidationHook {self.name}"
 
     # -- events ---------------------------------------------------------------------------------------------------
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Make ready to write; evaluate what a signal broke off, and stop a run that had stopped early."""
+        """Prepare for writing; repeat an evaluation abandoned on a signal, and stop a run that had stopped early."""
         self._file = None
         if self.metrics is not None:
             loss_fn = trainer.task.loss_fn if isinstance(trainer.task, TakesMetrics) else None
@@ -143,26 +143,26 @@ class ValidationHook(BaseHook):
         self._stop_if_patience_is_over(trainer)
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Evaluate when it is time."""
+        """Evaluate if due."""
         if self.interval is not None and (trainer.step % self.interval == 0 or trainer.is_last_step):
             self._evaluate(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let steps run up to the next evaluation."""
+        """Allow steps up to the next evaluation."""
         return None if self.interval is None else self.interval - trainer.step % self.interval
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Evaluate after an epoch, where no interval is given."""
+        """Evaluate after an epoch if no interval is given."""
         if self.interval is None:
             self._evaluate(trainer)
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Evaluate the last step, unless it was."""
+        """Evaluate the last step, unless already done."""
         if not self.history or self.history[-1]["step"] != trainer.step:
             self._evaluate(trainer)
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Keep history, best value and patience, and whether an evaluation is due that a signal broke off."""
+        """Save history, best value, patience, and whether an evaluation abandoned on a signal is due."""
         state_dict["hooks"][self.state_key] = {
             "history": [dict(record) for record in self.history],
             "best": self.best_rule.state_dict(),
@@ -170,7 +170,7 @@ class ValidationHook(BaseHook):
         }
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore the state."""
         saved = (state_dict.get("hooks") or {}).get(self.state_key)
         if saved is not None:
             self.history = [dict(record) for record in saved["history"]]
@@ -197,7 +197,7 @@ class ValidationHook(BaseHook):
         self._stop_if_patience_is_over(trainer)
 
     def _try(self, trainer: Engine) -> None:
-        """Evaluate a few batches before step 1 and log the results; nothing of them is kept."""
+        """Evaluate a few batches before step 1, log the results and discard them."""
         with trainer.evaluations_limited_to(trainer.settings.limits.sanity):
             values = self._results(trainer)
         if distributed.rank() == 0:
@@ -205,7 +205,7 @@ class ValidationHook(BaseHook):
             trainer.logger.info("evaluated before step 1: %s", shown, extra={"topic": "sanity"})
 
     def _results(self, trainer: Engine) -> dict[str, Any]:
-        """Evaluate every loader; return the results by flat names."""
+        """Evaluate every loader; return the results by flat name."""
         task = self._task(trainer)
         with scored_weights(trainer):
             results = {name: trainer.evaluate(loader, task) for name, loader in self.loaders.items()}
@@ -222,7 +222,7 @@ class ValidationHook(BaseHook):
         return task.with_metrics(self._metrics) if isinstance(task, TakesMetrics) else _MetricTask(task, self._metrics)
 
     def _try_first_batches(self, trainer: Engine) -> None:
-        """Evaluate one batch of each loader before step 1; of an overridden ``evaluate`` look at the results, too.
+        """Evaluate one batch of each loader before step 1; for an overridden ``evaluate``, check the results too.
 
         Raises:
             ConfigError: the metric to select by is not among the results.
@@ -265,7 +265,7 @@ class ValidationHook(BaseHook):
         tree = trainer.state_dict()
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         if trainer.workspace is not None and written.parent == trainer.workspace:
-            # As it is called in every face.
+            # The same name for every front end.
             on_rank_0(lambda: name_also(written, written.parent / "checkpoints" / "best.pt"))
 
     def _stop_if_patience_is_over(self, trainer: Engine) -> None:
@@ -278,7 +278,7 @@ def _is_number(value: Any) -> bool:
 
 
 class _EvalTask:
-    """Task that asks a function of the user's for what a batch gives."""
+    """Task that calls a user's function for each batch."""
 
     def __init__(self, trainer: Engine, eval_step: EvalStep):
         self._trainer = trainer
@@ -289,10 +289,10 @@ class _EvalTask:
 
 
 class _MetricTask:
-    """Task of an evaluation whose outputs go to metrics.
+    """Evaluation task whose outputs are passed to metrics.
 
     Raises:
-        ConfigError: the task gives no outputs.
+        ConfigError: the task returns no outputs.
     """
 
     def __init__(self, task: Task, metrics: EpochMetrics):

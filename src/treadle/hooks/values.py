@@ -1,4 +1,4 @@
-"""What trackers are given: records, settings and images as plain values, and a clear error for a missing package."""
+"""Conversion of records, settings and images to plain values for trackers, and errors for missing packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treadle.nested import flatten_nested_dict
 
 
 def hours(seconds: float) -> str:
-    """Return a duration as ``H:MM:SS``, also one of more than a day.
+    """Format a duration as ``H:MM:SS``, even if longer than a day.
 
     Example:
         >>> hours(21600.4), hours(100_000)
@@ -30,12 +30,12 @@ def require(module: str, needed_by: str, *, extra: str = "track") -> Any:
     """Import an optional module.
 
     Args:
-        module: its dotted name.
-        needed_by: who needs it, for the message.
-        extra: of treadle, that installs it.
+        module: dotted name.
+        needed_by: name of the feature that needs it, for the message.
+        extra: extra of treadle that installs it.
 
     Raises:
-        ImportError: it is not installed; names the extra.
+        ImportError: it is not installed; the message names the extra.
     """
     try:
         return importlib.import_module(module)
@@ -61,12 +61,12 @@ def flat_values(records: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_image(value: Any) -> Any:
-    """Return a PIL image: of one, of an (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8 array, or of a CHW tensor.
+    """Convert a PIL image, an (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8 array, or a CHW tensor to a PIL image.
 
-    A tensor of floats must be in [0, 1].
+    Float tensors must be in [0, 1].
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: it has another type.
     """
     if hasattr(value, "save") and hasattr(value, "size"):
         return value
@@ -93,7 +93,7 @@ def _chw_pixels(tensor: Tensor) -> np.ndarray[Any, Any] | None:
 
 
 def plain_settings(config: Any) -> dict[str, Any]:
-    """Return settings as nested plain values, other types than numbers and texts as texts; {} if no mapping.
+    """Return settings as nested plain values, other types converted to strings; {} if not a mapping.
 
     Example:
         >>> plain_settings({"lr": 0.1, "model": {"act": torch.nn.ReLU(), "widths": (8, 8)}})

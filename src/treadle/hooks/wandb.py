@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class WandbHook(TrackerHook):
-    """Weights & Biases run of log points and images at ``step=trainer.step``, on rank 0.
+    """Weights & Biases tracker of log points and images at ``step=trainer.step``, on rank 0.
 
-    The run's id is kept in ``<workspace>/wandb_run_id`` and the run is continued from there; ``WANDB_RUN_ID`` in the
-    environment wins over the file. A wandb run cannot go back: after a resume, steps that it has already are not sent
-    again. Delete the file to start another run in the same workspace. Arguments that are None are left out.
+    The run's id is stored in ``<workspace>/wandb_run_id``, from which the run is continued; the environment variable
+    ``WANDB_RUN_ID`` overrides the file. A wandb run cannot be rewound: after a resume, steps that it already has are
+    not sent again. Delete the file to start another run in the same workspace. Arguments that are None are left out.
 
     Args:
         project: the wandb project.
@@ -55,7 +55,7 @@ class WandbHook(TrackerHook):
         self._wandb = require("wandb", "WandbHook")
 
     def open(self, trainer: Engine) -> None:
-        """Start the run, or continue the one whose id is known."""
+        """Start the run, or continue the stored one."""
         self._notes = RunNotes(trainer.workspace, "wandb")
         arguments = dict(self.init_kwargs)
         if settings := self.settings(trainer):
@@ -77,14 +77,14 @@ class WandbHook(TrackerHook):
         self.say_what_is_kept(trainer, str(self._run.id), self._notes.id_file)
 
     def _last_step(self) -> int:
-        """The last step the run has: by the server where it answered, else by what this workspace noted."""
+        """Return the last step of the run according to the server if it responded, else to this workspace."""
         next_step = getattr(self._run, "step", None)
         if getattr(self._run, "resumed", False) and isinstance(next_step, int):
             return next_step - 1
         return self._notes.last_step(str(self._run.id))
 
     def write(self, trainer: Engine, values: dict[str, Any]) -> None:
-        """Send the values; wandb joins what has the same step."""
+        """Send the values; wandb merges values of the same step."""
         self._run.log(values, step=trainer.step)
         self._notes.note(str(self._run.id), trainer.step)
 
@@ -94,7 +94,7 @@ class WandbHook(TrackerHook):
         self._notes.note(str(self._run.id), trainer.step)
 
     def write_final(self, trainer: Engine, values: dict[str, float]) -> None:
-        """Set them in the summary of the run."""
+        """Set the final metrics in the summary of the run."""
         self._run.summary.update(values)
 
     def close(self, trainer: Engine, error: BaseException | None) -> None:

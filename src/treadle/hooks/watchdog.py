@@ -1,4 +1,4 @@
-"""StuckRankHook: reports which rank the others wait for, its current operation and its stack."""
+"""StuckRankHook: reports the rank that the others wait for, with its current operation and stack."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 
 
 class StuckRankHook(BaseHook):
-    """Watchdog that logs once, by name, which rank keeps the run from continuing when none has for a while.
+    """Watchdog that logs once which rank blocks a run that has made no progress for a while.
 
-    A thread on every rank notes what the rank is doing: its step, the event it has seen last, and where its Python
-    stack is. The thread of rank 0 compares: stuck is who waits in no collective and is behind. That rank then logs its
-    stack. The training itself pays for an attribute that is set at events. Works in one process too, where it logs what
-    that process is doing. It ends nothing; a collective that waits for longer than the timeout of its process group
-    does.
+    A thread on every rank records what the rank is doing: its step, its last event, and its Python stack. The thread of
+    rank 0 compares: a rank is stuck if it is behind and not waiting in a collective. That rank then logs its stack.
+    Training itself only pays for an attribute set at events. In a single process, the hook logs what that process is
+    doing. It does not end the run; a collective that exceeds the timeout of its process group does.
 
     Args:
         timeout: seconds without progress (a step, a micro-batch, a batch of an evaluation) on any rank, > 0. A save, or
-            the compilation of the first step, may take long and be no fault; the logged report is true all the same.
-        interval: seconds between two looks; None: a twentieth of the timeout, 10 s at most.
+            the compilation of the first step, may legitimately take long; the report is correct nevertheless.
+        interval: seconds between checks; None: a twentieth of the timeout, at most 10 s.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -68,35 +67,35 @@ class StuckRankHook(BaseHook):
         self._watch: _Watch | None = None
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Start to look."""
+        """Start watching."""
         self._event = _STARTING
         self._watch = _Watch(self, trainer, _Board.of_all_ranks(trainer))
         self._watch.start()
 
     def on_before_step(self, trainer: Engine) -> None:
-        """Note the event."""
+        """Record the event."""
         self._event = _STEPPING
 
     @capturable
     @read_only
     def on_before_optimizer_step(self, trainer: Engine) -> None:
-        """Note the event."""
+        """Record the event."""
         self._event = _UPDATING
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Note the event."""
+        """Record the event."""
         self._event = _STEPPED
 
     def on_after_epoch(self, trainer: Engine) -> None:
-        """Note the event."""
+        """Record the event."""
         self._event = _EPOCH_OVER
 
     def on_after_train(self, trainer: Engine) -> None:
-        """Note the event."""
+        """Record the event."""
         self._event = _ENDING
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Look no more; on rank 0 the notes stay, for threads of other ranks that look a last time."""
+        """Stop watching; on rank 0 the notes are kept for a last check by threads of other ranks."""
         if self._watch is not None:
             self._watch.stop()
 
@@ -111,17 +110,17 @@ class StuckRankHook(BaseHook):
 
 @dataclass(frozen=True)
 class Note:
-    """State of a rank as it reports it.
+    """State that a rank reports.
 
     Attributes:
-        rank: who.
-        host: its machine.
-        pid: its process.
-        place: step, last event, micro-steps; a smaller one is behind.
-        doing: in words.
+        rank: the rank.
+        host: its host name.
+        pid: its process id.
+        place: step, last event, micro-steps; a rank with a smaller place is behind.
+        doing: description of its activity.
         waits: whether it is inside a collective.
-        quiet: seconds since it last went on.
-        beat: counts the notes, so that a process that was stopped is seen.
+        quiet: seconds since its last progress.
+        beat: counter of notes, which reveals stopped processes.
     """
 
     rank: int
@@ -135,7 +134,7 @@ class Note:
 
     @property
     def described(self) -> str:
-        """The sentence about it."""
+        """Description of the rank."""
         step = self.place[0] + (self.place[1] in (_STARTING, _STEPPED, _EPOCH_OVER) and self.doing == "loading data")
         doing = self.doing or _PHASES[self.place[1]]
         return f"({self.host}, process {self.pid}) has been in step {step} ({doing}) for {self.quiet:.0f} s"
@@ -144,7 +143,8 @@ class Note:
 def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
     """Return the ranks that the others wait for; none while any rank advanced within the timeout.
 
-    Those inside a collective wait; of the others, those that are behind are stuck. If all wait, those that are behind.
+    Ranks inside a collective are waiting; of the others, those that are behind are stuck. If all are waiting, those
+    that are behind.
     """
     if min((note.quiet for note in notes), default=0.0) < timeout:
         return []
@@ -154,7 +154,7 @@ def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
 
 
 class _Board:
-    """Where ranks pin their notes and read who is stuck; alone, this process keeps it to itself."""
+    """Board where ranks post their notes and read which ranks are stuck; local to a single process."""
 
     def __init__(self, store: Any, size: int):
         self._store = store
@@ -163,7 +163,7 @@ class _Board:
 
     @classmethod
     def of_all_ranks(cls, trainer: Engine) -> _Board:
-        """Make it; every rank calls this at the same point."""
+        """Create the board; collective."""
         size = distributed.world_size()
         if size == 1:
             return cls(None, 1)
@@ -193,7 +193,7 @@ class _Board:
         self._put(self._keys[note.rank if self.is_shared else 0], json.dumps(asdict(note)))
 
     def notes(self) -> list[Note]:
-        """Return the notes of all ranks; none as long as some rank has pinned none."""
+        """Return the notes of all ranks; empty until every rank has posted one."""
         if self._store is None:
             texts = [self._own[key] for key in self._keys]
         else:
@@ -222,14 +222,14 @@ class _Board:
 
 
 def _host() -> str:
-    """Return where the other ranks find rank 0."""
+    """Return the address at which other ranks reach rank 0."""
     hosts = distributed.gather_objects(socket.gethostname())
     given = os.environ.get("MASTER_ADDR")
     return given or ("127.0.0.1" if len(set(hosts)) == 1 else str(hosts[0]))
 
 
 class _Watch:
-    """The thread of one rank."""
+    """Watching thread of one rank."""
 
     def __init__(self, hook: StuckRankHook, trainer: Engine, board: _Board):
         self._hook, self._trainer, self._board = hook, trainer, board
@@ -238,7 +238,7 @@ class _Watch:
         self._trains = threading.get_ident()
         self._over = threading.Event()
         self._place, self._since, self._beat = hook.place(trainer), time.monotonic(), 0
-        self._last_beats: dict[int, tuple[int, float]] = {}  # the last beat of each rank, and when it was new
+        self._last_beats: dict[int, tuple[int, float]] = {}  # last beat of each rank, and when it changed
         self._blamed: list[tuple[int, tuple[int, ...]]] = []
         self._shown: tuple[int, ...] | None = None
         self._thread = threading.Thread(target=self._run, name="treadle-watchdog", daemon=True)
@@ -251,7 +251,7 @@ class _Watch:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        # Where the ranks cannot reach each other any more the run is ending and reports the cause itself.
+        # If the ranks can no longer reach each other, the run is ending and reports the cause itself.
         with contextlib.suppress(RuntimeError):
             while not self._over.wait(self._hook.interval):
                 self._look()
@@ -279,7 +279,7 @@ class _Watch:
         notes = [self._with_silence(note, now) for note in self._board.notes()]
         stuck = who_is_stuck(notes, self._hook.timeout)
         if not self._board.is_shared:
-            stuck = [note for note in stuck if not note.waits]  # it cannot know for whom
+            stuck = [note for note in stuck if not note.waits]  # the awaited rank is unknown
         blamed = [(note.rank, note.place) for note in stuck]
         if blamed == self._blamed:
             return
@@ -291,7 +291,7 @@ class _Watch:
             self._trainer.logger.error("rank %d %s%s", note.rank, note.described, wait)
 
     def _with_silence(self, note: Note, now: float) -> Note:
-        """Add the time for which a rank has pinned nothing: its process may have been stopped."""
+        """Add the time since a rank last posted a note: its process may have been stopped."""
         beat, since = self._last_beats.get(note.rank, (-1, now))
         if beat != note.beat:
             self._last_beats[note.rank] = (note.beat, now)

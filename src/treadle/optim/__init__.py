@@ -1,3 +1,3 @@
-"""Optimizers and what moves with them: schedules, averages, precision, gradients, loss weights, refused steps."""
+"""Optimizers, schedules, weight averages, precision, gradients, loss weights and refused steps."""
 
 from __future__ import annotations

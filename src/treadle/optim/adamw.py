@@ -1,4 +1,4 @@
-"""AdamW with decay by the kind of parameter, and its warm-up and cosine schedule."""
+"""AdamW with weight decay by type of parameter, and a warm-up and cosine schedule."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
 ) -> AdamW:
-    """Build AdamW with two groups: parameters that decay, then parameters that do not.
+    """Build AdamW with two parameter groups: with weight decay, then without.
 
-    No decay for parameters with fewer than two dimensions, those of normalisation layers (by the type of
-    the module that owns them), and class tokens and position tables that a module holds as ``cls_token`` or
-    ``pos_embed`` itself. A parameter that several modules share is undecayed if any of them exempts it. Frozen
-    parameters are left out.
+    Weight decay excludes parameters with fewer than two dimensions, those of normalisation layers (by the type of the
+    owning module), and class tokens and position tables that a module holds as ``cls_token`` or ``pos_embed``. A
+    parameter shared by several modules is excluded if any of them excludes it. Frozen parameters are left out.
 
     Args:
         model: The model; only parameters with ``requires_grad`` are taken.
@@ -41,7 +40,7 @@ def build_optimizer(
         used when every parameter is floating and on the CPU or on CUDA.
 
     Raises:
-        ValueError: When no parameter requires a gradient, or a number is out of range.
+        ValueError: No parameter requires grad, or a number is outside its range.
 
     Example:
         >>> from torch import nn
@@ -60,12 +59,12 @@ def build_optimizer(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    # fused=None lets torch choose between its foreach and single-tensor loops.
+    # fused=None lets torch choose between its foreach and single-tensor implementations.
     return AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=can_be_fused(params) or None)
 
 
 def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the trainable parameters into those that decay and those that do not.
+    """Split the trainable parameters into those with and without weight decay.
 
     Returns:
         ``(decayed, undecayed)``, each in the order of ``model.parameters()``; the rules are those of
@@ -92,13 +91,13 @@ def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
 def build_warmup_cosine(
     optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_lr_scale: float = 0.0
 ) -> LambdaLR:
-    """Build the warm-up and cosine schedule of a run counted in steps, stepped per applied step.
+    """Build the warm-up and cosine schedule of a step-based run, stepped per applied step.
 
     Args:
         optimizer: Its groups' learning rates are the base rates.
         warmup_steps: Updates of linear warm-up, at least 0; 0 starts at the full rate.
-        total_steps: All updates of the run, warm-up included, at least 1. A warm-up that fills the run
-            is legal and warns.
+        total_steps: All updates of the run, including warm-up, at least 1. A warm-up that fills the run is allowed,
+            with a warning.
         min_lr_scale: Fraction of the base rate after the last update, 0 to 1.
 
     Returns:
@@ -107,7 +106,7 @@ def build_warmup_cosine(
         the ``total_steps`` it was built with.
 
     Raises:
-        ValueError: When a number is out of range.
+        ValueError: A number is outside its range.
 
     Example:
         >>> from torch import nn

@@ -1,4 +1,4 @@
-"""The averaged model: one implementation on ``torch.optim.swa_utils.AveragedModel``."""
+"""Averaged models, based on ``torch.optim.swa_utils.AveragedModel``."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def check_average(decay: float, update_interval: int) -> None:
 class Ema(AveragedModel):
     """Exponential moving average of a model's weights: s = d·s + (1 - d)·w.
 
-    The shadow starts as a copy of the weights it is given, so there is no first-update copy. Half-precision
-    weights are averaged in float32: in bfloat16 a step of 1e-4 of the difference would round to nothing. A buffer whose
-    shape changes, such as a table that grows with the inputs, is copied again.
+    The shadow starts as a copy of the weights, so there is no copy at the first update. Half-precision weights are
+    averaged in float32: in bfloat16 a step of 1e-4 of the difference would be rounded away. A buffer whose shape
+    changes, such as a table that grows with the inputs, is copied again.
 
-    Of a sharded model every rank averages its parts. ``module`` then has the parameters and buffers under their names
-    and cannot be called: use :meth:`swapped_into`.
+    For a sharded model every rank averages its shards. ``module`` then only holds the named parameters and buffers and
+    cannot be called: use :meth:`swapped_into`.
 
     Args:
         model: the model to average, wrapped or not.
         decay: d in [0, 1].
         update_interval: applied steps between updates, >= 1.
         use_buffers: average floating and complex buffers; False copies them. Integer buffers are always copied.
-        device: where the shadow lives; None puts it beside the model.
+        device: device of the shadow; None puts it on the model's device.
 
     Raises:
         ConfigError: a value is outside its range, or a device is given for the average of a sharded model.
@@ -85,24 +85,24 @@ class Ema(AveragedModel):
 
     @property
     def recordable(self) -> bool:
-        """Whether every applied step moves the average alike, so that one recording serves all of them."""
+        """Whether every applied step updates the average in the same way, so that one captured graph fits all."""
         return self.update_interval == 1
 
     def update(self, model: nn.Module, *, applied_steps: int) -> None:
-        """Move the shadow towards the model's weights if ``applied_steps`` is due; read nothing on the host."""
+        """Update the shadow if ``applied_steps`` is due, without reading the device."""
         if applied_steps % self.update_interval == 0:
             self.move(model)
             self.count_update()
 
     def count_update(self) -> None:
-        """Count a move of the shadow, also one that a graph made."""
-        self.__dict__["num_updates"] += 1  # at each step, and a module's own way to set an attribute is a long one
+        """Count an update of the shadow, including those made by a graph."""
+        self.__dict__["num_updates"] += 1  # called in each step, and setting attributes of a module is slow
 
     @torch.no_grad()
     def move(self, model: nn.Module, weight: float | None = None) -> None:
-        """Move the shadow towards the model's weights by ``weight``, by default 1 - decay.
+        """Move the shadow towards the model's weights by ``weight``, 1 - decay by default.
 
-        It counts nothing, so that it can be recorded.
+        It does not count the update, so that it can be captured.
         """
         source = unwrap(model)
         shadows: list[Tensor] = []
@@ -118,15 +118,15 @@ class Ema(AveragedModel):
             torch._foreach_lerp_(shadows, lives, 1.0 - self.decay if weight is None else weight)
 
     def lies_beside(self, model: nn.Module) -> bool:
-        """Return whether each weight of the average is on the device of the model's weight."""
+        """Return whether each averaged weight is on the same device as the model's weight."""
         return all(shadow.device == live.device for shadow, live, _ in self._pairs(unwrap(model)))
 
     def _pairs(self, source: nn.Module) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """Give shadow, live weight, and whether it is a buffer: of sharded tensors, this rank's parts."""
+        """Yield shadow, live weight, and whether it is a buffer; local shards of sharded tensors."""
         if self._sharded:
             reshard(source)
         own, theirs = _tensors(self.module), _tensors(source)
-        if [buffer.numel() for buffer in own[1]] != [buffer.numel() for buffer in theirs[1]]:  # quicker than shapes
+        if [buffer.numel() for buffer in own[1]] != [buffer.numel() for buffer in theirs[1]]:  # faster than shapes
             _follow_buffers(self.module, source)
             own = _tensors(self.module)
         for number, (shadows, lives) in enumerate(zip(own, theirs, strict=True)):
@@ -135,14 +135,14 @@ class Ema(AveragedModel):
 
     @torch.no_grad()
     def restart_from(self, model: nn.Module) -> None:
-        """Make the shadow a copy of the model's present weights, with no update counted."""
+        """Reset the shadow to a copy of the model's current weights, with no update counted."""
         for shadow, live, _ in self._pairs(unwrap(model)):
             shadow.copy_(live)
         self.num_updates = 0
 
     @contextlib.contextmanager
     def swapped_into(self, model: nn.Module) -> Iterator[None]:
-        """Put the averaged weights into ``model`` inside the block and the raw ones back afterwards, to the bit."""
+        """Use the averaged weights in ``model`` inside the block, and restore the raw ones to the bit afterwards."""
         target = unwrap(model)
         before = [live for _, live, _ in self._pairs(target)]
         raw = [live.detach().clone() for live in before]
@@ -155,11 +155,11 @@ class Ema(AveragedModel):
             with torch.no_grad():
                 now = [live for _, live, _ in self._pairs(target)]
                 for live, saved in zip(now if len(now) == len(raw) else before, raw, strict=True):
-                    if live.shape == saved.shape:  # else a buffer that grew, which its module relies on by now
+                    if live.shape == saved.shape:  # else a buffer that grew, which its module now relies on
                         live.copy_(saved)
 
     def export(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the averaged weights in the model's own dtypes and names: what an evaluation scored."""
+        """Return the averaged weights with the model's dtypes and names, as evaluated."""
         live = model_state(model)
         return {
             name: value.detach().to(live[name].dtype) if isinstance(value, Tensor) else value
@@ -176,10 +176,10 @@ class Ema(AveragedModel):
         }
 
     def restore(self, entry: Mapping[str, Any], *, kept: Collection[str] = ()) -> None:
-        """Restore what :meth:`snapshot` returned, in place; weights in ``kept`` may be missing and then stay.
+        """Restore the result of :meth:`snapshot` in place; weights in ``kept`` may be missing and are then unchanged.
 
         Raises:
-            CheckpointError: it is the average of another model.
+            CheckpointError: the average belongs to another model.
         """
         load_model_state(self.module, entry["shadow"], what="average", kept=kept)
         self.num_updates = int(entry["num_updates"])
@@ -187,7 +187,7 @@ class Ema(AveragedModel):
 
 @contextlib.contextmanager
 def _without_graphs(model: nn.Module) -> Iterator[None]:
-    """Replace tensors of a graph, which torch refuses to copy, by free ones: the weight of an old ``weight_norm``.
+    """Replace non-leaf tensors, which torch refuses to copy, by detached ones: weights of the old ``weight_norm``.
 
     Raises:
         ConfigError: the model cannot be copied for another reason.
@@ -213,11 +213,11 @@ def _without_graphs(model: nn.Module) -> Iterator[None]:
 
 
 def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:
-    """Return a tree of empty modules with the parameters and buffers of another, which refuses to be copied.
+    """Return a tree of empty modules with the parameters and buffers of a module that cannot be copied.
 
     Args:
-        module: what ``fully_shard`` was called on.
-        persistent: the names of its state dict.
+        module: module on which ``fully_shard`` was called.
+        persistent: names in its state dict.
     """
     made: dict[int, nn.Module] = {}
 
@@ -237,7 +237,7 @@ def _bare(module: nn.Module, persistent: Collection[str]) -> nn.Module:
 
 
 def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the parameters and the buffers of a tree of modules, each once, in one walk: it is taken at each step."""
+    """Return the parameters and the buffers of a module, each once, in one pass, since it is called in each step."""
     parameters: dict[int, Tensor] = {}
     buffers: dict[int, Tensor] = {}
     seen: set[nn.Module] = set()
@@ -259,7 +259,7 @@ def _tensors(root: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _follow_buffers(module: nn.Module, source: nn.Module) -> None:
-    """Give an average the buffers that have come, gone or changed their shape in the model, as tables that grow do."""
+    """Mirror buffers that were added, removed or reshaped in the model, such as growing tables, in the average."""
     for inner, live in zip(module.modules(), source.modules(), strict=True):
         for name, buffer in live._buffers.items():
             own = inner._buffers.get(name)

@@ -1,4 +1,4 @@
-"""Optimizers with a training point and an evaluation point, such as schedule-free ones: ``train()`` and ``eval()``."""
+"""Optimizers with train and eval modes, such as schedule-free ones, which move the weights between two points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "evaluation point"
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Return whether an optimizer has ``train()`` and ``eval()``, which move the weights between two points.
+    """Return whether an optimizer has ``train()`` and ``eval()``, which move the weights.
 
     Example:
         >>> has_modes(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
@@ -24,14 +24,14 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def into_training_point(optimizer: Any) -> None:
-    """Call ``train()`` of an optimizer that has it, and ``eval()``."""
+    """Call ``train()`` of an optimizer that has ``train()`` and ``eval()``."""
     if has_modes(optimizer):
         optimizer.train()
 
 
 @contextlib.contextmanager
 def at_evaluation_point(optimizer: Any) -> Iterator[None]:
-    """Move the weights to the evaluation point inside the block, and put them back afterwards, to the bit."""
+    """Move the weights to the evaluation point inside the block, and restore them to the bit afterwards."""
     if not has_modes(optimizer):
         yield
         return

@@ -1,4 +1,4 @@
-"""Gradients of a step as a whole: divided, measured and clipped, also where they are spread over ranks."""
+"""Gradients of a step: division, norm and clipping, including sharded gradients."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from treadle.distributed import is_dtensor, local
 from treadle.nested import elements
 
 _WHOLE = {Tensor}
-_GROUPED = ("cpu", "cuda")  # devices with kernels over many tensors
+_GROUPED = ("cpu", "cuda")  # devices with multi-tensor (foreach) kernels
 _kind_of = operator.attrgetter("dtype", "device", "layout", "requires_grad")
 
 
 def are_whole(grads: Sequence[Tensor]) -> bool:
-    """Return whether all gradients are plain tensors: none is spread over ranks, or of another class.
+    """Return whether all gradients are plain tensors, neither sharded nor of another class.
 
     Example:
         >>> are_whole([torch.ones(1), torch.ones(2)])
         True
     """
-    return _WHOLE.issuperset(map(type, grads))  # one look for all of them; a model has many
+    return _WHOLE.issuperset(map(type, grads))  # one check for all of them; a model has many
 
 
 class Gradients(list[Tensor]):
-    """The gradients of a step, which are looked at once for several functions.
+    """Gradients of a step, inspected once for several functions.
 
     Attributes:
         alike: the result of :func:`are_alike`; None before.
@@ -46,16 +46,15 @@ class Gradients(list[Tensor]):
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Gradients:
-        """Return those that there are of an optimizer's parameters, in its order."""
+        """Return the existing gradients of an optimizer's parameters, in order."""
         groups = optimizer.param_groups
         return cls([grad for group in groups for p in group["params"] if (grad := p.grad) is not None])
 
 
 def are_alike(grads: Sequence[Tensor]) -> bool:
-    """Return whether all gradients are plain tensors of one kind without a graph: torch's functions make one group.
+    """Return whether all gradients are plain, detached tensors of one dtype and device: torch makes one group.
 
-    Then what they compute is three kernels, and sorting the gradients into groups takes half of the time of a small
-    model.
+    Then the computation takes three kernels; grouping the gradients would take half of the time of a small model.
 
     Example:
         >>> are_alike([torch.ones(1), torch.ones(2)]), are_alike([torch.ones(1), torch.ones(1).double()])
@@ -74,29 +73,29 @@ def are_alike(grads: Sequence[Tensor]) -> bool:
 
 
 class Inverse(NamedTuple):
-    """A divisor by its inverse: 0-d float32, on the device of the dividend."""
+    """Divisor given by its inverse: 0-d float32, on the device of the dividend."""
 
     factor: Tensor
 
 
 def divide_(grads: Sequence[Tensor], divisor: float | Tensor | Inverse | None) -> None:
-    """Divide gradients in place; None leaves them alone."""
+    """Divide gradients in place; None is a no-op."""
     if divisor is None or not grads:
         return
     owned = [local(grad) for grad in grads]
     with torch.no_grad():
         if isinstance(divisor, Inverse):
             torch._foreach_mul_(owned, divisor.factor)
-        elif isinstance(divisor, Tensor):  # by one tensor for all, torch would multiply by its inverse on CUDA
+        elif isinstance(divisor, Tensor):  # with one tensor for all, torch would multiply by the inverse on CUDA
             torch._foreach_div_(owned, [divisor.to(device=grads[0].device, dtype=torch.float32)] * len(grads))
         else:
             torch._foreach_div_(owned, divisor)
 
 
 def total_norm(grads: list[Tensor]) -> Tensor:
-    """Return the 2-norm over all gradients: of those that are spread over ranks, over all their parts.
+    """Return the 2-norm over all gradients, including all shards of sharded ones.
 
-    With such gradients it is a collective, and the same number on every rank.
+    With sharded gradients it is a collective that returns the same number on every rank.
 
     Example:
         >>> total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
@@ -109,7 +108,7 @@ def total_norm(grads: list[Tensor]) -> Tensor:
         return _norm_over_ranks(grads)
     try:
         return get_total_norm(grads)
-    except NotImplementedError:  # of a sparse gradient, which is rare: nothing is asked before in every step
+    except NotImplementedError:  # a sparse gradient, which is rare: no check in every step
         return get_total_norm([elements(grad) for grad in grads])
 
 
@@ -128,12 +127,12 @@ class _Part(NamedTuple):
 
 
 def clip_(grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients in place to a total norm of at most ``max_norm``, by torch's rule.
+    """Scale gradients in place to a total norm of at most ``max_norm``, as torch does.
 
     Args:
-        grads: whole or spread over ranks.
-        max_norm: > 0.
-        norm: what :func:`total_norm` returned.
+        grads: whole or sharded gradients.
+        max_norm: maximal norm, > 0.
+        norm: result of :func:`total_norm`.
 
     Example:
         >>> grads = [torch.tensor([3.0, 4.0])]
@@ -141,21 +140,21 @@ def clip_(grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
         tensor([0.6000, 0.8000])
     """
     if are_alike(grads):
-        inverse = torch.reciprocal(norm + 1e-6)  # which is what torch multiplies by
+        inverse = torch.reciprocal(norm + 1e-6)  # torch multiplies by this
         torch._foreach_mul_(grads, torch.clamp(inverse if max_norm == 1 else inverse * max_norm, max=1.0))
         return
     with torch.no_grad():
-        parts: Any = [_Part(local(grad)) for grad in grads]  # torch's function asks parameters for their gradients
+        parts: Any = [_Part(local(grad)) for grad in grads]  # torch's function reads parameters' gradients
     clip_grads_with_norm_(parts, max_norm, norm)
 
 
 @torch.no_grad()
 def clip_values_(grads: Sequence[Tensor], limit: float) -> None:
-    """Clamp every element of the gradients to [-limit, limit] in place, by torch's rule.
+    """Clamp every element of the gradients to [-limit, limit] in place, as torch does.
 
     Args:
-        grads: whole or spread over ranks; of those, each rank clamps its parts.
-        limit: > 0.
+        grads: whole or sharded gradients; each rank clamps its shards.
+        limit: maximal absolute value, > 0.
 
     Example:
         >>> grads = [torch.tensor([3.0, -0.5])]

@@ -1,4 +1,4 @@
-"""How micro-batches share one step: gradients of Σ w·loss / Σ w, over micro-batches and ranks."""
+"""Weighting of micro-batches in a step: gradients of Σ w·loss / Σ w, over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ from treadle.task import StepOutput
 
 
 class GroupWeights:
-    """Weights of the losses of one group, with the remaining divisor of its gradients.
+    """Loss weights of one group, with the remaining divisor of its gradients.
 
-    Each loss is divided by ``size · reference / weight`` before its backward pass and the gradients once more by
-    ``Σ weight / (size · reference)`` at the end. The reference is the first weight, so a scaled loss does not grow
-    with the weights (fp16), equal weights give exactly ``loss / size`` and no second division, and a single
-    micro-batch on one rank is not scaled at all: a plain loop is matched to the bit.
+    Each loss is divided by ``size · reference / weight`` before its backward pass and the gradients once more by ``Σ
+    weight / (size · reference)`` at the end. The reference is the first weight, so a scaled loss does not grow with the
+    weights (fp16), equal weights give exactly ``loss / size`` and no second division, and a single micro-batch on one
+    rank is not scaled at all: results match a plain loop to the bit.
 
-    Ranks tell each other their numbers after the first and after the last forward pass of a step, which is one
-    exchange where a step has one micro-batch. It is between the hosts; only weights on a device are reduced
-    there.
+    Ranks exchange their numbers after the first and after the last forward pass of a step, which coincide with a single
+    micro-batch. The exchange is between hosts; only weights on a device are reduced there.
 
     Args:
         size: micro-batches in the group.
-        device: where weights on a device are reduced over ranks.
-        undivided: gradients are summed, not averaged (the task divided by its totals already).
+        device: device on which device weights are reduced over ranks.
+        undivided: gradients are summed, not averaged (the task has already divided by its totals).
         largest: micro-batches of a whole group, equal on all ranks; by default ``size``.
-        num_ranks: of the run; by default as many as the process group has.
-        notices: what ranks tell each other on the last of these occasions.
+        num_ranks: number of ranks of the run; the size of the process group by default.
+        notices: returns the numbers that ranks also exchange after the last forward pass.
 
     Attributes:
-        total: the weight of the group; after its last micro-batch that of all ranks.
+        total: weight of the group; after the last micro-batch, over all ranks.
         rank_notices: the notices of each rank, after the last micro-batch on several ranks.
 
     Example:
@@ -77,7 +76,7 @@ class GroupWeights:
         """Return the loss to backpropagate, or None when the micro-batch contributes nothing.
 
         Raises:
-            ConfigError: the weight is negative or not finite, or means and sums meet in one step.
+            ConfigError: the weight is negative or not finite, or means and sums are mixed in one step.
         """
         weight = _checked(output.weight)
         missing = output.loss is None or (not isinstance(weight, Tensor) and weight == 0)
@@ -101,7 +100,7 @@ class GroupWeights:
         self.total = self.total + weight
 
     def _agree(self, weight: float | Tensor) -> None:
-        """Find the reference, and on several ranks everything else that must be the same on all of them."""
+        """Determine the reference and, on several ranks, everything that must be the same on all of them."""
         if self._ranks == 1:
             if self._reference is None and not self.undivided:
                 self._take_reference(weight)
@@ -135,7 +134,7 @@ class GroupWeights:
         return {name: [gathered[index] for gathered in numbers] for index, name in enumerate(own)}
 
     def _share_reference(self, gathered: Mapping[str, list[float]]) -> None:
-        self.size = int(max(gathered["size"]))  # groups may differ where one rank's data ends first
+        self.size = int(max(gathered["size"]))  # groups may differ if one rank's data ends first
         self.undivided = any(gathered["undivided"])
         if self.undivided:
             return
@@ -161,7 +160,7 @@ class GroupWeights:
         return self._anybody if self._ranks > 1 else self.num_losses > 0
 
     def divisor(self) -> float | Tensor | None:
-        """Return what the gradients must be divided by, or None for nothing; they are averaged over ranks before."""
+        """Return the divisor of the gradients after averaging over ranks, or None."""
         if self.undivided:
             return None if self._ranks == 1 else 1.0 / self._ranks
         if self._alone or self._reference is None:
@@ -171,16 +170,16 @@ class GroupWeights:
 
 
 class GivenWeights:
-    """Weights of a recorded step, as of :class:`GroupWeights`, by numbers that the host gives later.
+    """Loss weights of a captured step, like :class:`GroupWeights`, with numbers set later by the host.
 
     Args:
         size: micro-batches in the group.
-        device: where the losses are.
-        equal: whether the weights of a step are always equal, so that the gradients need no division.
+        device: device of the losses.
+        equal: whether the weights of a step are always equal, so that gradients need no division.
 
     Attributes:
-        total: above 0.
-        rank_notices: nothing: there is one rank.
+        total: total weight, above 0.
+        rank_notices: empty: there is one rank.
 
     Example:
         >>> weights = GivenWeights(2, device=torch.device("cpu"), equal=False)
@@ -200,10 +199,10 @@ class GivenWeights:
         self._undivided = False
 
     def give(self, weights: Sequence[float]) -> None:
-        """Take the weights of the micro-batches of the next step, each above 0."""
+        """Set the weights of the next step's micro-batches, each above 0."""
         reference, total = weights[0], sum(weights)
         divisors = [self._size * reference / weight for weight in weights] + [total / (self._size * reference)]
-        if self._on_cuda:  # there torch divides by a number of the host so: by its inverse, which is taken in float64
+        if self._on_cuda:  # there torch divides by a host number through its float64 inverse
             divisors = [1.0 / divisor for divisor in divisors]
         self._factors.copy_(torch.tensor(divisors), non_blocking=True)
 
@@ -215,7 +214,7 @@ class GivenWeights:
         """Return the loss to backpropagate.
 
         Raises:
-            RuntimeError: the loss is not float32, so that its scale would be rounded otherwise.
+            RuntimeError: the loss is not float32, so that its scale would be rounded differently.
         """
         if output.loss is None:
             return None
@@ -233,18 +232,56 @@ class GivenWeights:
         return self._seen == self._size
 
     def divisor(self) -> Tensor | Inverse | None:
-        """Return what the gradients must be divided by."""
+        """Return the divisor of the gradients."""
         if self._undivided or self._equal:
             return None
         return Inverse(self._factors[-1]) if self._on_cuda else self._factors[-1]
 
 
+class EqualWeights:
+    """Weights of a recorded step of one micro-batch on each of several ranks, which agreed that all are equal.
+
+    Attributes:
+        total: above 0.
+        rank_notices: nothing: they are sent before the step.
+
+    Example:
+        >>> weights = EqualWeights()
+        >>> weights.scaled(StepOutput(torch.tensor(3.0), weight=7)), weights.any_loss(), weights.divisor()
+        (tensor(3.), True, None)
+    """
+
+    total = 1.0
+
+    def __init__(self) -> None:
+        self.rank_notices: list[list[float]] = []
+        self._has_loss = False
+
+    def scaled(self, output: StepOutput) -> Tensor | None:
+        """Return the loss to backpropagate.
+
+        Raises:
+            RuntimeError: the device knows the weight, or losses are added up.
+        """
+        if isinstance(output.weight, Tensor) or output.reduction == "sum":
+            raise RuntimeError("on several ranks the host must know the weight, and losses must be means")
+        self._has_loss = output.loss is not None
+        return output.loss
+
+    def any_loss(self) -> bool:
+        """Return whether the micro-batch had a loss."""
+        return self._has_loss
+
+    def divisor(self) -> None:
+        """Return what the gradients must be divided by."""
+
+
 class KnownWeights(GroupWeights):
-    """Weights of a group by numbers that the host knew before; on its device the step finds tensors instead.
+    """Loss weights of a group that the host knows in advance, in place of the step's device tensors.
 
     Args:
-        weights: of the micro-batches.
-        device: where the losses are.
+        weights: weights of the micro-batches.
+        device: device of the losses.
     """
 
     def __init__(self, weights: Sequence[float], *, device: torch.device):
@@ -265,13 +302,13 @@ def _mixed(reduction: str, other: str) -> ConfigError:
 
 
 def _number(value: float | Tensor) -> float:
-    return 0.0 if isinstance(value, Tensor) else value  # the host does not know a value on a device
+    return 0.0 if isinstance(value, Tensor) else value  # a device value is unknown to the host
 
 
 def _checked(weight: float | Tensor | None) -> float | Tensor:
     if weight is None:
         return 1.0
-    if isinstance(weight, Tensor):  # its value is not known here: reading it would wait for the device
+    if isinstance(weight, Tensor):  # unknown here: reading it would wait for the device
         return weight.detach()
     if not 0.0 <= weight < math.inf:
         raise ConfigError(
@@ -281,15 +318,15 @@ def _checked(weight: float | Tensor | None) -> float | Tensor:
 
 
 def as_count(count: Tensor) -> float | Tensor:
-    """Return a count on the CPU as a number, since reading it waits for nothing; on a device it stays a tensor."""
+    """Return a CPU count as a number, since reading it needs no sync; keep a device count as a tensor."""
     return float(count.numpy()) if count.device.type == "cpu" else count
 
 
 def without_empty(loss: Tensor, weight: float | Tensor) -> Tensor | None:
-    """Return the loss of a batch, or None if nothing in it counts.
+    """Return the loss of a batch, or None if its weight is 0.
 
-    Where the weight is on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it
-    neither reaches the gradient nor has to be looked at.
+    If the weight is on a device, a loss over nothing (0/0) becomes an exact 0 that keeps its graph, so that it does not
+    affect the gradient and need not be read.
 
     Example:
         >>> without_empty(torch.tensor(float("nan")), 0.0) is None

@@ -1,12 +1,12 @@
-"""Non-finite protection: no non-finite update reaches the weights, and the host does not wait to know it.
+"""Protection of the weights from non-finite gradients, without device syncs where possible.
 
-Three ways, from what the optimizer and the device allow:
+There are three methods, depending on the optimizer and the device:
 
-* on the CPU the flag is host memory; looking at it waits for nothing;
-* on CUDA, a fused optimizer takes ``found_inf`` and leaves weights and step counters alone where it is set, in that
-  step and in all that follow. The host looks some steps later, when the flag has long arrived, and before anything is
-  reported, saved or evaluated: a look at each step would take a tenth of a small model's;
-* elsewhere one read a step.
+* on the CPU, the flag is in host memory, which can be read without waiting;
+* on CUDA, a fused optimizer takes ``found_inf`` and leaves weights and step counters unchanged if it is set, in that
+step and all following ones. The host checks some steps later, when the flag has long arrived, and before anything is
+reported, saved or evaluated: a check in each step would take a tenth of a small model's step;
+* elsewhere, one device read per step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from treadle import distributed
 from treadle.device.handover import wait_for
-from treadle.optim.loss_weights import GivenWeights, GroupWeights
+from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
 
 _MARK = 8  # steps
 _MARKS_ON_THEIR_WAY = 2
@@ -36,7 +36,7 @@ class StepLocation(NamedTuple):
     Attributes:
         step: 1-based.
         epoch: epochs completed.
-        position: micro-batches of the epoch consumed, this step's included.
+        position: micro-batches of the epoch consumed, including this step's.
         num_batches: micro-batches of the step.
         tries: groups tried.
     """
@@ -53,13 +53,13 @@ Locate = Callable[[], StepLocation]
 
 @dataclass(frozen=True)
 class RefusalPlan:
-    """What a hook asks for when the gradient of a step is not finite.
+    """Plan of a hook for steps with non-finite gradients.
 
     Attributes:
-        described: the policy in words, for the block at the start.
-        watch: called at the start of every attempt, before anything draws a random number.
-        refused: called with the refused gradients in place; returns whether the run continues without this step. False
-            asks for fresh data while there are retries, else for NonFiniteError. All ranks must answer alike.
+        described: description of the policy, for the start log.
+        watch: called at the start of every attempt, before any random number is drawn.
+        refused: called while the refused gradients exist; returns whether the run continues without this step. False
+            means fresh data while there are retries, else NonFiniteError. All ranks must return the same.
     """
 
     described: str
@@ -68,7 +68,7 @@ class RefusalPlan:
 
 
 def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether the optimizer itself can leave a non-finite gradient out: fused, on CUDA.
+    """Return whether the optimizer itself can skip a non-finite gradient: fused, on CUDA.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -79,7 +79,7 @@ def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def can_be_recorded(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether a step can be recorded as a CUDA graph that leaves out a gradient: fused or capturable, on CUDA.
+    """Return whether a captured step can skip a gradient: fused or capturable optimizer, on CUDA.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -92,12 +92,12 @@ def can_be_recorded(optimizer: Optimizer, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class LateRefusal:
-    """A step that the optimizer left out on the device, found out later.
+    """Step that the optimizer skipped on the device, detected later.
 
     Attributes:
-        place: of the step.
-        norm: of its gradient.
-        undone: the steps that were counted as applied and are not: this one, and those after it.
+        place: location of the step.
+        norm: norm of its gradient.
+        undone: the steps wrongly counted as applied: this one and those after it.
     """
 
     place: StepLocation
@@ -111,7 +111,7 @@ class Verdict(NamedTuple):
     Attributes:
         finite: the norm is finite on every rank.
         counted: the total weight is above 0 on some rank.
-        late: an earlier step that the device refused and the host learns of now; then nothing is to be applied.
+        late: an earlier refused step that the host has just detected; then nothing must be applied.
     """
 
     finite: bool
@@ -120,13 +120,13 @@ class Verdict(NamedTuple):
 
 
 class FoundInf:
-    """Whether a gradient was not finite, on a device, in the form that fused optimizers and loss scaling know.
+    """Device flag of non-finite gradients, in the form used by fused optimizers and loss scaling.
 
     Args:
-        device: of the gradients.
+        device: device of the gradients.
 
     Attributes:
-        flag: 0-d float32: 0.0, and 1.0 from a norm on that was not finite.
+        flag: 0-d float32: 0.0, or 1.0 from the first non-finite norm on.
 
     Example:
         >>> found = FoundInf(torch.device("cpu"))
@@ -139,15 +139,15 @@ class FoundInf:
         self._one = torch.ones((), device=device)
 
     def look_at(self, norm: Tensor) -> Tensor:
-        """Set the flag if a norm is not finite, in one kernel, which multiplies the norm by one; return the flag."""
+        """Set the flag if a norm is not finite, in one kernel that multiplies the norm by one; return the flag."""
         torch._amp_foreach_non_finite_check_and_unscale_([norm.float()], self.flag, self._one)
         return self.flag
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
-    """Step an optimizer; on the device the step is left out where ``found_inf`` is 1.
+    """Step an optimizer, skipping the step on the device if ``found_inf`` is 1.
 
-    A fused one does so itself. Of any other, all that it moved is put back; it must have all of its state.
+    A fused optimizer does so itself. For any other, all changes are undone; it must already have all of its state.
     """
     if not all(group.get("fused") for group in optimizer.param_groups):
         _step_or_put_back(found_inf, optimizer)
@@ -171,18 +171,18 @@ def _step_or_put_back(found_inf: Tensor, optimizer: Optimizer) -> None:
 
 
 class FiniteGuard:
-    """Decision whether a step may change the weights.
+    """Guard that decides whether a step may change the weights.
 
     Args:
-        deferred: whether the answer comes some steps late; only where the optimizer skips on the device, and not with
+        deferred: whether the result is checked some steps late; only if the optimizer skips on the device, and not with
             retries, an fp16 scaler or a plan.
-        can_wait: whether the host may learn late of a captured step that was refused; as for ``deferred``.
-        plan: what a hook asks for at a refusal, or None.
-        agreed: whether gradients and weights are the same on all ranks already, so that nothing is to be exchanged.
-        num_ranks: of the run; by default as many as the process group has.
+        can_wait: whether the host may detect a refused captured step late; under the same conditions as ``deferred``.
+        plan: plan of a hook for refused steps, or None.
+        agreed: whether gradients and weights are already the same on all ranks, so that no communication is needed.
+        num_ranks: number of ranks of the run; the size of the process group by default.
 
     Attributes:
-        late: what the host does not know yet of deferred steps; None before the first.
+        late: flags of deferred steps not checked yet; None before the first.
 
     Example:
         >>> guard = FiniteGuard()
@@ -190,8 +190,8 @@ class FiniteGuard:
         Verdict(finite=False, counted=True, late=None)
     """
 
-    recording = False  # whether steps are being recorded, so that nothing they seem to do has happened
-    weights: GivenWeights | GroupWeights | None = None  # of a recorded step's micro-batches
+    recording = False  # whether steps are being captured, so that they have no effect yet
+    weights: EqualWeights | GivenWeights | GroupWeights | None = None  # of a captured step's micro-batches
 
     def __init__(
         self,
@@ -209,11 +209,11 @@ class FiniteGuard:
         self._alone = agreed or (distributed.world_size() if num_ranks is None else num_ranks) == 1
 
     def decides_now(self, total_weight: float | Tensor) -> bool:
-        """Return whether the verdict on a step of this weight is known before its update."""
+        """Return whether the verdict on a step with this weight is known before the update."""
         return not self.deferred or isinstance(total_weight, Tensor)
 
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
-        """Return the verdict on a gradient, by one decision for all ranks; optimistic where it is deferred."""
+        """Return the verdict on a gradient, the same on all ranks; optimistic if deferred."""
         now = self.decides_now(total_weight)
         if self.late is not None and (late := self.late_refusal(wait=now)) is not None:
             return Verdict(finite=False, counted=True, late=late)
@@ -229,13 +229,13 @@ class FiniteGuard:
         return Verdict(finite=not flags[0], counted=len(flags) == 1 or not flags[1])
 
     def apply(self, optimizer: Optimizer, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
-        """Step the optimizer; where the verdict is deferred, the optimizer itself skips a non-finite gradient.
+        """Step the optimizer; if the verdict is deferred, the optimizer itself skips a non-finite gradient.
 
         Args:
             optimizer: the optimizer of the run.
             norm: the gradient's norm, before clipping.
             total_weight: as given to :meth:`judge`.
-            locate: returns the location of the step, for an error that comes late.
+            locate: returns the location of the step, for a late error.
         """
         if self.decides_now(total_weight):
             optimizer.step()
@@ -245,7 +245,7 @@ class FiniteGuard:
         late.note(locate(), norm)
 
     def late_flags(self, device: torch.device) -> LateFlags:
-        """Return where deferred steps, and captured ones, leave word of a refusal."""
+        """Return the flags in which deferred and captured steps record a refusal."""
         if self.late is None:
             self.late = LateFlags(device)
         return self.late
@@ -254,7 +254,7 @@ class FiniteGuard:
         """Return the first deferred step with a non-finite gradient, else None.
 
         Args:
-            wait: for all steps so far; False looks only at results that the host has.
+            wait: whether to wait for all steps so far; False checks only results that have arrived.
         """
         if self.late is None or not (wait or self.late.raised):
             return None
@@ -262,18 +262,18 @@ class FiniteGuard:
 
 
 class LateFlags:
-    """What the host does not know yet of steps that the device may have refused: one flag for all of them so far.
+    """Pending results of steps that the device may have refused: one flag for all of them.
 
-    On several ranks, all learn of a refusal at the same step: each eighth step sends its flag to its own place,
-    which is read two such steps later.
+    On several ranks, all detect a refusal at the same step: every eighth step copies its flag to a separate host
+    location, which is read two copies later.
 
     Args:
-        device: of the steps.
+        device: device of the steps.
 
     Attributes:
-        refused: 0-d on the device: 0.0, and 1.0 from a step on whose gradient was not finite, so that no later step
+        refused: 0-d on the device: 0.0, or 1.0 from the first step with a non-finite gradient, so that no later step
             changes anything.
-        raised: whether the host knows of a refused step.
+        raised: whether the host has detected a refused step.
 
     Example:
         >>> flags = LateFlags(torch.device("cpu"))
@@ -289,18 +289,18 @@ class LateFlags:
         self.raised = False
         self._on_cuda = device.type == "cuda"
         self._steps: deque[_Steps] = deque()
-        self._marks: deque[tuple[_Mark, int]] = deque()  # with the number of entries of _steps that each is about
+        self._marks: deque[tuple[_Mark, int]] = deque()  # with the number of entries of _steps that each covers
         self._unmarked = 0  # entries since the last mark
         self._spare: list[_Mark] = []
 
     def raise_for(self, norm: Tensor) -> Tensor:
-        """Raise the flag for a gradient's norm that is not finite, on the device; return it."""
+        """Set the flag on the device if a gradient norm is not finite; return it."""
         return self._found.look_at(norm)
 
     def note(self, place: StepLocation, norm: Tensor) -> None:
-        """Note a step; every eighth sends the flag to the host, and wait for what an earlier one has sent.
+        """Record a step; every eighth step copies the flag to the host, and waits for an earlier copy.
 
-        A copy at each step would take a tenth of a small model's, and a sixth of one that is replayed.
+        A copy in each step would take a tenth of a small model's step, and a sixth of a replayed one.
         """
         self._steps.append(_Steps(place, norm))
         self._unmarked += 1
@@ -308,11 +308,11 @@ class LateFlags:
             self._send_mark()
 
     def note_block(self, first: StepLocation, norms: Tensor) -> None:
-        """Note steps of one batch each that follow each other, with one mark for all.
+        """Record consecutive steps of one batch each, with one mark for all.
 
         Args:
-            first: location of the first of them.
-            norms: (N,), of each.
+            first: location of the first step.
+            norms: (N,) norms of the steps.
         """
         self._steps.append(_Steps(first, norms))
         self._unmarked += 1
@@ -333,7 +333,7 @@ class LateFlags:
                 self._steps.popleft()
 
     def late_refusal(self) -> LateRefusal | None:
-        """Wait for all flags; return the first step that was refused, or None."""
+        """Wait for all flags; return the first refused step, or None."""
         if not self._steps:
             return None
         mark = self._spare.pop() if self._spare else _Mark(on_cuda=self._on_cuda)
@@ -356,39 +356,39 @@ class LateFlags:
 
 
 class _Steps(NamedTuple):
-    """One step, or several of one batch each that follow each other."""
+    """One step, or several consecutive ones of one batch each."""
 
     first: StepLocation
     norms: Tensor  # 0-d, or (N,)
 
     def first_bad(self) -> int | None:
-        """Return which of the steps is the first whose norm is not finite; read the device."""
+        """Return the index of the first step with a non-finite norm; reads the device."""
         flags = self.norms.isfinite().reshape(-1).tolist()
         return flags.index(False) if False in flags else None
 
     def at(self, number: int) -> tuple[StepLocation, Tensor]:
-        """Return location and norm of one of the steps."""
+        """Return location and norm of a step."""
         first = self.first
         place = first._replace(step=first.step + number, position=first.position + number)
         return place, self.norms.reshape(-1)[number]
 
 
 class _Mark:
-    """A place on the host for the flag of one step."""
+    """Host memory for the flag of one step."""
 
     def __init__(self, *, on_cuda: bool):
         self._place = torch.zeros((), pin_memory=on_cuda)
-        self._seen = self._place.numpy()  # the same memory, for a look that is no operation of torch
+        self._seen = self._place.numpy()  # the same memory, to read without a torch operation
         self._event = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]
 
     def send(self, flag: Tensor) -> None:
-        """Send a flag here."""
+        """Copy a flag into the host memory."""
         self._place.copy_(flag, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(flag.device))
 
     def arrived(self) -> bool:
-        """Wait for the flag; return whether it is raised."""
+        """Wait for the flag; return whether it is set."""
         if self._event is not None:
             wait_for(self._event)
         return bool(self._seen)

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name, what an optimizer covers, and what may decay or be fused."""
+"""Optimizer state by parameter name, parameter coverage, decay groups and fused kernels."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from treadle.optim.optimizer_state import (
 # nn.modules.batchnorm._NormBase is the common base of BatchNorm*, SyncBatchNorm and InstanceNorm*.
 _NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _FUSED_DEVICES = ("cpu", "cuda")
-# Keys of parameter groups that a schedule or the user adds.
+# Keys of parameter groups added by a schedule or the user.
 _OF_NO_OPTIMIZER = {
     "params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr",
 }  # fmt: skip
 
 
 def is_of_torch(optimizer: Any) -> bool:
-    """Return whether torch wrote an optimizer's class."""
+    """Return whether an optimizer's class is torch's."""
     return type(optimizer).__module__.startswith("torch.")
 
 
 def is_normalisation(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's normalisation layers, by its type and not by its name.
+    """Return whether a module is one of torch's normalisation layers, by type rather than name.
 
     Example:
         >>> is_normalisation(nn.LayerNorm(2)), is_normalisation(nn.Linear(2, 2))
@@ -55,17 +55,17 @@ def is_normalisation(module: nn.Module) -> bool:
 def decay_groups(
     model: nn.Module, weight_decay: float, *, undecayed: tuple[type[nn.Module], ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return two parameter groups, matrices that decay and the rest that does not; frozen parameters are left out.
+    """Return two parameter groups: matrices with weight decay and the rest without; frozen parameters are left out.
 
-    The rest: parameters with fewer than two dimensions, and those of normalisation layers, whatever their names.
+    The rest are parameters with fewer than two dimensions, and those of normalisation layers, whatever their names.
 
     Args:
         model: the model.
-        weight_decay: of the first group.
-        undecayed: kinds of modules whose own matrices belong to the rest too.
+        weight_decay: weight decay of the first group.
+        undecayed: module types whose own matrices belong to the rest too.
 
     Raises:
-        ConfigError: no parameter requires a gradient.
+        ConfigError: no parameter requires grad.
 
     Example:
         >>> groups = decay_groups(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3)), 0.1, undecayed=(nn.Embedding,))
@@ -85,7 +85,7 @@ def decay_groups(
 
 
 def can_be_fused(parameters: Iterable[Tensor]) -> bool:
-    """Return whether torch's fused optimizers take all of these parameters."""
+    """Return whether torch's fused optimizers support all of these parameters."""
     return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
 
 
@@ -95,7 +95,7 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that require gradients but are in no group of the optimizer."""
+    """Return the parameters that require grad but are in no group of the optimizer."""
     covered = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [
         (clean_name(name), parameter)
@@ -105,9 +105,9 @@ def uncovered_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[s
 
 
 def scale_learning_rate(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
-    """Multiply every learning rate and what a schedule starts from, in place; a checkpoint's state holds both.
+    """Multiply every learning rate, and the initial rates of schedules, in place; a checkpoint holds both.
 
-    Schedules that are made of others are gone through; a lower limit such as ``eta_min`` stays.
+    Composed schedules are traversed; a lower limit such as ``eta_min`` is kept.
 
     Example:
         >>> import torch
@@ -134,8 +134,8 @@ def scale_learning_rate(optimizer: Optimizer, scheduler: Any, factor: float) -> 
 def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return the optimizer's state dict with ``param_names`` in each group, so it can be loaded by name.
 
-    A state of another form than torch's is kept whole under ``own``; those of optimizers inside an optimizer whose
-    class inherits its ``state_dict`` are kept under ``inner``.
+    A state of a form other than torch's is saved whole under ``own``; states of optimizers inside an optimizer that
+    inherits its ``state_dict`` are saved under ``inner``.
     """
     names = parameter_names(model)
     state = optimizer.state_dict()
@@ -146,12 +146,12 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         groups.append({**saved, "param_names": [names.get(id(parameter), "") for parameter in live["params"]]})
     inner = {path: one.state_dict() for path, one in inner_optimizers(optimizer).items()}
     entries = {index: _exactly(entry) for index, entry in state["state"].items()}
-    # It may keep more than the first two.
+    # It may contain more than the first two.
     return {**state, "state": entries, "param_groups": groups, **({INNER: inner} if inner else {})}
 
 
 def _exactly(entry: Any) -> Any:
-    """Return the state of a parameter, of which tuples come back as tuples."""
+    """Return the state of a parameter, encoded so that tuples are restored as tuples."""
     if not isinstance(entry, dict):
         return entry
     plain = (Tensor, int, float, str, type(None))
@@ -162,12 +162,12 @@ def _exactly(entry: Any) -> Any:
 
 
 def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Restore what :func:`optimizer_state` returned, matching parameters by name where names are known.
+    """Restore the result of :func:`optimizer_state`, matching parameters by name if names are known.
 
-    Beside a sharded parameter, every rank takes its part of the state. Groups that a hook had added are added again.
+    For a sharded parameter, every rank takes its shard of the state. Groups that a hook had added are added again.
 
     Raises:
-        CheckpointError: the groups hold other parameters than those of the checkpoint.
+        CheckpointError: the groups hold parameters other than the checkpoint's.
     """
     if OWN in saved:
         optimizer.load_state_dict(copy.deepcopy(saved[OWN]))
@@ -182,7 +182,7 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
                 state[index] = {key: _own(placed_state(value, parameter)) for key, value in state[index].items()}
         if "param_names" not in live:
             group.pop("param_names", None)
-        for key, value in live.items():  # plain trees hold lists where torch has tuples, as in betas
+        for key, value in live.items():  # plain trees hold lists in place of torch's tuples, as in betas
             if isinstance(value, tuple) and isinstance(group.get(key), list):
                 group[key] = tuple(group[key])
             if isinstance(group.get(key), Tensor) and (isinstance(value, Tensor) or live.get("capturable")):
@@ -204,7 +204,7 @@ def aligned_groups(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
     """Return copies of the saved parameter groups, with the parameters in the order of the live ones.
 
     Raises:
-        CheckpointError: the groups hold other parameters than those of the checkpoint, or are another optimizer's.
+        CheckpointError: the groups hold parameters other than the checkpoint's, or are another optimizer's.
     """
     if OWN in saved or "param_groups" not in saved:
         _refuse_another_form(optimizer, saved)
@@ -233,9 +233,9 @@ def _refuse_another_form(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise for the group of another optimizer: it has other settings and lacks some of this one's.
+    """Raise for a group of another optimizer, which has other settings and lacks some of this one's.
 
-    Switches do not count: torch adds some from version to version and fills them in.
+    Flags are ignored: torch adds some from version to version and fills them in.
     """
     own = {
         key: value for group in optimizer.param_groups for key, value in group.items() if key not in _OF_NO_OPTIMIZER
@@ -251,12 +251,12 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
 
 
 def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool) -> list[str]:
-    """Return what a checkpoint's optimizer sets otherwise than the optimizer was built: ``"lr=0.1 (built as 0.2)"``.
+    """Return settings that a checkpoint overrides in the optimizer as built: ``"lr=0.1 (built as 0.2)"``.
 
     Args:
-        optimizer: as built, before the checkpoint is loaded.
-        saved: what :func:`optimizer_state` returned.
-        scheduled: whether a schedule moves learning rate and momentum; then only what it starts from is compared.
+        optimizer: optimizer as built, before the checkpoint is loaded.
+        saved: result of :func:`optimizer_state`.
+        scheduled: whether a schedule changes learning rate and momentum; then only their initial values are compared.
 
     Example:
         >>> import torch
@@ -281,7 +281,7 @@ def _comparable(value: Any) -> Any:
 
 
 def is_same_setting(old: Any, new: Any) -> bool:
-    """Return whether two values of a setting are equal, whatever containers hold them; a rate may be a float32.
+    """Return whether two values of a setting are equal, regardless of container types; a rate may be float32.
 
     Example:
         >>> is_same_setting([0.9, 0.95], (0.9, 0.95)), is_same_setting(1, 2)
@@ -293,20 +293,20 @@ def is_same_setting(old: Any, new: Any) -> bool:
 
 
 def _own(value: Any) -> Any:
-    """Return a copy of a tensor: torch would take the checkpoint's own one, and every step would change it."""
+    """Return a copy of a tensor, since torch would use the checkpoint's, which every step would change."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> list[Any]:
-    """Return the indices of a saved parameter group in the order of a live one, by name where both have names.
+    """Return the indices of a saved parameter group in the order of a live one, by name if both have names.
 
     Args:
-        number: of the group, for messages.
+        number: index of the group, for messages.
         group: the saved one.
-        live_names: the names of the live parameters, empty where unknown.
+        live_names: names of the live parameters; empty if unknown.
 
     Raises:
-        CheckpointError: the groups hold other parameters, or another number of them.
+        CheckpointError: the groups hold other parameters, or a different number of them.
 
     Example:
         >>> live_order(0, {"params": [0, 1], "param_names": ["bias", "weight"]}, ["weight", "bias"])
@@ -329,7 +329,7 @@ def live_order(number: int, group: Mapping[str, Any], live_names: list[str]) -> 
 def move_optimizer_state(optimizer: Optimizer) -> None:
     """Move state tensors to the devices of their parameters, in place.
 
-    Step counters of unfused optimizers stay on the CPU, where torch keeps them.
+    Step counters of non-fused optimizers stay on the CPU, where torch keeps them.
     """
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items():
@@ -338,7 +338,7 @@ def move_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raise ConfigError if a scheduler moves another optimizer's learning rate, or its step wants an argument."""
+    """Raise ConfigError if a scheduler belongs to another optimizer, or its ``step`` needs an argument."""
     if isinstance(scheduler, type):
         raise ConfigError(
             f"is the class {scheduler.__name__}; make an object: {scheduler.__name__}(optimizer, ...)",
@@ -361,7 +361,7 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def _wanted_by_step(scheduler: Any) -> str | None:
-    """Return the first argument that ``step`` of a scheduler cannot do without, or None."""
+    """Return the first required argument of a scheduler's ``step``, or None."""
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()
     except (AttributeError, TypeError, ValueError):

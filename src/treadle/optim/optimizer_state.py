@@ -21,7 +21,7 @@ INNER = "inner"
 
 
 def has_torchs_form(optimizer: Any, state: Any) -> bool:
-    """Return whether a state dict is of torch's form: groups like the live ones, and state by parameter.
+    """Return whether a state dict has torch's form: groups like the live ones, and state by parameter.
 
     Example:
         >>> import torch
@@ -38,9 +38,9 @@ def has_torchs_form(optimizer: Any, state: Any) -> bool:
 
 
 def inner_optimizers(optimizer: Any) -> dict[str, Optimizer]:
-    """Return the optimizers that an optimizer keeps as attributes and whose state its own state dict leaves out.
+    """Return optimizers that are attributes of an optimizer and missing from its state dict.
 
-    A class that defines ``state_dict`` is responsible for its own.
+    A class that defines ``state_dict`` is responsible for them.
 
     Example:
         >>> import torch
@@ -63,13 +63,13 @@ def inner_optimizers(optimizer: Any) -> dict[str, Optimizer]:
 def load_inner(
     optimizer: Any, inner: Mapping[str, Optimizer], saved: Mapping[str, Any], shared: Mapping[Any, int]
 ) -> None:
-    """Load the states of inner optimizers; groups that they shared with the outer one are shared again.
+    """Load the states of inner optimizers, sharing groups with the outer one as before.
 
     Args:
-        optimizer: the outer one, loaded already.
-        inner: by path.
+        optimizer: the outer optimizer, already loaded.
+        inner: inner optimizers by path.
         saved: their states, by path.
-        shared: what :func:`shared_groups` returned before the outer one was loaded.
+        shared: result of :func:`shared_groups` before the outer one was loaded.
 
     Raises:
         CheckpointError: a state is missing.
@@ -86,7 +86,7 @@ def load_inner(
 
 
 def shared_groups(optimizer: Any, inner: Mapping[str, Optimizer]) -> dict[tuple[str, int], int]:
-    """Return which groups of inner optimizers are the very groups of the outer one."""
+    """Return which groups of inner optimizers are identical with groups of the outer one."""
     own = {id(group): number for number, group in enumerate(optimizer.param_groups)}
     return {
         (path, number): own[id(group)]
@@ -97,7 +97,7 @@ def shared_groups(optimizer: Any, inner: Mapping[str, Optimizer]) -> dict[tuple[
 
 
 def load_exactly(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load a state dict; what torch would cast to its parameter's dtype, or take apart, is kept as it was saved."""
+    """Load a state dict without torch's casts to the parameter's dtype or changes of containers."""
     optimizer.load_state_dict(state)
     if getattr(type(optimizer), "load_state_dict", None) is not Optimizer.load_state_dict:
         return
@@ -113,19 +113,19 @@ def load_exactly(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def _beside(value: Any, parameter: Tensor) -> Any:
-    """Return a value whose tensors are on the device of a parameter."""
+    """Return a value with its tensors moved to the device of a parameter."""
     return map_nested_tensor(lambda inner: inner.to(parameter.device), value)
 
 
 def added_groups(optimizer: Any, names: Mapping[str, nn.Parameter], saved: list[Any]) -> list[dict[str, Any]]:
-    """Return the groups that a checkpoint has beyond the live ones, with the model's parameters, or nothing.
+    """Return the groups that a checkpoint has beyond the live ones, with the model's parameters.
 
-    A hook that unfreezes a layer adds a group while it trains; a fresh optimizer does not have it yet.
+    A hook that unfreezes a layer adds a group during training; a fresh optimizer does not have it yet.
 
     Args:
-        optimizer: as it was built.
+        optimizer: optimizer as built.
         names: the model's parameters by clean name.
-        saved: the groups of the checkpoint.
+        saved: groups of the checkpoint.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = []
@@ -158,7 +158,7 @@ def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hidden_tensors(optimizer: Any) -> str | None:
-    """Return the attribute of an optimizer that holds tensors its inherited state dict leaves out, or None.
+    """Return an attribute of an optimizer with tensors that its inherited state dict misses, or None.
 
     Example:
         >>> import torch
@@ -184,10 +184,10 @@ def _is_many(value: Any) -> bool:
 
 
 def rehearse(optimizer: Any, state: Mapping[str, Any]) -> Iterator[str]:
-    """Load a state of torch's form into a copy without parameters; yield what the copy lost.
+    """Load a state of torch's form into a copy without parameters; yield what is lost.
 
     Raises:
-        Exception: what the optimizer raises when it loads its own state.
+        Exception: any error of the optimizer when it loads its own state.
     """
     shadow = copy.copy(optimizer)
     shadow.__dict__.update(state=defaultdict(dict), param_groups=[dict(group) for group in optimizer.param_groups])

@@ -1,4 +1,4 @@
-"""Mixed precision as one object: autocast, scaled backward, unscale, and what the scaler learned."""
+"""Mixed precision: autocast, loss scaling, unscaling, and the state of the scaler."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _NONE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 @functools.cache
 def _keeps_casts_without_a_graph() -> bool:
-    """Whether autocast gives a weight that was cast under ``no_grad`` to later forwards, which torch 2.7 does.
+    """Return whether autocast reuses weights cast under ``no_grad`` in later forwards, as torch 2.7 does.
 
-    Such a weight would get no gradient, without a word.
+    Such a weight would silently get no gradient.
     """
     with torch.inference_mode(False), torch.enable_grad():
         weight = torch.ones(1, 1, device="cpu", requires_grad=True)
@@ -36,11 +36,11 @@ def _keeps_casts_without_a_graph() -> bool:
 
 
 def check_precision(name: Any, *, argument: str = "precision") -> None:
-    """Raise ConfigError for a name that is none of a precision.
+    """Raise ConfigError for an unknown precision.
 
     Args:
         name: None, ``"bf16"`` or ``"fp16"``.
-        argument: what the user calls it.
+        argument: name of the argument.
     """
     if name is not None and name not in get_args(PrecisionName):
         raise ConfigError(" is not known; use None, 'bf16' or 'fp16'", argument=argument, value=name)
@@ -49,18 +49,18 @@ def check_precision(name: Any, *, argument: str = "precision") -> None:
 class Precision:
     """Autocast and gradient scaling for one device type.
 
-    fp16 uses a gradient scaler, bf16 and full precision none.
+    fp16 uses a gradient scaler; bf16 and full precision do not.
 
     Args:
         name: None (full precision), ``"bf16"`` or ``"fp16"``.
-        device: decides the autocast device type.
+        device: device, which determines the autocast device type.
         scaler: a scaler to use in place of the default one.
 
     Attributes:
         scaled: whether gradients are scaled (fp16).
 
     Raises:
-        ConfigError: another name, or a device type on which torch has no autocast.
+        ConfigError: the name is unknown, or torch has no autocast for the device type.
 
     Example:
         >>> Precision(None, torch.device("cpu")).name is None
@@ -77,7 +77,7 @@ class Precision:
         self.device = device
         self.scaler = scaler or torch.amp.GradScaler(device.type, enabled=name == "fp16")
         self.scaled = bool(self.scaler.is_enabled())
-        self._cache = False if name is not None and _keeps_casts_without_a_graph() else None  # None is torch's setting
+        self._cache = False if name is not None and _keeps_casts_without_a_graph() else None  # None is torch's default
         self._unscaled = False  # between unscale and the verdict on the step
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -94,19 +94,19 @@ class Precision:
         """Divide the gradients by the scale, in place."""
         if not self.scaled:
             return
-        if self._unscaled:  # an exception or Ctrl-C broke the step before off
+        if self._unscaled:  # an exception or Ctrl-C interrupted the previous step
             self.skipped()
         self.scaler.unscale_(optimizer)
         self._unscaled = True
 
     def applied(self) -> None:
-        """Note that the step was applied; the scale may grow."""
+        """Record that the step was applied; the scale may grow."""
         if self.scaled and self._saw_gradients():
             self.scaler.update()
         self._unscaled = False
 
     def skipped(self) -> None:
-        """Note that the step was given up with finite gradients; the scale stays."""
+        """Record that the step was dropped with finite gradients; the scale is kept."""
         if self.scaled and self._unscaled:
             self.scaler.update(self.scaler.get_scale())
         self._unscaled = False
@@ -115,22 +115,22 @@ class Precision:
         """Lower the scale after a non-finite gradient.
 
         Returns:
-            Whether lowering was possible, which makes the step a skipped one; False without a scaler
-            and when the scale would fall below 1.0, where it stays.
+            Whether lowering was possible, so that the step counts as skipped; False without a scaler, or if the scale
+            would fall below 1.0, where it stays.
         """
         if not self.scaled:
             return False
         before = self.scaler.get_scale()
         lowered = before * self.scaler.get_backoff_factor()
         if self._saw_gradients():
-            self.scaler.update()  # also restarts the count of steps until the scale may grow
-        # This rank's elements may be finite although their norm, or another rank's, is not.
+            self.scaler.update()  # also resets the count of steps until the scale may grow
+        # The elements on this rank may be finite although their norm, or that of another rank, is not.
         self.scaler.update(lowered if lowered >= 1.0 else before)
         self._unscaled = False
         return lowered >= 1.0
 
     def forget_recorded(self, optimizer: Optimizer) -> Tensor | None:
-        """Forget that a recorded step was unscaled; return where each replay leaves whether a gradient was infinite.
+        """Reset the unscaled state after capture; return the tensor in which replays record infinite gradients.
 
         None without a scaler.
         """
@@ -142,11 +142,11 @@ class Precision:
         return found  # type: ignore[no-any-return]
 
     def note_replayed(self, optimizer: Optimizer, found: Tensor | None) -> None:
-        """Note that a replay has unscaled the gradients.
+        """Record that a replay has unscaled the gradients.
 
         Args:
-            optimizer: as recorded.
-            found: what :meth:`forget_recorded` returned.
+            optimizer: optimizer of the captured step.
+            found: result of :meth:`forget_recorded`.
         """
         if found is not None:
             self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
@@ -159,10 +159,10 @@ class Precision:
 
 @contextlib.contextmanager
 def tf32(enabled: bool) -> Iterator[None]:
-    """Allow TF32 in matmul and cuDNN inside the block, and put the flags back afterwards.
+    """Allow TF32 in matmul and cuDNN inside the block, and restore the flags afterwards.
 
     Args:
-        enabled: False leaves the flags as they are.
+        enabled: False leaves the flags unchanged.
 
     Example:
         >>> with tf32(True):
@@ -181,13 +181,13 @@ def tf32(enabled: bool) -> Iterator[None]:
 
 
 def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, device: torch.device) -> Any:
-    """Return ``loss_fn(outputs, targets)``, computed in float32 also under autocast.
+    """Return ``loss_fn(outputs, targets)``, computed in float32 even under autocast.
 
     Args:
         loss_fn: the loss.
-        outputs: half-precision tensors in it are widened; others stay as they are.
-        targets: given as they are.
-        device: whose autocast is switched off.
+        outputs: model outputs; half-precision tensors are converted to float32.
+        targets: passed unchanged.
+        device: device whose autocast is disabled.
     """
     widened = widen(outputs) if isinstance(outputs, Tensor) else map_nested_tensor(widen, outputs)
     if not torch.is_autocast_enabled(device.type):
@@ -197,5 +197,5 @@ def in_full_precision(loss_fn: Callable[..., Any], outputs: Any, targets: Any, d
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return a half-precision tensor as float32, any other as it is."""
+    """Return a half-precision tensor as float32, any other unchanged."""
     return tensor.float() if tensor.dtype in _HALF else tensor

@@ -1,4 +1,4 @@
-"""A saved learning-rate schedule against the one that this run built."""
+"""Comparison of a saved learning-rate schedule with the one of this run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import is_same_setting
 
-# Of torch's schedulers: values that move with the steps, or belong to the optimizer's groups. The rest are settings.
+# Values of torch's schedulers that change with the steps, or belong to the optimizer's groups. The rest are settings.
 _MOVING = {
     "base_lrs", "max_lrs", "last_epoch", "T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter", "mode_worse",
     "total_size", "verbose",
@@ -20,8 +20,8 @@ _MOVING = {
 
 
 def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
-    """Return a warning if the function of a LambdaLR, which no checkpoint holds, give another rate than before."""
-    if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callable objects is loaded
+    """Return a warning if a LambdaLR's function, which no checkpoint holds, returns a different rate than before."""
+    if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callables is loaded
         return None
     moves, bases, old = saved["last_epoch"], saved["base_lrs"], saved.get("_last_lr") or ()
     rates = [float(base * factor(moves)) for base, factor in zip(bases, scheduler.lr_lambdas, strict=False)]
@@ -36,9 +36,9 @@ def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
 
 
 def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a schedule that a checkpoint overrules: ``"T_max=10 (built as 20)"``.
+    """Return the settings of a schedule that a checkpoint overrides: ``"T_max=10 (built as 20)"``.
 
-    Of torch's schedulers, and those that they are made of; state of others may move with the steps.
+    Only torch's schedulers and their components are compared; state of others may change with the steps.
 
     Example:
         >>> import torch
@@ -56,7 +56,7 @@ def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a saved schedule is of another kind than the one of this run."""
+    """Raise CheckpointError if the type of a saved schedule differs from this run's."""
     for new, old in _pairs(scheduler, saved):
         missing, strange = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
         if missing and strange:
@@ -68,7 +68,7 @@ def refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _pairs(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield the settings of a scheduler of torch and those saved, then of each scheduler that it is made of."""
+    """Yield current and saved settings of a torch scheduler, then of each of its components."""
     if not type(scheduler).__module__.startswith("torch."):
         return
     own = {key: value for key, value in scheduler.state_dict().items() if _is_setting(key)}
@@ -82,7 +82,7 @@ def _is_setting(key: str) -> bool:
 
 
 def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheduler's saved state, and those of the schedulers that it is made of, in their own containers."""
+    """Return a scheduler's saved state, including its components, with the original container types."""
     before = vars(scheduler)
     state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
     if state.get("_schedulers"):
@@ -93,6 +93,6 @@ def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_before(before: Any, value: Any) -> Any:
-    """Give a plain value the container type that the scheduler made it with, such as MultiStepLR's Counter."""
+    """Convert a plain value to the scheduler's original container type, such as MultiStepLR's Counter."""
     container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
     return type(before)(value) if container else value

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions from a step to a factor of the base rate, and one that builds a scheduler."""
+"""Learning-rate schedules: pure functions from a step to a factor of the base rate, and a scheduler builder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("treadle.schedules")
 
 
 def schedulers_in(scheduler: Any, path: str = "scheduler") -> Iterator[tuple[str, Any]]:
-    """Yield a scheduler and those of torch that it composes, by path; nothing for None.
+    """Yield a scheduler and the torch schedulers that it composes, by path; nothing for None.
 
     Example:
         >>> list(schedulers_in(None))
@@ -37,8 +37,8 @@ def schedulers_in(scheduler: Any, path: str = "scheduler") -> Iterator[tuple[str
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
     """Return the state of a scheduler, without schedulers and functions that it wraps.
 
-    The state dict that a class inherits from torch's holds every attribute. Those are no values; their own state is
-    carried as that of any object.
+    The inherited state dict of torch holds every attribute. Wrapped schedulers and functions are not values; their
+    state is saved like that of any object.
 
     Example:
         >>> import torch
@@ -56,10 +56,10 @@ def scheduler_state(scheduler: Any) -> dict[str, Any]:
 
 
 def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:
-    """Step a plateau scheduler, its relative threshold measured in the size of the best value.
+    """Step a ReduceLROnPlateau with its relative threshold in units of the best value's magnitude.
 
-    torch's own is best * (1 - threshold), which is on the wrong side of a negative best: there a value that stays the
-    same counts as better for ever. For values >= 0 both are the same.
+    torch uses best * (1 - threshold), which is on the wrong side of a negative best value: there a constant value
+    counts as an improvement forever. For values >= 0 both are the same.
 
     Example:
         >>> import torch
@@ -79,15 +79,15 @@ def step_plateau(scheduler: ReduceLROnPlateau, value: float) -> None:
 
 
 def check_plateau(scheduler: Any, metric: str, mode: str) -> None:
-    """Raise if a plateau scheduler lowers the rate while its metric improves; other schedulers pass.
+    """Raise if a ReduceLROnPlateau would lower the rate while its metric improves; other schedulers pass.
 
     Args:
-        scheduler: of the run, or None.
-        metric: name of what it is stepped with.
-        mode: direction of that, ``"min"`` or ``"max"``.
+        scheduler: scheduler of the run, or None.
+        metric: name of the metric it is stepped with.
+        mode: direction of the metric, ``"min"`` or ``"max"``.
 
     Raises:
-        ConfigError: its mode is the other one.
+        ConfigError: its mode is the opposite.
     """
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
         raise ConfigError(
@@ -99,17 +99,17 @@ def check_plateau(scheduler: Any, metric: str, mode: str) -> None:
 
 
 def warmup_cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
-    """Linear warm-up to 1, then half a cosine down to ``min_scale``.
+    """Return the factor of a linear warm-up to 1, then half a cosine down to ``min_scale``.
 
-    With W = warm-up, S = total and a = ``min_scale``: (s + 1) / W while s < W, then
-    a + (1 - a) / 2 * (1 + cos(pi * min(1, (s - W) / (S - W)))). The first update uses 1/W, the factor is 1 at
-    W - 1 and at W, and a is reached at s = S, after the last update. W = 0 starts at 1. When W >= S there is
-    no room for the cosine and the factor stays at 1 once the warm-up is over.
+    With W = warm-up, S = total and a = ``min_scale``: (s + 1) / W while s < W, then a + (1 - a) / 2 * (1 + cos(pi *
+    min(1, (s - W) / (S - W)))). The first update uses 1/W, the factor is 1 at W - 1 and at W, and a is reached at s =
+    S, after the last update. W = 0 starts at 1. If W >= S, there is no cosine phase and the factor stays at 1 after the
+    warm-up.
 
     Args:
         step: Index s of the update, 0 for the first.
         warmup_steps: W, at least 0.
-        total_steps: S, all updates of the run, warm-up included.
+        total_steps: S, all updates of the run, including warm-up.
         min_scale: a, 0 to 1.
 
     Returns:
@@ -128,13 +128,13 @@ def warmup_cosine_factor(step: int, *, warmup_steps: int, total_steps: int, min_
 
 
 def warmup_linear_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
-    """Linear warm-up to 1, then a straight line down to ``min_scale``, reached at ``total_steps``.
+    """Return the factor of a linear warm-up to 1, then a linear decay to ``min_scale`` at ``total_steps``.
 
     Args:
         step: index of the update, 0 for the first.
         warmup_steps: updates of warm-up, >= 0.
         total_steps: all updates of the run, warm-up included.
-        min_scale: the last factor, 0 to 1.
+        min_scale: final factor, 0 to 1.
 
     Example:
         >>> [warmup_linear_factor(s, warmup_steps=2, total_steps=4, min_scale=0.0) for s in range(5)]
@@ -148,7 +148,7 @@ def warmup_linear_factor(step: int, *, warmup_steps: int, total_steps: int, min_
 
 
 def warmup_constant_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
-    """Linear warm-up to 1, then 1; takes the arguments of the other schedules and needs the first two.
+    """Return the factor of a linear warm-up to 1, then 1; only the first two arguments are used.
 
     Example:
         >>> [warmup_constant_factor(s, warmup_steps=2, total_steps=9, min_scale=0.0) for s in range(4)]
@@ -160,16 +160,16 @@ def warmup_constant_factor(step: int, *, warmup_steps: int, total_steps: int, mi
 def warmup_stable_decay_factor(
     step: int, *, warmup_steps: int, total_steps: int, min_scale: float, decay_ratio: float = 0.2
 ) -> float:
-    """Warm-up, stable, decay (WSD): linear to 1, 1, and in the last part of the run linear to ``min_scale``.
+    """Return the factor of warm-up, stable, decay (WSD): linear to 1, constant, then linear to ``min_scale``.
 
-    The decay takes round(``decay_ratio`` · ``total_steps``) updates, at most those that the warm-up leaves.
+    The decay takes round(``decay_ratio`` · ``total_steps``) updates, at most those remaining after the warm-up.
 
     Args:
         step: index of the update, 0 for the first.
         warmup_steps: updates of warm-up, >= 0.
         total_steps: all updates of the run.
-        min_scale: the last factor, 0 to 1.
-        decay_ratio: part of the run that decays, 0 to 1.
+        min_scale: final factor, 0 to 1.
+        decay_ratio: fraction of the run that decays, 0 to 1.
 
     Example:
         >>> [warmup_stable_decay_factor(s, warmup_steps=2, total_steps=10, min_scale=0.0) for s in (0, 5, 8, 9, 10)]
@@ -183,9 +183,9 @@ def warmup_stable_decay_factor(
 
 
 def warmup_inverse_sqrt_factor(step: int, *, warmup_steps: int, total_steps: int, min_scale: float) -> float:
-    """Linear warm-up to 1, then sqrt(W / (step + 1)) with W = max(1, ``warmup_steps``), never below ``min_scale``.
+    """Return the factor of a linear warm-up, then sqrt(W / (step + 1)), W = max(1, ``warmup_steps``), >= ``min_scale``.
 
-    It does not depend on ``total_steps``, so a run can be lengthened without a jump of the rate.
+    It does not depend on ``total_steps``, so a run can be extended without a jump of the rate.
 
     Example:
         >>> [warmup_inverse_sqrt_factor(s, warmup_steps=2, total_steps=9, min_scale=0.0) for s in (0, 1, 7)]
@@ -212,12 +212,13 @@ class ScheduleShape:
 
     Args:
         name: a key of :data:`SCHEDULES`.
-        warmup_steps: updates of warm-up, >= 0; None where a ratio is given, else 0.
-        warmup_ratio: warm-up as a part of the run, 0 to 1, rounded up to whole updates as transformers does.
-        min_scale: the last factor, 0 to 1.
+        warmup_steps: updates of warm-up, >= 0; None if a ratio is given, else 0.
+        warmup_ratio: warm-up as a fraction of the run, 0 to 1, rounded up to whole updates as transformers does.
+        min_scale: final factor, 0 to 1.
 
     Raises:
-        ConfigError: the name is unknown (the nearest is named), a number is out of range, or both lengths are given.
+        ConfigError: the name is unknown (the closest is suggested), a number is outside its range, or both lengths are
+            given.
 
     Example:
         >>> ScheduleShape("cosine", warmup_ratio=0.1).factor(total_steps=20)(0)
@@ -244,7 +245,7 @@ class ScheduleShape:
     def factor(self, total_steps: int) -> Callable[[int], float]:
         """Return the function from the index of an update to its factor, for a run of ``total_steps`` updates.
 
-        A partial has an empty ``__dict__``, so a LambdaLR keeps nothing of it in its state: a resumed run follows the
+        A partial has an empty ``__dict__``, so a LambdaLR stores nothing of it in its state: a resumed run follows the
         shape that it was built with.
         """
         steps = self.warmup_steps or 0
@@ -268,18 +269,18 @@ def build_schedule(
     """Build a schedule with a linear warm-up, stepped per applied step.
 
     Args:
-        optimizer: the rates of its groups are the base rates.
+        optimizer: optimizer whose learning rates are the base rates.
         name: ``"cosine"``, ``"linear"``, ``"wsd"`` (warm-up, stable, decay), ``"inverse_sqrt"`` or ``"constant"``.
-        total_steps: all updates of the run, warm-up included, >= 1.
+        total_steps: all updates of the run, including warm-up, >= 1.
         warmup_steps: updates of warm-up, >= 0.
-        warmup_ratio: warm-up as a part of the run, 0 to 1, in place of ``warmup_steps``.
-        min_scale: the last factor of the rate, 0 to 1.
+        warmup_ratio: warm-up as a fraction of the run, 0 to 1, in place of ``warmup_steps``.
+        min_scale: final factor of the rate, 0 to 1.
 
     Returns:
         A LambdaLR, whose state holds plain numbers only.
 
     Raises:
-        ConfigError: the name is unknown, or a number is out of range.
+        ConfigError: the name is unknown, or a number is outside its range.
 
     Example:
         >>> import torch
@@ -294,10 +295,10 @@ def build_schedule(
 
 
 def follow_shape(scheduler: LambdaLR, shape: ScheduleShape, total_steps: int) -> None:
-    """Give a scheduler of a shape the length of its run; before its first move, the rates of the groups too.
+    """Set the length of a scheduler's shape; before its first step, update the learning rates too.
 
     Args:
-        scheduler: as :func:`build_schedule` makes it, of any length.
+        scheduler: scheduler from :func:`build_schedule`, of any length.
         shape: its shape.
         total_steps: all updates of the run, >= 1.
 
@@ -323,12 +324,12 @@ def follow_shape(scheduler: LambdaLR, shape: ScheduleShape, total_steps: int) ->
 
 
 def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> None:
-    """Check the numbers of a warm-up schedule, once, where it is built.
+    """Check the numbers of a warm-up schedule when it is built.
 
-    A warm-up at least as long as the run is legal: it warns on the logger ``treadle.schedules``.
+    A warm-up at least as long as the run is allowed, with a warning on the logger ``treadle.schedules``.
 
     Raises:
-        ValueError: When ``warmup_steps`` is negative, ``total_steps`` below 1 or ``min_scale`` outside 0 … 1.
+        ValueError: ``warmup_steps`` is negative, ``total_steps`` below 1 or ``min_scale`` outside 0 … 1.
     """
     check_least(0, warmup_steps=warmup_steps)
     check_least(1, total_steps=total_steps)

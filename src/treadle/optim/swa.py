@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the equal average of a model's weights, and its learning rate."""
+"""Stochastic weight averaging: equal average of a model's weights, and its learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from treadle.optim.ema import Ema
 
 
 class Swa(Ema):
-    """Equal average of a model's weights from an applied step on, the weights themselves before.
+    """Equal average of a model's weights starting at an applied step; before that, the weights themselves.
 
-    Buffers are the model's own after every applied step.
+    Buffers are copied from the model after every applied step.
 
     Args:
         model: the model to average, wrapped or not.
-        start: the first applied step whose weights count, >= 1.
-        update_interval: applied steps between two of them, >= 1.
-        device: where the average lives; None puts it beside the model.
+        start: first applied step whose weights are averaged, >= 1.
+        update_interval: applied steps between updates, >= 1.
+        device: device of the average; None puts it on the model's device.
 
     Raises:
         ConfigError: a value is outside its range.
@@ -54,7 +54,7 @@ class Swa(Ema):
 
     @property
     def recordable(self) -> bool:
-        """Return False: the share is another one in every step."""
+        """Return False: the weight of an update differs in every step."""
         return False
 
     @torch.no_grad()
@@ -70,7 +70,7 @@ class Swa(Ema):
 
     @torch.no_grad()
     def copy_buffers_of(self, model: nn.Module) -> None:
-        """Give the average the buffers of a model, such as running statistics."""
+        """Copy the buffers of a model, such as running statistics, into the average."""
         for shadow, live, is_buffer in self._pairs(unwrap(model)):
             if is_buffer:
                 shadow.copy_(live)
@@ -81,24 +81,24 @@ class Swa(Ema):
 
 
 def check_start(start: Any) -> None:
-    """Raise ConfigError unless it is an applied step, >= 1."""
+    """Raise ConfigError unless the start is an applied step, >= 1."""
     if isinstance(start, bool) or not isinstance(start, int) or start < 1:
         raise ConfigError("must be an applied step >= 1, such as 3/4 of the run", argument="start", value=start)
 
 
 class SwaSchedule:
-    """Schedule of another scheduler up to a step, then torch's SWALR: to a constant rate for averaging.
+    """Schedule that follows another scheduler up to a step, then torch's SWALR: to a constant rate for averaging.
 
     Args:
-        optimizer: whose rates are moved.
-        start: moves of ``before``; the next one is the first of SWALR.
-        swa_lr: rate of all groups, or one for each, > 0.
-        anneal_steps: moves until it is reached.
+        optimizer: optimizer whose learning rates are scheduled.
+        start: number of steps of ``before``; the next step is the first of SWALR.
+        swa_lr: learning rate of all groups, or one per group, > 0.
+        anneal_steps: steps until it is reached.
         anneal_strategy: ``"cos"`` or ``"linear"``.
-        before: scheduler over the same optimizer; None keeps its rates.
+        before: scheduler of the same optimizer; None keeps its rates.
 
     Raises:
-        ConfigError: a value is outside its range, or ``before`` moves another optimizer.
+        ConfigError: a value is outside its range, or ``before`` belongs to another optimizer.
 
     Example:
         >>> optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -138,7 +138,7 @@ class SwaSchedule:
         self._schedulers: list[LRScheduler] = [*([] if before is None else [before]), swa]
 
     def step(self) -> None:
-        """Move the scheduler whose turn it is."""
+        """Step the current scheduler."""
         self.last_epoch += 1
         if self.last_epoch > self.start:
             self._schedulers[-1].step()
@@ -146,16 +146,16 @@ class SwaSchedule:
             self._schedulers[0].step()
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates of all groups."""
+        """Return the learning rates of all groups."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moves so far and the states of both schedulers."""
+        """Return the number of steps and the states of both schedulers."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {"last_epoch": self.last_epoch, "_schedulers": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore them."""
+        """Restore the state."""
         self.last_epoch = int(state_dict["last_epoch"])
         for scheduler, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
             scheduler.load_state_dict(state)

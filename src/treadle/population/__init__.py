@@ -1,4 +1,4 @@
-"""Many runs at once, each with the bits that it has alone: seeds, sweeps and searches."""
+"""Populations of concurrent runs, each bitwise equal to the run alone: seeds, sweeps and searches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of a population: its name, settings and folder, how it is made, and its outcome."""
+"""Member of a population: name, settings, folder, construction and outcome of one run."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from treadle.seed import set_seed
 Status = Literal["finished", "paused", "stopped", "failed"]
 Make = Callable[..., Any]
 Turn = Callable[[int], None]
-_LONGEST_NAME = 120  # characters; file systems allow 255 bytes
+_LONGEST_NAME = 120  # in characters; file systems allow 255 bytes
 
 
 @dataclass(frozen=True)
 class Until:
-    """The point at which a run pauses.
+    """Point at which a run pauses.
 
     Attributes:
         count: epochs completed, or optimizer steps attempted, >= 1.
-        unit: which of them.
+        unit: ``"epoch"`` or ``"step"``.
     """
 
     count: int
     unit: Literal["epochs", "steps"] = "epochs"
 
     def reached(self, engine: Engine) -> bool:
-        """Return whether a run is there."""
+        """Return whether a run has reached the point."""
         return (engine.epoch if self.unit == "epochs" else engine.step) >= self.count
 
 
 @dataclass(frozen=True)
 class Member:
-    """A run of a population.
+    """Run of a population.
 
     Attributes:
-        name: of its folder, such as ``lr=0.1,seed=3``.
+        name: name of its folder, such as ``lr=0.1,seed=3``.
         settings: arguments of the factory.
         folder: the run folder.
-        until: where the run pauses; None trains it to its end.
+        until: point at which the run pauses; None trains it to its end.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a member.
+    """Outcome of a member.
 
     Attributes:
         status: ``"finished"``, ``"paused"`` (at its ``until``), ``"stopped"`` (by a signal) or ``"failed"``.
         step: optimizer steps attempted.
         epoch: epochs completed.
-        metrics: numbers by name: of the last record of the history and the last log, the best value, the loss.
-        seconds: of this process, from the making of the run to its end.
+        metrics: numbers by name: from the last record of the history and the last log, the best value, the loss.
+        seconds: duration in this process, from construction of the run to its end.
         error: class and message of the error, or None.
         code: exit code of a stopped run, or None.
     """
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def member_name(settings: Mapping[str, Any]) -> str:
-    """Return the name of a member, which is also that of its folder.
+    """Return the name of a member, which is also the name of its folder.
 
     Example:
         >>> member_name({"lr": 1e-3, "seed": 0}), member_name({"data": "a/b c"})
@@ -107,11 +107,11 @@ def call_factory(make: Make, member: Member) -> Callable[[], Any]:
     """Seed, call the factory of a population for a member and return the function that trains the run.
 
     Args:
-        make: called with the settings, and with ``workspace=`` if it takes that.
-        member: whose run is made. A setting ``seed`` seeds every random generator before.
+        make: called with the settings, and with ``workspace=`` if it accepts it.
+        member: member whose run is built. A setting ``seed`` seeds every random generator first.
 
     Raises:
-        ConfigError: the factory does not take the settings, or returns nothing that trains.
+        ConfigError: the factory does not accept the settings, or does not return something that trains.
 
     Example:
         >>> train = call_factory(lambda seed: lambda: {"loss": seed}, Member("seed=3", {"seed": 3}, Path("out")))
@@ -156,11 +156,11 @@ def call_factory(make: Make, member: Member) -> Callable[[], Any]:
 
 
 class MemberHook(BaseHook):
-    """The last hook of a member: pauses between turns and at the member's target, and keeps the logged records.
+    """Last hook of a member: pauses between turns and at the member's target, and stores the logged records.
 
     Args:
-        member: whose run.
-        turn: called with the number of steps that were made since.
+        member: member of the run.
+        turn: called with the number of steps since the last call.
     """
 
     state_key = "treadle.population"
@@ -174,11 +174,11 @@ class MemberHook(BaseHook):
         self._logged: dict[str, float] = {}
 
     def on_before_train(self, trainer: Engine) -> None:
-        """Keep the engine."""
+        """Store the engine."""
         self.engine = trainer
 
     def on_after_step(self, trainer: Engine) -> None:
-        """Let the other members have their turn, and stop at a target in steps."""
+        """Yield to the other members, and stop at a target in steps."""
         self._turn(1)
         self._pause_at_steps(trainer)
 
@@ -187,13 +187,13 @@ class MemberHook(BaseHook):
             self._pause_if_reached(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
-        """Let any number of steps run, up to a target in steps."""
+        """Allow any number of steps, up to a target in steps."""
         if self.member.until is None or self.member.until.unit == "epochs":
             return None
         return max(self.member.until.count - trainer.step, 1)
 
     def on_after_steps(self, trainer: Engine, block: StepBlock) -> None:
-        """Let the other members have their turn after a block."""
+        """Yield to the other members after a block."""
         self._turn(len(block))
         self._pause_at_steps(trainer)
 
@@ -203,7 +203,7 @@ class MemberHook(BaseHook):
             self._pause_if_reached(trainer)
 
     def on_log(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        """Keep the latest number of every name."""
+        """Store the latest number of every name."""
         if not dry_run:
             self._logged.update(numbers_in(records))
 
@@ -213,7 +213,7 @@ class MemberHook(BaseHook):
             trainer.should_stop = self.paused = True
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers that the run ended with; read the device."""
+        """Return the final numbers of the run; reads the device."""
         if self.engine is None:
             return {}
         found = {**self._logged, **_losses(self.engine)}
@@ -228,7 +228,7 @@ class MemberHook(BaseHook):
 
 
 def _losses(engine: Engine) -> dict[str, float]:
-    """Return the mean loss of the running epoch, or where it has no step yet, the loss of the last step."""
+    """Return the mean loss of the running epoch or, if it has no step yet, the loss of the last step."""
     mean = engine.train_means().get("loss")
     if isinstance(mean, float) and math.isfinite(mean):
         return {"loss": mean}
@@ -237,7 +237,7 @@ def _losses(engine: Engine) -> dict[str, float]:
 
 
 def numbers_in(records: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of nested records, by names with slashes.
+    """Flatten the numbers of nested records, with slashes in names.
 
     Example:
         >>> numbers_in({"val": {"loss": 0.5}, "name": "a"})
@@ -249,7 +249,7 @@ def numbers_in(records: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Watching:
-    """Observer of the engines of one member, in the thread that trains it.
+    """Observer of a member's engines, in the thread that trains it.
 
     Args:
         member: the member.
@@ -262,12 +262,12 @@ class Watching:
         self._thread = threading.get_ident()
 
     def before_building(self, engine: Engine) -> None:
-        """Give a trainer without a workspace the folder of the member."""
+        """Set the workspace of a trainer without one to the member's folder."""
         if threading.get_ident() == self._thread and engine.workspace is None:
             engine.workspace = self._folder.absolute()
 
     def before_running(self, engine: Engine) -> None:
-        """Add the hook behind the others and take out bars, which would overwrite each other."""
+        """Append the hook and remove progress bars, which would overwrite each other."""
         if threading.get_ident() == self._thread and self.hook not in engine.hooks:
             others = [hook for hook in engine.hooks if not isinstance(hook, (ProgressBarHook, RunProgress))]
             engine.hooks = [*others, self.hook]
@@ -282,7 +282,7 @@ _THREAD = _OfThread()
 
 
 def is_paused() -> bool:
-    """Return whether the member that is trained in this thread has paused at its ``until``.
+    """Return whether the member trained in this thread has paused at its ``until``.
 
     Example:
         >>> is_paused()
@@ -292,12 +292,12 @@ def is_paused() -> bool:
 
 
 def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -> Outcome:
-    """Make and train the run of a member in this thread; an error is part of the outcome.
+    """Build and train the run of a member in this thread; errors become part of the outcome.
 
     Args:
         make: the factory.
         member: the member.
-        turn: called with the number of steps that were made since.
+        turn: called with the number of steps since the last call.
 
     Raises:
         KeyboardInterrupt: the population was interrupted.
@@ -325,7 +325,7 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
     )  # fmt: skip
     if hook.engine is not None:
         outcome = dataclasses.replace(outcome, step=hook.engine.step, epoch=hook.engine.epoch)
-        with contextlib.suppress(RuntimeError):  # of a device that failed; the error of the run counts
+        with contextlib.suppress(RuntimeError):  # of a failed device; the error of the run takes precedence
             outcome = dataclasses.replace(outcome, metrics=hook.metrics())
     if isinstance(returned, Mapping):
         outcome = dataclasses.replace(outcome, metrics={**outcome.metrics, **numbers_in(_results(returned))})
@@ -333,7 +333,7 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
 
 
 def _results(returned: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of a training without its settings."""
+    """Return the result of training without its settings."""
     return {key: value for key, value in returned.items() if key != "config"}
 
 
@@ -346,7 +346,7 @@ def _exit_code(error: BaseException | None) -> int | None:
 
 
 def varied(settings: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the settings that differ among members, in order.
+    """Return the names of settings that differ between members, in order.
 
     Example:
         >>> varied(iter([{"lr": 1, "seed": 0}, {"lr": 1, "seed": 1}]))

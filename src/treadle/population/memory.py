@@ -1,4 +1,4 @@
-"""How many members of a population fit into the memory of a GPU, as those that run show."""
+"""Admission of members by GPU memory, measured on running members."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from treadle.errors import ConfigError
 
 _log = logging.getLogger("treadle.population")
-_SPARE = 0.1  # share of a member's memory, since it may not have seen its largest batch
+_SPARE = 0.1  # fraction of a member's memory, since it may not have seen its largest batch yet
 
 
 class Admission:
-    """Decision whether a further member starts beside those that run, by what these have taken of the GPU's memory.
+    """Decision whether another member starts, based on the GPU memory used by running ones.
 
-    Members start one after the other, each after the first turn of the one before. What the first ones took is the
-    measure. Without a GPU every member is admitted.
+    Members start one after another, each after the first turn of the previous one, and are estimated by the memory of
+    the first ones. Without a GPU every member is admitted.
 
     Args:
-        asked: members that the user wants at a time; None takes as many as fit.
+        asked: concurrent members requested by the user; None takes as many as fit.
 
     Example:
         >>> Admission()(3)
@@ -29,18 +29,18 @@ class Admission:
     def __init__(self, asked: int | None = None):
         self._asked = asked
         self._start = _taken()
-        self._full: int | None = None  # members that were found to be all that fit
+        self._full: int | None = None  # number of members found to fit
 
     def __call__(self, running: int) -> bool:
-        """Return whether another member fits beside so many.
+        """Return whether another member fits next to the running ones.
 
         Raises:
-            ConfigError: the user asked for more at a time than fit.
+            ConfigError: the user requested more concurrent members than fit.
         """
         if not torch.cuda.is_available():
             return True
         if self._full is not None and running >= self._full:
-            return False  # nothing is measured again before one ends: that waits for the GPU
+            return False  # not measured again before one ends, since measuring waits for the GPU
         self._full = None
         torch.cuda.synchronize()
         each, free = (_taken() - self._start) / running, torch.cuda.mem_get_info()[0]
@@ -55,7 +55,7 @@ class Admission:
 
 
 def _taken() -> int:
-    """Return the bytes of the GPU that are taken: by tensors, by graphs, and by what torch keeps for more of them."""
+    """Return the GPU memory in use in bytes: tensors, graphs, and memory cached by torch."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()

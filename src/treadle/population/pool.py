@@ -1,4 +1,4 @@
-"""Processes that train one member each, or several in turns on one GPU each."""
+"""Pool of processes that train one member each, or several in turns on one GPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 @dataclass(frozen=True)
 class Worker:
-    """What a process is started with.
+    """Configuration of a worker process.
 
     Attributes:
-        threads: torch's on the CPU.
-        gpu: the value of ``CUDA_VISIBLE_DEVICES``; None leaves it.
-        together: members that it trains in turns.
-        steps: in a turn.
+        threads: CPU threads of torch.
+        gpu: value of ``CUDA_VISIBLE_DEVICES``; None leaves it unchanged.
+        together: number of members that it trains in turns.
+        steps: steps per turn.
     """
 
     threads: int = 1
@@ -41,13 +41,13 @@ class Worker:
     steps: int = 16
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that must be set before torch is imported."""
+        """Return the environment variables that must be set before torch is imported."""
         found = {"OMP_NUM_THREADS": str(self.threads), VARIABLE: "0"}
         return found if self.gpu is None else {**found, "CUDA_VISIBLE_DEVICES": self.gpu}
 
 
 class _Process:
-    """A process and the members that it trains."""
+    """Process with the members that it trains."""
 
     def __init__(self, make: Make, worker: Worker, context: Any):
         self.worker = worker
@@ -61,7 +61,7 @@ class _Process:
 
     @property
     def has_room(self) -> bool:
-        """Whether it takes another member."""
+        """Whether the process can take another member."""
         return not self.ended and len(self.running) < self.worker.together
 
     def give(self, member: Member) -> None:
@@ -70,7 +70,7 @@ class _Process:
         self.pipe.send(member)
 
     def take(self) -> list[tuple[Member, Outcome]]:
-        """Return the members that have ended since; those of a process that died have failed."""
+        """Return the members that have ended since; those of a dead process have failed."""
         found = []
         try:
             while self.pipe.poll():
@@ -87,7 +87,7 @@ class _Process:
         return found
 
     def close(self, *, at_once: bool = False) -> None:
-        """Let the process end; ``at_once`` with SIGTERM."""
+        """Let the process end; with SIGTERM if ``at_once``."""
         if at_once:
             self.process.terminate()
         with contextlib.suppress(OSError):
@@ -123,9 +123,9 @@ def run_in_processes(make: Make, source: Source, workers: Sequence[Worker]) -> i
     """Train the members of a source in processes.
 
     Args:
-        make: the factory; can be pickled.
-        source: gives members and receives their outcomes.
-        workers: a process each; one is started when there is a member for it.
+        make: the factory; must be picklable.
+        source: provides members and receives their outcomes.
+        workers: one process each, started when there is a member for it.
 
     Returns:
         The signal that ended the runs, or None.
@@ -158,7 +158,7 @@ def run_in_processes(make: Make, source: Source, workers: Sequence[Worker]) -> i
 def _fill(
     processes: list[_Process], make: Make, source: Source, workers: Sequence[Worker], context: Any, *, stopping: bool
 ) -> None:
-    """Give members to processes that have room, the emptiest first, and start processes for the others."""
+    """Send members to processes with capacity, the emptiest first, and start processes for the others."""
     while not stopping:
         free = [each for each in processes if each.has_room]
         taken = [id(each.worker) for each in processes]
@@ -188,7 +188,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forwarding(processes: list[_Process], received: list[int]) -> Iterator[None]:
-    """Forward signals to the processes inside the block; a third one ends this process, and them with it."""
+    """Forward signals to the processes inside the block; a third one ends this process and all of them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -219,10 +219,10 @@ def _forwarding(processes: list[_Process], received: list[int]) -> Iterator[None
 
 
 def _serve(make: Make, worker: Worker, pipe: Connection) -> None:
-    """Train the members that come through a pipe until it is closed."""
+    """Train members received through a pipe until it is closed."""
     _end_with_parent()
     torch.set_num_threads(worker.threads)
-    if not logging.root.handlers:  # else warnings go where the user's modules send them
+    if not logging.root.handlers:  # else warnings go to the handlers of the user's modules
         logging.getLogger("treadle").addHandler(_NamedWarnings())
     inbox = _Inbox(pipe)
     if worker.together > 1:
@@ -233,14 +233,14 @@ def _serve(make: Make, worker: Worker, pipe: Connection) -> None:
 
 
 class _NamedWarnings(logging.StreamHandler[Any]):
-    """Handler that shows warnings with the name of the member that they are about, as one process does."""
+    """Handler that shows warnings with the name of their member, as in a single process."""
 
     def __init__(self) -> None:
         super().__init__()
         self.setLevel(logging.WARNING)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Format a record."""
         name = "" if VOICE.speaker is None else f"{VOICE.speaker}: "
         return f"{record.levelname.lower()}: {name}{record.getMessage()}"
 
@@ -256,10 +256,10 @@ def _train_each(make: Make, inbox: _Inbox) -> None:
 
 
 class _Inbox:
-    """Members that come through a pipe.
+    """Source of members received through a pipe.
 
     Args:
-        pipe: brings members and takes outcomes.
+        pipe: pipe that carries members and outcomes.
     """
 
     def __init__(self, pipe: Connection):
@@ -267,7 +267,7 @@ class _Inbox:
         self._running = 0
 
     def next(self) -> Member | None:
-        """Wait for a member; with others running, return None where none has come."""
+        """Wait for a member; with others running, return None if there is none."""
         try:
             if self._running and not self._pipe.poll():
                 return None
@@ -285,7 +285,7 @@ class _Inbox:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it has died, however it did: no member outlives its population."""
+    """End this process when its parent has died, for whatever reason: no member outlives its population."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -298,7 +298,7 @@ def _end_with_parent() -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs of this machine as ``CUDA_VISIBLE_DEVICES`` names them.
+    """Return the GPUs of this machine, named as in ``CUDA_VISIBLE_DEVICES``.
 
     Example:
         >>> isinstance(visible_gpus(), list)

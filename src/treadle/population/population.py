@@ -1,4 +1,4 @@
-"""Population: many runs at once, each with the bits that it has alone."""
+"""Population: concurrent runs, each bitwise equal to the run alone."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ FILE = "population.json"
 
 
 class Population:
-    """Many runs at once: each an ordinary run in its own folder, with the same weights and files as when it runs alone.
+    """Population of runs: each an ordinary run in its own folder, with the same weights and files as when run alone.
 
-    The runs of one process take turns. On a GPU each has a stream, so that small runs share the device; on the CPU
-    that is as fast as one after the other, and ``workers`` processes with a core each are the fast way. The same call
-    again resumes every member from its own checkpoint. A member that fails ends alone, and is named.
+    The runs of one process take turns. On a GPU each has a stream, so that small runs share the device; on the CPU this
+    is as fast as one after another, and ``workers`` processes with a core each are faster. Repeating the call resumes
+    every member from its own checkpoint. A failing member is reported and does not affect the others.
 
     Args:
         make: returns a trainer whose ``train()`` takes no argument, or a function that trains. Called with the settings
-            of a member by name, and with ``workspace=`` (the folder of the member) if it takes that. A setting ``seed``
+            of a member by name, and with ``workspace=`` (the folder of the member) if it accepts it. A setting ``seed``
             seeds all random generators before the call.
-        settings: one mapping for each member; see :func:`grid` and :func:`draws`.
-        seeds: each mapping is run with each of them, as its setting ``seed``.
-        out: folder of the population; a member's folder in it is called by its settings.
-        workers: processes; 0 trains all in this one. ``make`` must be importable then, and a script guard its start by
-            ``if __name__ == "__main__"``.
-        together: members of a process that are alive at a time. None: all that fit into the memory of a GPU, as the
-            first one shows, up to 32; on the CPU all in this process, or one in each of several.
-        turn: steps of a member before the next one's turn.
-        threads: torch's, in each of ``workers`` processes on the CPU.
-        gpus: the GPUs that ``workers`` are dealt over, as ``CUDA_VISIBLE_DEVICES`` names them; None for all, and for
-            none where there are no workers.
+        settings: one mapping per member; see :func:`grid` and :func:`draws`.
+        seeds: seeds with which each mapping is run, as its setting ``seed``.
+        out: folder of the population; members' folders in it are named by their settings.
+        workers: number of processes; 0 trains all in this one. With processes, ``make`` must be importable, and a
+            script must use ``if __name__ == "__main__"``.
+        together: concurrent members per process. None: as many as fit into GPU memory, estimated from the first one, up
+            to 32; on the CPU all in this process, or one in each of several.
+        turn: steps per turn of a member.
+        threads: torch threads in each of ``workers`` processes on the CPU.
+        gpus: GPUs over which ``workers`` are distributed, named as in ``CUDA_VISIBLE_DEVICES``; None for all; not used
+            without workers.
         halving: stops members early; see :class:`SuccessiveHalving`.
         progress: False shows nothing.
 
     Attributes:
-        members: in order.
+        members: members in order.
 
     Raises:
-        ConfigError: no members, two of one name, or a number out of its range.
+        ConfigError: there are no members, two have the same name, or a number is outside its range.
 
     Example:
         >>> def make(seed, workspace):
@@ -130,8 +130,8 @@ class Population:
             make: as for :class:`Population`.
             study: a new study with one direction, whose sampler has a seed.
             space: returns the settings of a trial, such as ``lambda trial: {"lr": trial.suggest_float("lr", 0, 1)}``.
-            trials: runs in all, >= 1.
-            metric: name of the number in ``Outcome.metrics`` that is reported to the study.
+            trials: total number of runs, >= 1.
+            metric: name of the number in ``Outcome.metrics`` to report to the study.
             out: folder of the population; a rerun with a new study of the same seed resumes in it.
             options: further arguments of :class:`Population`.
 
@@ -148,15 +148,15 @@ class Population:
         return population
 
     def run(self) -> Results:
-        """Train every member to its end, and return their numbers.
+        """Train every member to its end, and return the results.
 
         Returns:
-            One row a member, also of those that failed.
+            One row per member, including failed ones.
 
         Raises:
             TreadleError: every member failed.
-            SystemExit: a signal ended the runs, which have saved; the same call resumes.
-            CheckpointError: another process trains this population.
+            SystemExit: a signal ended the runs after saving; the same call resumes.
+            CheckpointError: another process is training this population.
         """
         if not self.members and self._study is None:
             raise ConfigError("there are no members; give settings= or seeds=", argument="settings")
@@ -177,7 +177,7 @@ class Population:
         return results
 
     def results(self) -> Results:
-        """Return the numbers of the members that have ended until now."""
+        """Return the results of the members that have ended so far."""
         order = {member.name: number for number, member in enumerate(self.members)}
         return Results(sorted(self._rows.values(), key=lambda row: order.get(row.name, len(order))))
 
@@ -199,10 +199,10 @@ class Population:
             return run_in_turns(self._make, source, together=together, steps=self._turn, admit=admission)
 
     def _told(self, member: Member, outcome: Outcome) -> None:
-        """Keep an outcome, and write it down."""
+        """Record an outcome and write it to file."""
         before = self._rows.get(member.name)
         metrics = dict(outcome.metrics)
-        if before is not None and before.step == outcome.step:  # nothing was left to do, so not all was logged again
+        if before is not None and before.step == outcome.step:  # nothing left to do, so not all was logged again
             metrics = {**before.metrics, **metrics}
         row = Row(
             member.name, dict(member.settings), outcome.status, outcome.step, outcome.epoch, metrics,
@@ -216,7 +216,7 @@ class Population:
 
 
 def _workers(count: int, gpus: Sequence[str] | None, *, together: int | None, turn: int, threads: int) -> list[Worker]:
-    """Return the processes of a population, dealt over the GPUs."""
+    """Return the processes of a population, distributed over the GPUs."""
     names = list(gpus) if gpus is not None else (visible_gpus() if torch.cuda.is_available() else [])
     cores = os.cpu_count() or 1
     if count * threads > cores:

@@ -1,4 +1,4 @@
-"""The numbers of a population: means over seeds with their deviation, and whether two differ by more than noise."""
+"""Results of a population: means and standard deviations over seeds, and comparison of two populations."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from treadle.population.member import member_name, varied
 
 @dataclass(frozen=True)
 class Row:
-    """The end of a member, as ``population.json`` keeps it.
+    """Outcome of a member in ``population.json``.
 
     Attributes:
-        name: of the member.
+        name: name of the member.
         settings: its settings.
         status: see ``Outcome``.
         step: optimizer steps attempted.
         epoch: epochs completed.
         metrics: numbers by name.
-        seconds: of all processes that trained it.
-        error: of a failed member.
+        seconds: total duration in all processes that trained it.
+        error: error of a failed member.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Row:
         return asdict(self)
 
     def line(self) -> str:
-        """Return the end of the member in one line.
+        """Return a one-line summary of the member.
 
         Example:
             >>> Row("seed=0", {"seed": 0}, "finished", 20, 2, {"val_loss": 0.5}, 1.25).line()
@@ -61,7 +61,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a ``population.json``; none where there is no such file.
+    """Return the rows of a ``population.json``; empty if there is no such file.
 
     Example:
         >>> read_rows(Path("no_such_file.json"))
@@ -78,12 +78,12 @@ def read_rows(path: Path) -> list[Row]:
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean and deviation of a number over members.
+    """Mean and standard deviation of a number over members.
 
     Attributes:
-        mean: over the members that have it.
-        deviation: standard deviation of the sample (divided by ``count - 1``); NaN for one member.
-        count: how many have it.
+        mean: mean over the members that have it.
+        deviation: sample standard deviation (divided by ``count - 1``); NaN for one member.
+        count: number of members that have it.
     """
 
     mean: float
@@ -113,10 +113,10 @@ class Summary:
 
 
 class Results:
-    """The rows of a population.
+    """Results of a population.
 
     Args:
-        rows: one for each member.
+        rows: one row per member.
 
     Example:
         >>> rows = [Row(f"seed={n}", {"seed": n}, "finished", 9, 1, {"loss": float(n)}) for n in range(3)]
@@ -129,7 +129,7 @@ class Results:
 
     @property
     def failed(self) -> list[Row]:
-        """The members that failed."""
+        """Failed members."""
         return [row for row in self.rows if row.status == "failed"]
 
     def metrics(self) -> list[str]:
@@ -137,7 +137,7 @@ class Results:
         return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
 
     def groups(self) -> dict[str, list[Row]]:
-        """Return the rows by their settings without the seed, under the name of these."""
+        """Return the rows grouped by their settings without the seed, by name."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
             rest = {key: value for key, value in row.settings.items() if key != "seed"}
@@ -145,10 +145,10 @@ class Results:
         return found
 
     def summary(self, metric: str, group: str | None = None) -> Summary:
-        """Return mean and deviation of a number over all members that finished, or over those of a group.
+        """Return mean and standard deviation of a number over all finished members, or those of a group.
 
-        Where none has finished, over those that paused or were stopped: among others they would be averaged with runs
-        that are further.
+        If none has finished, paused or stopped members are used; otherwise they would be averaged with runs that are
+        further.
 
         Raises:
             ConfigError: no member has the number.
@@ -159,7 +159,7 @@ class Results:
         return Summary.of(row.metrics[metric] for row in counted(rows) if metric in row.metrics)
 
     def lines(self) -> list[str]:
-        """Return a table as lines: of each group mean ± deviation (members) of its numbers, then the failed."""
+        """Return a table as lines: mean ± deviation (members) of each group's numbers, then the failed members."""
         lines = []
         for group, rows in self.groups().items():
             ended = counted(rows)
@@ -171,7 +171,7 @@ class Results:
         return [*lines, *(f"{row.name} failed: {row.error}" for row in self.failed)]
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write a line a member: name, settings, status, step, epoch, seconds, numbers; return the path."""
+        """Write one line per member: name, settings, status, step, epoch, seconds, numbers; return the path."""
         settings = list(dict.fromkeys(key for row in self.rows for key in row.settings))
         text = StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -187,7 +187,7 @@ class Results:
 
 
 def counted(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows whose numbers are averaged: of members that finished, else of those that did not fail.
+    """Return the rows to average: those of finished members, else of members that did not fail.
 
     Example:
         >>> rows = [Row(status, {}, status, 9, 1) for status in ("finished", "paused", "failed")]
@@ -200,18 +200,18 @@ def counted(rows: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean difference between two populations, with its interval.
+    """Mean difference between two populations, with a confidence interval.
 
     Attributes:
-        metric: the number.
-        mean: of B - A.
+        metric: name of the number.
+        mean: mean of B - A.
         low: lower end of the interval.
         high: its upper end.
-        level: of the interval, such as 0.95.
+        level: confidence level, such as 0.95.
         count: pairs, or members of the smaller population.
-        paired: whether members of the same settings, or of one seed, were compared with each other.
-        pairs: what the members of a pair have in common: ``"seeds"`` or ``"settings"``.
-        left_out: members of both that have no partner; 0 where there are no pairs.
+        paired: whether members with the same settings, or the same seed, were paired.
+        pairs: what paired members share: ``"seeds"`` or ``"settings"``.
+        left_out: members of both without a partner; 0 if there are no pairs.
     """
 
     metric: str
@@ -226,7 +226,7 @@ class Difference:
 
     @property
     def is_real(self) -> bool:
-        """Whether 0 is outside the interval: the difference is more than noise."""
+        """Whether the interval excludes 0, so that the difference is more than noise."""
         return not self.low <= 0 <= self.high
 
     def __str__(self) -> str:
@@ -248,23 +248,23 @@ class Difference:
 def difference(
     a: Results, b: Results, metric: str, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Difference:
-    """Return how far two populations differ in a number, with a bootstrap interval of the mean difference.
+    """Return the mean difference of a number between two populations, with a bootstrap confidence interval.
 
-    Members of the same settings are pairs, as far as settings differ within a population, or else those of the same
-    seed; each must occur once. The differences of the pairs are resampled. Where there are no pairs, the members of
-    either are resampled for themselves. Bootstrap intervals of few members are too narrow, so they are widened as those
-    of Student's t are. Only members that finished count, see :func:`counted`.
+    Members with the same settings are paired if settings differ within a population, otherwise those with the same
+    seed; each must be unique. The differences of the pairs are resampled. Without pairs, the members of each population
+    are resampled separately. Bootstrap intervals of few members are too narrow, so they are widened by the ratio of
+    Student's t to normal quantiles. Only finished members are used, see :func:`counted`.
 
     Args:
         a: one population.
         b: the other.
-        metric: the number.
-        level: of the interval, between 0 and 1.
-        resamples: of the bootstrap, >= 100.
-        seed: of the bootstrap.
+        metric: name of the number.
+        level: confidence level, between 0 and 1.
+        resamples: number of bootstrap samples, >= 100.
+        seed: seed of the bootstrap.
 
     Raises:
-        ConfigError: a population has no such number, or both have only one member.
+        ConfigError: a population lacks the number, or both have only one member.
 
     Example:
         >>> rows = [Row(f"seed={n}", {"seed": n}, "finished", 9, 1, {"loss": n * 1.0}) for n in range(6)]
@@ -307,15 +307,15 @@ def _mean_of(values: Sequence[float]) -> float:
 
 
 def _widened(count: int, level: float) -> float:
-    """Return the factor by which a bootstrap of so few values is too narrow: t's quantile over the normal one's."""
+    """Return the widening factor of a bootstrap interval of few values: the ratio of t and normal quantiles."""
     normal = NormalDist().inv_cdf((1 + level) / 2)
     return _t_quantile(count - 1, level) / normal * math.sqrt(count / (count - 1))
 
 
 def _t_quantile(freedom: int, level: float) -> float:
-    """Return the value that Student's t stays below in absolute terms with a probability.
+    """Return the two-sided quantile of Student's t.
 
-    The density over the angle whose tangent is t / sqrt(freedom) is a power of its cosine.
+    As a function of the angle with tangent t / sqrt(freedom), the density is a power of its cosine.
     """
     width = math.pi / 2 / 4096
     powers = [math.cos((number + 0.5) * width) ** (freedom - 1) for number in range(4096)]
@@ -337,7 +337,7 @@ def _with_number(results: Results, metric: str) -> list[Row]:
 
 
 def _gaps(rows: Sequence[Sequence[Row]], metric: str) -> tuple[str, list[float]]:
-    """Return what members of pairs have in common, and the difference of each pair; none where there are not two."""
+    """Return what paired members share, and the difference of each pair; empty for fewer than two pairs."""
     names = sorted({name for each in rows for name in varied(row.settings for row in each)})
     for chosen in (names, ["seed"]):
         one, two = ({tuple(repr(row.settings.get(name)) for name in chosen): row for row in each} for each in rows)

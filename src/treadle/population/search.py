@@ -1,7 +1,7 @@
-"""What decides which member runs next: all in order, successive halving, or an Optuna study.
+"""Search strategies that decide which member runs next: in order, successive halving, or an Optuna study.
 
-Every decision is kept in a journal before it takes effect, so that a population that was killed repeats none of them
-and revises none: it reads them back, continues with the members that were running, and decides from there.
+Every decision is recorded in a journal before it takes effect, so that a killed population neither repeats nor revises
+any: it reads them back, continues with the members that were running, and decides from there.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Placed = Callable[[Mapping[str, Any]], Member]
 
 
 class InOrder:
-    """Source of members that each train to their end.
+    """Source of members in order, each trained to its end.
 
     Args:
-        members: in order.
-        told: receives every outcome.
+        members: members in order.
+        told: called with every outcome.
 
     Example:
         >>> source = InOrder([Member("a", {}, Path("a"))], told=lambda member, outcome: None)
@@ -42,22 +42,22 @@ class InOrder:
         return self._waiting.pop(0) if self._waiting else None
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Pass an outcome on."""
+        """Pass on an outcome."""
         self._told(member, outcome)
 
 
 class Journal:
-    """Lines of JSON about the decisions of a search, appended before each takes effect.
+    """Journal of the decisions of a search in JSON lines, each appended before it takes effect.
 
     Args:
         path: the file.
-        about: plain values of the search; those of the file must be the same.
+        about: plain values of the search, which must match those in the file.
 
     Attributes:
-        entries: of the file when it was opened.
+        entries: entries of the file when it was opened.
 
     Raises:
-        ConfigError: the file is about another search.
+        ConfigError: the file belongs to another search.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]):
@@ -80,7 +80,7 @@ class Journal:
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal, and cut off one that a kill left unfinished."""
+    """Return the complete lines of a journal, truncating one left unfinished by a kill."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -92,21 +92,21 @@ def _lines_of(path: Path) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class SuccessiveHalving:
-    """Asynchronous successive halving (ASHA): of the runs that reach a rung, the best part trains on.
+    """Asynchronous successive halving (ASHA): of the runs that reach a rung, the best fraction continues.
 
-    A run that reaches a rung pauses there: it saves and ends. It continues once it is among the best ``1 / eta``
-    of those that have reached the rung; where no run can, a new one starts. With one member at a time the order of
-    decisions is fixed; with several it depends on which is done first, and is kept.
+    A run that reaches a rung pauses there: it saves and ends. It continues once it is among the best ``1 / eta`` of
+    those that have reached the rung; if no run can continue, a new one starts. With one member at a time the order of
+    decisions is deterministic; with several it depends on which finishes first, and is recorded.
 
     Args:
         metric: a name of :attr:`Outcome.metrics`.
-        rungs: epochs (or steps) at which runs pause, rising; a run that passes all of them trains to its end.
-        eta: the reciprocal of the part that trains on, >= 2.
+        rungs: epochs (or steps) at which runs pause, ascending; a run that passes all of them trains to its end.
+        eta: reciprocal of the fraction that continues, >= 2.
         mode: whether the smallest or the largest value is best.
-        unit: of the rungs.
+        unit: unit of the rungs.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value is outside its range.
 
     Example:
         >>> SuccessiveHalving("val_loss", rungs=[1, 3, 9]).eta
@@ -133,7 +133,7 @@ class SuccessiveHalving:
     def source(
         self, members: Sequence[Member], folder: Path, *, told: Callable[[Member, Outcome], None]
     ) -> HalvingSource:
-        """Return the source of a population's members; read and keep the journal in its folder."""
+        """Return the source of a population's members, with the journal in its folder."""
         return HalvingSource(self, members, Journal(folder / "halving.jsonl", self._about(members)), told=told)
 
     def _about(self, members: Sequence[Member]) -> dict[str, Any]:
@@ -141,13 +141,13 @@ class SuccessiveHalving:
 
 
 class HalvingSource:
-    """Members of a successive halving, as they are to run.
+    """Source of members by successive halving.
 
     Args:
         rule: the rule.
-        members: in the order in which they start.
-        journal: of earlier processes.
-        told: receives every outcome.
+        members: members in the order in which they start.
+        journal: journal, with entries of earlier processes.
+        told: called with every outcome.
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class HalvingSource:
         self._members = {member.name: member for member in members}
         self._journal = journal
         self._told = told
-        self._values: list[dict[str, float]] = [{} for _ in rule.rungs]  # of each rung, by member
+        self._values: list[dict[str, float]] = [{} for _ in rule.rungs]  # values of each rung, by member
         self._promoted: list[set[str]] = [set() for _ in rule.rungs]
         self._started: list[str] = []
         self._running: dict[str, int] = {}
         for entry in journal.entries:
             self._note(entry)
-        self._again = list(self._running)  # was running when the process ended
+        self._again = list(self._running)  # members that were running when the process ended
 
     def _note(self, entry: Mapping[str, Any]) -> None:
         name, rung = entry["member"], entry["rung"]
@@ -184,7 +184,7 @@ class HalvingSource:
                 self._values[rung][name] = math.inf if entry["value"] is None else entry["value"]
 
     def next(self) -> Member | None:
-        """Return a member with the rung it trains to: one that was running, one to promote, or a new one."""
+        """Return a member with its target rung: one that was running, one to promote, or a new one."""
         if self._again:
             name = self._again.pop(0)
             return self._until(name, self._running[name])
@@ -213,7 +213,7 @@ class HalvingSource:
         return dataclasses.replace(self._members[name], until=until)
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Keep the value that a member reached its rung with; a member that was stopped runs it again."""
+        """Record a member's value at its rung; a stopped member runs the rung again."""
         if outcome.status != "stopped":
             value = self._value_of(member, outcome)
             entry = {"event": "reached", "member": member.name, "rung": self._running[member.name], "value": value}
@@ -235,22 +235,22 @@ class HalvingSource:
 
 
 class StudySource:
-    """Members whose settings come from an Optuna study, one at a time or several; exact on resume.
+    """Source of members with settings from an Optuna study; exact on resume.
 
-    The journal keeps every ask and tell in order. A later process makes the same calls to a new study, which must ask
-    for the same settings, and continues.
+    The journal records every ask and tell in order. A later process replays the calls on a new study, which must
+    suggest the same settings, and continues.
 
     Args:
         study: a new ``optuna.Study`` whose sampler has a seed.
         space: returns the settings of a trial, by its ``suggest_`` methods.
-        trials: how many.
+        trials: number of trials.
         metric: a name of :attr:`Outcome.metrics`, which the study minimises or maximises.
-        folder: of the journal.
-        place: makes a member of settings.
-        told: receives every outcome.
+        folder: folder of the journal.
+        place: creates a member from settings.
+        told: called with every outcome.
 
     Raises:
-        CheckpointError: the study suggests other settings than those in the journal.
+        CheckpointError: the study suggests settings that differ from the journal.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class StudySource:
         trial = self._study.ask()
         settings = dict(self._space(trial))
         member = self._place(settings)
-        if member.name in self._asked:  # settings asked for twice are two runs
+        if member.name in self._asked:  # settings suggested twice are two runs
             member = dataclasses.replace(
                 member, name=f"{member.name}.{trial.number}",
                 folder=member.folder.with_name(f"{member.name}.{trial.number}"),
@@ -302,7 +302,7 @@ class StudySource:
         return member
 
     def next(self) -> Member | None:
-        """Return a member that was running, else one with settings that the study suggests."""
+        """Return a member that was running, else one with settings suggested by the study."""
         if self._again:
             return self._again.pop(0)
         if self._count >= self._trials:
@@ -312,7 +312,7 @@ class StudySource:
         return member
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Tell the study the value; a failed run is a failed trial, and a stopped one runs again."""
+        """Report the value to the study; a failed run is a failed trial, and a stopped one runs again."""
         if outcome.status != "stopped":
             value = outcome.metrics.get(self._metric) if outcome.status == "finished" else None
             if value is None and outcome.status == "finished":

@@ -1,4 +1,4 @@
-"""Settings that are swept: a grid, or random draws."""
+"""Sweeps of settings: grids and random draws."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from treadle.errors import ConfigError
 
 
 def grid(**values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return every combination of values, the last name fastest.
+    """Return every combination of values, the last name varying fastest.
 
     Args:
-        values: by setting.
+        values: values by setting.
 
     Raises:
-        ConfigError: a setting has no values, or a text in their place.
+        ConfigError: a setting has no values, or a string in their place.
 
     Example:
         >>> grid(lr=[0.1, 0.01], seed=range(2))
@@ -37,13 +37,13 @@ def grid(**values: Iterable[Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Numbers between two bounds.
+    """Uniform distribution of numbers between two bounds.
 
     Args:
-        low: the smallest.
-        high: the largest.
-        log: draw the logarithm evenly; both bounds above 0.
-        whole: whole numbers, both bounds included.
+        low: lower bound.
+        high: upper bound.
+        log: draw uniformly in the logarithm; both bounds must be above 0.
+        whole: draw whole numbers, both bounds included.
 
     Raises:
         ConfigError: the bounds are not in order, or not above 0 with ``log``.
@@ -65,19 +65,19 @@ class Uniform:
             raise ConfigError("must be above 0 with log=True", argument="low", value=self.low)
 
     def draw(self, rng: random.Random) -> float:
-        """Return a number."""
+        """Draw a number."""
         low, high = self.low, self.high + (1 if self.whole else 0)
         number = math.exp(rng.uniform(math.log(low), math.log(high))) if self.log else rng.uniform(low, high)
         return min(int(number), int(self.high)) if self.whole else min(max(number, self.low), self.high)
 
 
 def draws(count: int, *, draw_seed: int = 0, **space: Uniform | Sequence[Any]) -> list[dict[str, Any]]:
-    """Return random settings; the first ones are the same whatever ``count`` is.
+    """Draw random settings; the first ones do not depend on ``count``.
 
     Args:
-        count: how many, >= 1.
-        draw_seed: of the draws, not of the runs.
-        space: by setting, a :class:`Uniform` or a list to choose from.
+        count: number of draws, >= 1.
+        draw_seed: seed of the draws, not of the runs.
+        space: a :class:`Uniform` or a list of choices, by setting.
 
     Raises:
         ConfigError: ``count`` is below 1, or a setting has no values.
@@ -100,7 +100,7 @@ def draws(count: int, *, draw_seed: int = 0, **space: Uniform | Sequence[Any]) -
 
 
 def with_seeds(settings: Sequence[Mapping[str, Any]], seeds: Iterable[int] | None) -> list[dict[str, Any]]:
-    """Return settings with each seed in turn; None leaves them.
+    """Return settings with each seed in turn; None leaves them unchanged.
 
     Example:
         >>> with_seeds([{"lr": 0.1}], range(2))

@@ -1,12 +1,11 @@
-"""Runs of one process that take turns: a thread each, of which exactly one runs, with its own random streams.
+"""Runs of one process that take turns: one thread each, of which exactly one runs at a time, with its own RNG.
 
-A member is a function that is independent of the others, so that every face, pack and script can be one. After some
-steps it hands over to the next. Everything that is global to a process and moves while a run trains belongs to the
-member and is exchanged with it: the generators of python, numpy and torch, the number of threads, torch's flags and the
-observers. On a GPU each member has a stream, on which its graphs are recorded, too; the GPU works on all of them at
-once while the host launches one after the other. So that no member keeps the host from the others, it hands over also
-where it would wait for the GPU, and where it would launch many graphs: those the main thread launches, some of each
-member at a time.
+A member is a function that is independent of the others, so that every front end, pack and script can be one. After
+some steps it yields to the next. Process-wide state that changes during a run belongs to the member and is swapped with
+it: the generators of Python, NumPy and torch, the number of threads, torch's flags and the observers. On a GPU each
+member has a stream, on which its graphs are captured too; the GPU works on all of them concurrently while the host
+launches one after another. So that no member blocks the host, it also yields when it would wait for the GPU, and when
+it would launch many graphs: the main thread launches these, some of each member at a time.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ from treadle.engine.voice import VOICE
 from treadle.population.member import Make, Member, Outcome, run_member
 
 T = TypeVar("T")
-MAX_STREAMS = 32  # that torch gives out before it gives one out again
-SWITCH = 1e-4  # seconds that a thread which writes a file keeps python from the others, by default 5e-3
-AT_ONCE = 8  # graphs of a member that are launched before those of the next,
-AT_LONGEST = 5e-5  # and the seconds for it: a few large graphs would fill the queue of the stream,
-OF_SEVERAL = 2e-4  # while graphs of several short steps each do not
+MAX_STREAMS = 32  # streams in torch's pool before it reuses one
+SWITCH = 1e-4  # switch interval in seconds while another thread writes a file; 5e-3 by default
+AT_ONCE = 8  # graphs of a member launched before those of the next,
+AT_LONGEST = 5e-5  # and the time limit in seconds: a few large graphs would fill the stream's queue,
+OF_SEVERAL = 2e-4  # unlike graphs of several short steps
 
 
 class Source(Protocol):
     """Source of members that decides which runs next."""
 
     def next(self) -> Member | None:
-        """Return a member to run, or None where there is none, or none before another ends."""
+        """Return a member to run, or None if there is none, or none before another ends."""
         ...
 
     def tell(self, member: Member, outcome: Outcome) -> None:
-        """Receive how a member ended."""
+        """Receive the outcome of a member."""
         ...
 
 
 @dataclass
 class ProcessState:
-    """Global state of this process that belongs to the member that runs."""
+    """Process-wide state that belongs to the running member."""
 
     python: Any
     numpy: Any
@@ -70,7 +69,7 @@ class ProcessState:
 
     @classmethod
     def capture(cls) -> ProcessState:
-        """Read the present state; of CUDA the generators themselves, which graphs hold on to."""
+        """Read the current state; for CUDA the generators themselves, which graphs refer to."""
         return cls(
             python=random.getstate(),
             numpy=np.random.get_state(),
@@ -92,7 +91,7 @@ class ProcessState:
         )
 
     def restore(self) -> None:
-        """Set this state."""
+        """Restore the state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -120,12 +119,12 @@ def _cuda_generators() -> list[torch.Generator]:
 
 
 def _cloned(generators: list[torch.Generator]) -> list[torch.Generator]:
-    """Return generators in the same state that share nothing with the given ones, nor their graphs."""
+    """Return generators with the same state that share nothing with the given ones or their graphs."""
     return [generator.clone_state() for generator in generators]
 
 
 def _closed() -> threading.Lock:
-    """Return a gate that one thread waits at and another one opens for a single pass."""
+    """Return a gate at which one thread waits until another opens it for a single pass."""
     gate = threading.Lock()
     gate.acquire()
     return gate
@@ -133,14 +132,14 @@ def _closed() -> threading.Lock:
 
 @dataclass
 class Launches:
-    """Work of a member that is launched on its stream, some at a time.
+    """Pending work of a member on its stream, launched some at a time.
 
     Attributes:
-        launch: launches one of them.
-        left: to be launched.
-        stream: where.
-        seconds: after which those of the next member are launched.
-        error: of a launch, after which none is left.
+        launch: launches one piece of work.
+        left: number of pieces left to launch.
+        stream: stream of the work.
+        seconds: time limit before the next member's turn.
+        error: error of a launch, which ends the work.
     """
 
     launch: Callable[[], None]
@@ -150,7 +149,7 @@ class Launches:
     error: Exception | None = None
 
     def go_on(self, most: int) -> None:
-        """Launch some, at least one."""
+        """Launch some work, at least one piece."""
         end = time.perf_counter() + self.seconds
         try:
             with torch.cuda.stream(self.stream):
@@ -164,20 +163,20 @@ class Launches:
 
 
 class Seat:
-    """The thread of a member, and the host that it shares with the others.
+    """Thread of a member that shares the host with the others.
 
     Args:
         make: the factory.
         member: whose run.
-        state: which the run begins with.
-        steps: in a turn.
+        state: initial state of the run.
+        steps: steps per turn.
         stream: on which the member computes; None for that of the thread.
     """
 
     def __init__(self, make: Make, member: Member, state: ProcessState, *, steps: int, stream: Any = None):
         self.member = member
         self.outcome: Outcome | None = None
-        self.error: BaseException | None = None  # that ended the thread and is no outcome
+        self.error: BaseException | None = None  # that ended the thread without an outcome
         self._make = make
         self._state = dataclasses.replace(state, cuda=_cloned(state.cuda), observers=list(state.observers))
         self._steps = steps
@@ -193,16 +192,16 @@ class Seat:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over."""
+        """Whether the run has ended."""
         return not self.thread.is_alive() and self.thread.ident is not None
 
     @property
     def waits(self) -> bool:
-        """Whether the member waits for the GPU."""
+        """Whether the member is waiting for the GPU."""
         return self._ready is not None and not self._ready()
 
     def take_turn(self) -> None:
-        """Launch some of the member's work, or let it run for a turn, from the main thread, which waits for it."""
+        """Launch some of the member's work, or let it run for a turn while the main thread waits."""
         if self._launches is not None and self._launches.left:
             self._launches.go_on(AT_ONCE)
             if self._launches.left:
@@ -210,7 +209,7 @@ class Seat:
         self._run()
 
     def _run(self) -> None:
-        """Let the member run for a turn and serve its requests."""
+        """Run the member for a turn and serve its requests."""
         VOICE.speaker = self.member.name
         try:
             if self.thread.ident is None:
@@ -231,7 +230,7 @@ class Seat:
     def end_with(self, error: BaseException) -> None:
         """Raise an error in the member and wait for its end."""
         if self._launches is not None and self._launches.left:
-            while self._launches.left:  # no step is left half launched
+            while self._launches.left:  # no step is left partially launched
                 self._launches.go_on(self._launches.left)
         self._ends_with = error
         while not self.ended:
@@ -240,7 +239,7 @@ class Seat:
     # -- in the thread of the member --------------------------------------------------------------------------------
 
     def ask(self, function: Callable[[], None]) -> None:
-        """Have the main thread call a function, and wait for it."""
+        """Call a function in the main thread, and wait for it."""
         if threading.current_thread() is not self.thread:
             function()
             return
@@ -275,20 +274,20 @@ class Seat:
             raise error
 
     def launch(self, launch: Callable[[], None], count: int, steps: int) -> None:
-        """Have the main thread launch work on the member's stream, between that of the others."""
+        """Launch work on the member's stream from the main thread, interleaved with that of the others."""
         if self._stream is None or count * steps <= AT_ONCE or self._ends_with is not None:
             for _ in range(count):
                 launch()
             return
         self._launches = Launches(launch, count, self._stream, AT_LONGEST if steps == 1 else OF_SEVERAL)
-        self._left += count * steps  # their turn is over already when they are counted
+        self._left += count * steps  # their turn has already passed when they are counted
         self._hand_over()
         error, self._launches = self._launches.error, None
         if error is not None:
             raise error
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let the others run until something is ready, or until all of them wait."""
+        """Yield to the others until something is ready, or until all of them wait."""
         if self._ends_with is not None:
             return
         self._ready = ready
@@ -296,7 +295,7 @@ class Seat:
         self._ready = None
 
     def beside(self, work: Callable[[], T]) -> T:
-        """Let the others run until a function has returned, in this thread."""
+        """Yield to the others until a function has returned, in this thread."""
         if self._ends_with is not None:
             return work()
         done = threading.Event()
@@ -321,20 +320,20 @@ class Seat:
 def run_in_turns(
     make: Make, source: Source, *, together: int, steps: int, admit: Callable[[int], bool] = lambda running: True
 ) -> int | None:
-    """Train the members of a source in this process, some at a time, each for some steps in its turn.
+    """Train the members of a source in this process, several at a time in turns of some steps.
 
     Args:
         make: the factory.
         source: gives members and receives their outcomes.
-        together: members that are alive at a time, >= 1.
-        steps: in a turn, >= 1.
-        admit: asked before a further member starts beside so many others.
+        together: number of concurrent members, >= 1.
+        steps: steps per turn, >= 1.
+        admit: called with the number of running members before another one starts.
 
     Returns:
         The signal that ended the run of the members, or None.
 
     Raises:
-        KeyboardInterrupt: none of the members listens to SIGINT, and it arrived.
+        KeyboardInterrupt: SIGINT arrived and no member handles it.
     """
     streams = _Streams()
     begun, interval = ProcessState.capture(), sys.getswitchinterval()
@@ -383,7 +382,7 @@ def _ask_from_this_thread(seats: list[Seat], function: Callable[[], None]) -> No
 
 
 def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:
-    """Tell the source of the members that have ended."""
+    """Report the members that have ended to the source."""
     for seat in [each for each in seats if each.ended]:
         seats.remove(seat)
         streams.give_back(seat._stream)
@@ -394,7 +393,7 @@ def _collect(seats: list[Seat], source: Source, streams: _Streams) -> None:
 
 
 class _Streams:
-    """Streams of the members, each used by one at a time; on the CPU there are none."""
+    """Streams of the members, each used by one at a time; none on the CPU."""
 
     def __init__(self) -> None:
         self._free: list[Any] = []
@@ -410,7 +409,7 @@ class _Streams:
         return stream
 
     def give_back(self, stream: Any) -> None:
-        """Take a stream back once it has nothing left to do."""
+        """Return a stream to the pool once it is idle."""
         if stream is not None:
             stream.synchronize()
             self._free.append(stream)
@@ -418,7 +417,7 @@ class _Streams:
 
 @contextlib.contextmanager
 def kept_levels() -> Iterator[None]:
-    """Restore the levels of the library's loggers: runs that overlap put back each other's.
+    """Restore the levels of the library's loggers, since overlapping runs restore each other's.
 
     Example:
         >>> with kept_levels():

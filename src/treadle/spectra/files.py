@@ -81,7 +81,7 @@ class SpectraFolder(CheckpointFolder):
             return own_tree(tree, engine, self._best, EXTENSION)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{source}: {error}. Use another out_dir for another model, or resume_from=None to start over here"
+                f"{source}: {error}. For another model use another out_dir, or resume_from=None to start over here"
             ) from error
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:

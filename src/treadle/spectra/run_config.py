@@ -42,7 +42,7 @@ class ModelConfig:
     num_layers: int = 2
     """Transformer layers."""
     dim_feedforward: int = 128
-    """Width of the feed-forward part of a layer."""
+    """Width of the feed-forward layers."""
     dropout: float = 0.0
     """Dropout probability; hiding three quarters of each spectrum regularises enough."""
     use_learnable_pos: bool = False
@@ -67,7 +67,7 @@ class OptimizerConfig:
     """Arguments of ``build_optimizer`` (AdamW)."""
 
     lr: float = 3e-3
-    """Highest learning rate."""
+    """Peak learning rate."""
     weight_decay: float = 0.05
     """Decoupled weight decay of the weight matrices."""
 
@@ -80,7 +80,7 @@ class ScheduleConfig:
     """Arguments of ``build_scheduler``: linear warm-up, then cosine decay over the rest of ``epochs``."""
 
     warmup_epochs: int = 5
-    """Epochs of warm-up."""
+    """Warm-up epochs."""
     min_lr_scale: float = 0.02
     """Fraction of the learning rate at the last step."""
 

@@ -91,7 +91,7 @@ class OptimizerConfig:
     """AdamW; biases and LayerNorm weights are not decayed."""
 
     lr: float = 2e-3
-    """Highest learning rate."""
+    """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the weight matrices."""
 
@@ -104,7 +104,7 @@ class ScheduleConfig:
     """Linear warm-up, then cosine decay over the rest of ``epochs``."""
 
     warmup_steps: int = 100
-    """Steps of warm-up."""
+    """Warm-up steps."""
     min_lr_scale: float = 0.05
     """Fraction of the learning rate at the last step."""
 
