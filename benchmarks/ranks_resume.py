@@ -49,7 +49,7 @@ COLUMNS = ("model", "way", "ranks", "what", "tensors equal", "samples of the epo
 
 
 class Noting(NextToken):
-    """Hook that records which samples were read, and the last loss."""
+    """Task that records which samples were read, and the last loss."""
 
     def __init__(self) -> None:
         self.read: list[int] = []

@@ -33,7 +33,7 @@ Split = Annotated[
     Optional[str],  # noqa: UP045  (typer on Python 3.10 reads this form)
     typer.Option(
         show_default=False,
-        help="train, val or test; for text train, val, lora_train or lora_val.  [default: test; of text val, or "
+        help="train, val or test; for text train, val, lora_train or lora_val.  [default: test; for text val, or "
         "lora_val in the folder lora]",
     ),
 ]  # fmt: skip

@@ -77,7 +77,7 @@ def _leave(engine: Engine, received: int) -> None:
     if not received:
         return
     plans = [plan for plan in engine.signals.plans if received in plan.signals] or engine.signals.plans
-    engine.logger.warning("signal %d: saving at step %d and leaving", received, engine.progress.step)
+    engine.logger.warning("signal %d: saving at step %d and exiting", received, engine.progress.step)
     for plan in plans:
         plan.write()
     wait = max(plan.wait for plan in plans)

@@ -152,7 +152,7 @@ def check_length_of_schedule(engine: Engine) -> None:
         if scheduler.last_epoch + moves > length:
             engine.logger.warning(
                 "scheduler: %s ends after %d %ss and this run has %d: from there on the rate %s; build it for the "
-                "whole run if that is not meant",
+                "whole run if that is not intended",
                 name, length, engine.scheduler_interval, scheduler.last_epoch + moves, effect,
             )  # fmt: skip
 
@@ -197,7 +197,7 @@ def try_folders(engine: Engine) -> None:
             nearest = next((place for place in (path, *path.parents) if place.exists()), None)
             owner = f"{type(hook).__name__}: {name.lstrip('_')}={os.fspath(value)!r}"
             if nearest is not None and nearest != path and not nearest.is_dir():
-                raise ConfigError(f"{owner}: {os.fspath(nearest)!r} is a file and no folder; choose another path")
+                raise ConfigError(f"{owner}: {os.fspath(nearest)!r} is a file, not a folder; choose another path")
             if nearest is not None and not os.access(nearest, os.W_OK):
                 raise ConfigError(f"{owner}: {os.fspath(nearest)!r} cannot be written to; choose another path")
 
@@ -309,7 +309,7 @@ def check_before_training(engine: Engine) -> None:
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"a {type(engine.optimizer).__name__} wants a closure that runs the model several times a step; "
+            f"a {type(engine.optimizer).__name__} needs a closure that runs the model several times per step; "
             "here a step runs it once. Use an optimizer whose step() needs no closure",
             argument="optimizer",
         )
@@ -352,6 +352,6 @@ def _warn_of_half_sums(engine: Engine) -> None:
         kind = str(kinds.pop()).removeprefix("torch.")
         engine.logger.warning(
             "weights are %s and so are their gradients, so the sum over %d micro-batches loses small ones (256 + 1 is "
-            "256 in bfloat16); keep the weights in float32 and ask for mixed precision, or accumulate over fewer",
+            "256 in bfloat16); keep the weights in float32 and use mixed precision, or accumulate over fewer",
             kind, engine.settings.accumulation_steps,
         )  # fmt: skip

@@ -198,8 +198,8 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         engine.events.abandoned = False
         if engine.progress.in_step:
             engine.logger.warning(
-                "step %d was broken off by an error: it counts and is not repeated; to go on as if it had not been, "
-                "resume from a checkpoint in a new trainer", engine.progress.step,
+                "step %d was interrupted by an error: it counts and is not repeated; to continue without it, resume "
+                "from a checkpoint in a new trainer", engine.progress.step,
             )  # fmt: skip
         engine.progress.in_step = False
         if engine.progress.step == 0 and not engine.state.loaded:

@@ -60,7 +60,7 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
     moments = next((name for name in _OPTIMIZERS if name in names), None)
     left_out = [f"{name}: {why}" for name in names for pattern, why in _REASONS if re.fullmatch(pattern, name)]
     if moments and not optimizer:
-        left_out.insert(0, f"{moments}: not asked for")
+        left_out.insert(0, f"{moments}: not requested")
     return ForeignCheckpoint(
         folder,
         kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from treadle.runs.curves import plot_training_curves
 from treadle.runs.report import Picture
 
 _MOST_TARGETS = 3  # that get a plot of contributions
-_LOGP = ("nci", "zinc_clean_leads")  # data sets whose target is penalised logP
 _MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: informative, yet readable
 
 
@@ -52,10 +52,14 @@ def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pi
     """Draw plots of a regression with one target per graph, since an axis shows one target."""
     if data.task_type != "regression" or data.level != "graph" or predicted.shape[1] != 1:
         return []
-    graphs = list(data.test)
+    known = [not bool(graph.y.isnan()) for graph in data.test]
+    graphs = list(compress(data.test, known))
+    if not graphs:
+        return []
     true = torch.cat([graph.y.flatten() for graph in graphs]).double().numpy()
-    guessed, sizes = predicted[:, 0].double().numpy(), torch.tensor([graph.num_nodes for graph in graphs]).numpy()
-    what = "penalised logP" if data.name in _LOGP else "target"
+    guessed = predicted[torch.tensor(known), 0].double().numpy()
+    sizes = torch.tensor([graph.num_nodes for graph in graphs]).numpy()
+    what = _shown_name(data, 0)
     path = plot_predictions(true, guessed, sizes, folder / "predictions.png", what=what)
     caption = (
         "Left: one dot per test graph; on the line, prediction and target are equal. Right: the absolute error by the "
@@ -67,6 +71,10 @@ def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pi
         caption = "The test molecules with the smallest and the largest errors."
         pictures.append(Picture(path, "Best and worst molecules", caption))
     return pictures
+
+
+def _shown_name(data: GraphDataset, target: int) -> str:
+    return data.target_names[target].replace("penalised_logp", "penalised logP") if data.target_names else "target"
 
 
 def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor, folder: Path) -> list[Picture]:
@@ -81,7 +89,7 @@ def _contributions(data: GraphDataset, trainer: GraphTrainer, predicted: Tensor,
     true = torch.cat([graph.y for graph in graphs]).double().numpy()
     pictures = []
     for target in range(min(true.shape[1], _MOST_TARGETS)):
-        name = data.target_names[target].replace("penalised_logp", "penalised logP") if data.target_names else "target"
+        name = _shown_name(data, target)
         chosen = typical_and_worst(np.abs(guessed[:, target] - true[:, target]))
         rows = {}
         for row, numbers in chosen.items():

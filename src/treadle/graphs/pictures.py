@@ -73,7 +73,7 @@ def _error_by_size(axes: Axes, error: _Numbers, num_nodes: _Counts) -> None:
     above = int((error > top).sum())
     axes.set_ylim(0, top)
     label_axes(axes, x="nodes of the graph", y="absolute error", title="Error by size")
-    _note(axes, f"median and middle half of {len(groups)} groups" + (f"; {above} dots above" if above else ""))
+    _note(axes, f"median and middle half of {len(groups)} groups" + (f"; {above} above" if above else ""))
 
 
 def _note(axes: Axes, text: str) -> None:

@@ -110,8 +110,8 @@ def _as_text(values: Mapping[str, Any]) -> str:
 def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     """Return test errors of baselines without graph structure: the mean, and ridge regression on summed node features.
 
-    Node and pair targets have only the mean. Molecules have two ridge regressions: on atom counts by element, and on
-    all atom features, such as hybridisation and hydrogens.
+    Node and pair targets, and several targets with missing values, have only the mean. Molecules have two ridge
+    regressions: on atom counts by element, and on all atom features, such as hybridisation and hydrogens.
     """
     if data.level != "graph":
         train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))
@@ -119,9 +119,13 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     tables = [tabulate(part, data.num_features) for part in data.get_splits()]
     targets = [table.targets_GT for table in tables]
     found = {"mean": mean_baseline(targets[0], targets[2])}
-    if not all(bool(part.isfinite().all()) for part in targets):
+    known = [part.isfinite().all(dim=1) for part in targets]
+    if min(int(rows.sum()) for rows in known) < 2:
         return found
-    sums = [table.sums_GF for table in tables]
+    if targets[0].shape[1] > 1 and not all(bool(rows.all()) for rows in known):
+        return found
+    targets = [part[rows] for part, rows in zip(targets, known, strict=True)]
+    sums = [table.sums_GF[rows] for table, rows in zip(tables, known, strict=True)]
     if sums[0].shape[1] == len(ATOM_COLUMNS):
         found["ridge_atom_counts"] = ridge_baseline([part[:, :_ELEMENTS] for part in sums], targets)
         found["ridge_atom_features"] = ridge_baseline(sums, targets)

@@ -18,7 +18,7 @@ from treadle.engine.evaluation import evaluation_mode
 from treadle.runs.report import Picture, Report, Table
 from treadle.runs.results import Results
 from treadle.spectra.clustering import CosineKMeans, elbow_ckmeans, silhouette_score_cosine
-from treadle.spectra.few_labels import HEADLINE, FewLabels, difference, few_labels
+from treadle.spectra.few_labels import HEADLINE, FewLabels, difference, few_labels, few_labels_regression
 from treadle.spectra.fills import choose_fills, masked_error
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.pictures import (
@@ -138,6 +138,8 @@ def _few_labels(
     latent: npt.NDArray[np.float32], untrained: npt.NDArray[np.float32], data: SpectraData, config: SpectraConfig
 ) -> dict[str, Any]:
     """Predict sub-types of test spectra, unseen in training and unlabelled, from a few labelled training spectra."""
+    from threadpoolctl import threadpool_limits  # comes with scikit-learn
+
     features = {_OURS[config.model.residual]: latent}
     train = data.x[data.train]
     for size in _COMPONENTS:
@@ -146,7 +148,10 @@ def _few_labels(
     features |= {"raw": data.x, "untrained": untrained}
     target, held_out = spectral_type_number(data.spt), np.sort(np.concatenate([data.val, data.test]))
     try:
-        return dict(few_labels(features, target, data.train, held_out, seed=config.seed))
+        curves = few_labels(features, target, data.train, held_out, seed=config.seed)
+        with threadpool_limits(1):
+            curves["regression"] = few_labels_regression(data.x, target, data.train, held_out, seed=config.seed)
+        return dict(curves)
     except ValueError as error:
         _log.warning("no sub-types from few labels: %s", error)
         return {}
@@ -280,28 +285,33 @@ def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
     sizes = ours["labels"]
     rows = []
     for name, curve in curves.items():
-        cells = zip(curve["mae"], curve["standard_error"], strict=True)
-        rows.append([_LABELLED[name], *(f"{mae:.3f} ± {error:.3f}" if error else f"{mae:.3f}" for mae, error in cells)])
+        scores = zip(curve["labels"], curve["mae"], curve["standard_error"], strict=True)
+        cells = {labels: f"{mae:.3f} ± {error:.3f}" if error else f"{mae:.3f}" for labels, mae, error in scores}
+        rows.append([_LABELLED[name], *(cells.get(labels, "") for labels in sizes)])
     outcomes = {labels: _outcome(curves, labels) for labels in sizes}
     by_outcome = {word: [str(n) for n in sizes if outcomes[n] == word] for word in ("ahead", "level", "behind")}
     spoken = "; ".join(f"{word} with {', '.join(found)} labels" for word, found in by_outcome.items() if found)
     nearest = min(sizes, key=lambda labels: abs(labels - HEADLINE))
-    place, strongest = sizes.index(nearest), _strongest(curves, nearest)
+    strongest = _strongest(curves, nearest)
     headline = (
-        f"With {nearest} labelled dwarfs the type of the others is predicted to within {ours['mae'][place]:.2f} "
-        f"sub-types; {curves[strongest]['mae'][place]:.2f} with the best baseline ({_LABELLED[strongest]})."
+        f"With {nearest} labelled dwarfs the type of the others is predicted to within {_error_at(ours, nearest):.2f} "
+        f"sub-types; {_error_at(curves[strongest], nearest):.2f} with the best baseline ({_LABELLED[strongest]})."
     )
     return Table(
         ["labelled dwarfs", *map(str, sizes)], rows, width=30,
-        title="Error of the spectral type in sub-types, by nearest neighbours among the labelled dwarfs; mean of the "
-        "draws ± standard error",
+        title="Error of the spectral type in sub-types, by nearest neighbours among the labelled dwarfs, but for the "
+        "regression; mean of the draws ± standard error",
         notes=[headline, f"The latent compared with the best baseline: {spoken}."],
     )  # fmt: skip
 
 
 def _strongest(curves: Mapping[str, FewLabels], labels: int) -> str:
-    place = next(iter(curves.values()))["labels"].index(labels)
-    return min(list(curves)[1:], key=lambda name: curves[name]["mae"][place])
+    others = [name for name in list(curves)[1:] if labels in curves[name]["labels"]]
+    return min(others, key=lambda name: _error_at(curves[name], labels))
+
+
+def _error_at(curve: FewLabels, labels: int) -> float:
+    return curve["mae"][curve["labels"].index(labels)]
 
 
 def _outcome(curves: Mapping[str, FewLabels], labels: int) -> str:
@@ -366,6 +376,7 @@ _LABELLED = {
     "residual": "ResidualMAE latent",
     **{f"pca{size}": f"PCA, {size} components" for size in _COMPONENTS},
     "raw": "raw spectra",
+    "regression": "kernel regression of the spectra",
     "untrained": "untrained encoder",
 }
 _FILLS = {

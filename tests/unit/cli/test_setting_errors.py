@@ -40,7 +40,7 @@ WRONG = {
         ("model.d_model=63", "model.n_heads=4: must divide model.d_model=63"),
         ("model.n_heads=0", "model.n_heads=0: must be at least 1"),
         ("training.parallel=x", "training.parallel='x': must be"),
-        ("training.meaningful_loss.sample_k_per_modality=0", "training.meaningful_loss.sample_k_per_modality=0: must"),
+        ("training.meaningful_loss.sample_k_per_modality=0", "training.meaningful_loss.sample_k_per_modality=0: "),
         ("lr=1", "unknown setting 'lr'; did you mean 'training.learning_rate'?"),
         ("training.lr=1", "unknown setting 'training.lr'; did you mean 'training.learning_rate'?"),
     ],

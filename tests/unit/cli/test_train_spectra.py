@@ -81,8 +81,10 @@ def test_metrics_hold_the_honest_figures(finished: Path) -> None:
     for fill in ("gaussian", "pca", "nearest"):  # better than the mean spectrum, on both parts
         for part in ("val", "test"):
             assert 0 < metrics["baselines"][f"{fill}_{part}"] < metrics["baselines"][f"mean_spectrum_{part}"]
-    assert list(metrics["few_labels"]) == ["chemomae", "pca8", "pca16", "pca64", "raw", "untrained"]
-    for curve in metrics["few_labels"].values():
+    curves = metrics["few_labels"]
+    assert list(curves) == ["chemomae", "pca8", "pca16", "pca64", "raw", "untrained", "regression"]
+    assert curves.pop("regression")["labels"] == [20, 50, 100, 200]
+    for curve in curves.values():
         assert curve["labels"][:4] == [20, 50, 100, 200]
         assert curve["labels"] == sorted(curve["labels"])
         assert [len(draws) for draws in curve["draws"].values()] == [50] * (len(curve["labels"]) - 1) + [1]

@@ -99,6 +99,32 @@ def test_the_page_shows_each_target_with_its_unit(tmp_path, monkeypatch):
     np.testing.assert_allclose(values, (graphs[2].x @ model.linear.weight.T)[:, 0].detach(), atol=1e-5)
 
 
+@pytest.mark.parametrize("known", [2, 0])
+def test_predictions_are_drawn_of_the_test_graphs_whose_target_is_known(known, tmp_path, monkeypatch):
+    graphs = [graph_from_smiles(text) for text in ("CCO", "CCN", CAFFEINE)]
+    for number, graph in enumerate(graphs):
+        graph.y = torch.tensor([[float(number) if number < known else torch.nan]])
+    data = GraphDataset(
+        "graph", "regression", 40, 1, 6, name="smiles_csv", train=graphs, val=graphs, test=graphs,
+        target_names=("solubility",),
+    )  # fmt: skip
+    from treadle.graphs import page
+
+    drawn = []
+    for name in ("plot_predictions", "plot_molecules"):
+        plot = getattr(page, name)
+        monkeypatch.setattr(
+            page, name, lambda *args, _plot=plot, **named: drawn.append((args, named)) or _plot(*args, **named)
+        )
+    pictures = page._predictions(data, torch.tensor([[0.5], [1.5], [2.5]]), tmp_path)
+    assert len(pictures) == len(drawn) == known
+    if known:
+        (true, guessed, sizes, _), named = drawn[0]
+        assert (true.tolist(), guessed.tolist(), sizes.tolist()) == ([0, 1], [0.5, 1.5], [3, 3])
+        assert named == {"what": "solubility"}
+        assert drawn[1][0][0] == ["CCO", "CCN"]
+
+
 def test_a_picture_has_one_scale(tmp_path):
     rows = {
         "typical errors": [("CCO", "true 1, predicted -1", np.array([0.1, -0.2, 0.9]))],

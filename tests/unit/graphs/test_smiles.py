@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -107,6 +108,31 @@ def test_a_target_that_is_no_number_is_named_with_its_line(tmp_path):
     path = table(tmp_path, ["smiles", "y"], [("CCO", 1.0), ("CC", "many")])
     with pytest.raises(ConfigError, match="'y' has 'many' in line 3"):
         get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
+
+
+def test_a_column_of_names_is_passed_over_by_one_target_and_smiles_are_found_in_capitals(tmp_path):
+    path = table(tmp_path, ["compound", "SMILES", "y"], [(f"no {n}", "C" * n, n) for n in range(1, 12)])
+    with pytest.raises(ConfigError, match=r"'compound' has 'no 1' in line 2.* name the columns to predict"):
+        get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
+    data = get_dataset("smiles_csv", tmp_path, file=path, targets="y", split="random", num_workers=0)
+    assert (data.num_classes, data.target_names) == (1, ("y",))
+    path = table(tmp_path, ["canonical_smiles", "isomeric_smiles", "y"], [("C", "C", 1)])
+    with pytest.raises(ConfigError, match=r"2 columns of SMILES by their names; name it with dataset\.smiles"):
+        get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
+
+
+def test_the_ridges_of_one_target_leave_out_graphs_whose_target_is_unknown(tmp_path):
+    from treadle.graphs.report import _baselines
+
+    rows = [(text, len(text) / 10 + 0.1 * text.count("n")) for text in SMILES]
+    whole = get_dataset("smiles_csv", tmp_path, file=table(tmp_path, ["smiles", "y"], rows), num_workers=0)
+    gaps = [(text, value if number % 4 else "") for number, (text, value) in enumerate(rows)]
+    some = get_dataset("smiles_csv", tmp_path, file=table(tmp_path, ["smiles", "y"], gaps), num_workers=0)
+    found = _baselines(some)
+    assert list(found) == list(_baselines(whole)) == ["mean", "ridge_atom_counts", "ridge_atom_features"]
+    known = [[graph for graph in part if not graph.y.isnan()] for part in some.get_splits()]
+    alone = dataclasses.replace(some, train=known[0], val=known[1], test=known[2])
+    assert found == _baselines(alone)
 
 
 def test_lines_are_counted_right_behind_empty_ones(tmp_path, caplog):

@@ -39,8 +39,8 @@ def load_smiles_csv(
     *,
     num_workers: int | None,
     file: str | os.PathLike[str] | None = None,
-    smiles: str = "smiles",
-    targets: Sequence[str] | None = None,
+    smiles: str | None = None,
+    targets: str | Sequence[str] | None = None,
     task: str = "regression",
     split: str = "scaffold",
 ) -> Source:
@@ -51,8 +51,8 @@ def load_smiles_csv(
         root: unused; the file is read from its own path.
         num_workers: processes that convert molecules.
         file: CSV file with a header.
-        smiles: name of the SMILES column.
-        targets: columns to predict; None: all others.
+        smiles: name of the SMILES column; None: the only one with "smiles" in its name, ignoring case.
+        targets: column or columns to predict; None: all others.
         task: ``"regression"``, or ``"multilabel"`` for columns of 0 and 1.
         split: ``"scaffold"``, or ``"random"`` (80/10/10 with seed 0).
 
@@ -67,8 +67,11 @@ def load_smiles_csv(
             f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
         )
     columns, rows, lines = _read_table(Path(file), smiles)
+    if smiles is None:
+        smiles = _smiles_among(columns, Path(file), "dataset.smiles")
     others = [column for column in columns if column != smiles]
-    chosen = _chosen(others if targets is None else list(targets), others, f"{str(file)!r}", smiles)
+    asked = [targets] if isinstance(targets, str) else targets
+    chosen = _chosen(others if asked is None else list(asked), others, f"{str(file)!r}", smiles)
     values = [
         [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
     ]
@@ -129,17 +132,22 @@ def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list
         return _read_lines(path)
     columns, rows, lines = _read_table(path, smiles)
     if smiles is None:
-        found = [column for column in columns if column.lower() == "smiles"]
-        found = found or [column for column in columns if "smiles" in column.lower()]
-        if len(found) != 1:
-            raise ConfigError(
-                f"{str(path)!r} has {len(found) or 'no'} columns of SMILES by their names; name it with "
-                f"--smiles-column, one of {', '.join(columns)}"
-            )
-        smiles = found[0]
+        smiles = _smiles_among(columns, path, "--smiles-column")
     if not rows:
         raise ConfigError(f"{str(path)!r} has a line of names and no molecules; add a row for each")
     return smiles, rows, lines
+
+
+def _smiles_among(columns: Sequence[str], path: Path, setting: str) -> str:
+    """Return the column of SMILES by its name; ``setting`` names it otherwise."""
+    found = [column for column in columns if column.lower() == "smiles"]
+    found = found or [column for column in columns if "smiles" in column.lower()]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{str(path)!r} has {len(found) or 'no'} columns of SMILES by their names; name it with {setting}, one of "
+            f"{', '.join(columns)}"
+        )
+    return found[0]
 
 
 def _read_lines(path: Path) -> tuple[str, list[Mapping[str, Any]], list[int]]:
@@ -188,7 +196,8 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(
-            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty"
+            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty, or name the "
+            "columns to predict, such as dataset.targets=logP"
         ) from None
     if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
         wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
