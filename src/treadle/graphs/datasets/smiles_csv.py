@@ -70,8 +70,8 @@ def load_smiles_csv(
     if smiles is None:
         smiles = _smiles_among(columns, Path(file), "dataset.smiles")
     others = [column for column in columns if column != smiles]
-    asked = [targets] if isinstance(targets, str) else targets
-    chosen = _chosen(others if asked is None else list(asked), others, f"{str(file)!r}", smiles)
+    asked = others if targets is None else [targets] if isinstance(targets, str) else list(targets)
+    chosen = _chosen(asked, others, f"{str(file)!r}", smiles)
     values = [
         [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
     ]

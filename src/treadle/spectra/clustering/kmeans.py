@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument
+from treadle.errors.arguments import check_argument, check_least
 
 from ._directions import Directions
 from ._rows import (
@@ -72,8 +72,7 @@ class CosineKMeans(Directions):
     ) -> None:
         self.n_components = check_count("n_components", n_components)
         check_argument("tol", tol, float)
-        if not tol >= 0:
-            raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
+        check_least(0, tol=tol)
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
         self.device = device
