@@ -226,7 +226,7 @@ def _check_weight(weight: Any) -> None:
         return
     if isinstance(weight, bool) or not isinstance(weight, Real) or not float(weight) >= 0:
         raise ConfigError(
-            "must be how many things the loss is a mean over, a number >= 0, or None for 1 per micro-batch",
+            "must be the number of elements the loss averages over, >= 0, or None for 1 per micro-batch",
             argument="weight",
             value=weight,
         )

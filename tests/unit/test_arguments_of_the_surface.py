@@ -110,10 +110,10 @@ def test_swapped_and_wrong_arguments_are_named(make, message):
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ({"weight": "3"}, "^weight='3': must be how many"),
-        ({"weight": -1.0}, "^weight=-1.0: must be how many"),
-        ({"weight": float("nan")}, "^weight=nan: must be how many"),
-        ({"weight": True}, "^weight=True: must be how many"),
+        ({"weight": "3"}, "^weight='3': must be the number of elements"),
+        ({"weight": -1.0}, "^weight=-1.0: must be the number of elements"),
+        ({"weight": float("nan")}, "^weight=nan: must be the number of elements"),
+        ({"weight": True}, "^weight=True: must be the number of elements"),
         ({"records": [1]}, r"^records=\[1\]: must be a dict"),
         ({"records": 3.0}, "^records=3.0: must be a dict"),
         ({"reduction": None}, "^reduction=None: must be 'mean' or 'sum'"),

@@ -101,7 +101,7 @@ def what_differs(
     step.prepare()
     if drawn:
         return (
-            "the step draws random numbers on the CPU, which would be drawn once and used for ever; draw them on the "
+            "the step draws random numbers on the CPU, which would be drawn once and used forever; draw them on the "
             "device, or in the data loader"
         )
     if not difference:

@@ -73,7 +73,7 @@ def _why_not(engine: Engine) -> str | None:
         )
     if listening:
         return (
-            f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out, or "
+            f"{', '.join(listening)} acts before the optimizer step, which is inside the graph; leave it out, or "
             "mark that method with treadle.hooks.base.capturable if it only launches work on the device"
         )
     if observed:
@@ -97,6 +97,11 @@ def _why_not_on_ranks(engine: Engine) -> str | None:
         return "the trainer counts what each batch holds on the host, and the ranks may count otherwise"
     if not (engine.guard.deferred or engine.guard.can_wait):
         return "with retries, a policy or fp16 the host decides on each step"
+    if torch.cuda.current_stream(engine.device) == torch.cuda.default_stream(engine.device):
+        return (
+            "DistributedDataParallel keeps nodes of the stream it was built on, and the default stream cannot be "
+            "captured; build the model and train inside `with torch.cuda.stream(torch.cuda.Stream()):`"
+        )
     return None
 
 

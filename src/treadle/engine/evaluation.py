@@ -102,7 +102,7 @@ def results_of(method: str, result: Any) -> Mapping[str, Any]:
         try:
             _ = value if isinstance(value, (list, str)) or value is None else as_number(path, value)
         except TypeError as error:
-            raise ConfigError(f"the override returned what is no number: {error}", argument=method) from error
+            raise ConfigError(f"the override returned a non-numeric value: {error}", argument=method) from error
     return result
 
 

@@ -147,7 +147,7 @@ def check_length_of_schedule(engine: Engine) -> None:
         if scheduler.last_epoch + moves > length:
             engine.logger.warning(
                 "scheduler: %s ends after %d %ss and this run has %d: from there on the rate %s; build it for the "
-                "whole run if that is not meant",
+                "whole run if that is not intended",
                 name, length, engine.scheduler_interval, scheduler.last_epoch + moves, effect,
             )  # fmt: skip
 
@@ -192,7 +192,7 @@ def try_folders(engine: Engine) -> None:
             nearest = next((place for place in (path, *path.parents) if place.exists()), None)
             owner = f"{type(hook).__name__}: {name.lstrip('_')}={os.fspath(value)!r}"
             if nearest is not None and nearest != path and not nearest.is_dir():
-                raise ConfigError(f"{owner}: {os.fspath(nearest)!r} is a file and no folder; choose another path")
+                raise ConfigError(f"{owner}: {os.fspath(nearest)!r} is a file, not a folder; choose another path")
             if nearest is not None and not os.access(nearest, os.W_OK):
                 raise ConfigError(f"{owner}: {os.fspath(nearest)!r} cannot be written to; choose another path")
 

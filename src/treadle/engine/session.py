@@ -274,8 +274,8 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         engine.events.abandoned = False
         if engine.progress.in_step:
             engine.logger.warning(
-                "step %d was broken off by an error: it counts and is not repeated; to go on as if it had not been, "
-                "resume from a checkpoint in a new trainer", engine.progress.step,
+                "step %d was interrupted by an error: it counts and is not repeated; to continue without it, resume "
+                "from a checkpoint in a new trainer", engine.progress.step,
             )  # fmt: skip
         engine.progress.in_step = False
         if engine.progress.step == 0 and not engine.state.loaded:
@@ -327,7 +327,7 @@ def check_before_training(engine: Engine) -> None:
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"a {type(engine.optimizer).__name__} wants a closure that runs the model several times a step; "
+            f"a {type(engine.optimizer).__name__} needs a closure that runs the model several times per step; "
             "here a step runs it once. Use an optimizer whose step() needs no closure",
             argument="optimizer",
         )
@@ -370,7 +370,7 @@ def _warn_of_half_sums(engine: Engine) -> None:
         kind = str(kinds.pop()).removeprefix("torch.")
         engine.logger.warning(
             "weights are %s and so are their gradients, so the sum over %d micro-batches loses small ones (256 + 1 is "
-            "256 in bfloat16); keep the weights in float32 and ask for mixed precision, or accumulate over fewer",
+            "256 in bfloat16); keep the weights in float32 and use mixed precision, or accumulate over fewer",
             kind, engine.settings.accumulation_steps,
         )  # fmt: skip
 
@@ -424,7 +424,7 @@ def _leave(engine: Engine, received: int) -> None:
     if not received:
         return
     plans = [plan for plan in engine.signals.plans if received in plan.signals] or engine.signals.plans
-    engine.logger.warning("signal %d: saving at step %d and leaving", received, engine.progress.step)
+    engine.logger.warning("signal %d: saving at step %d and exiting", received, engine.progress.step)
     for plan in plans:
         plan.write()
     wait = max(plan.wait for plan in plans)

@@ -61,7 +61,7 @@ def exit_plan(
         raise ConfigError("must be '128+signal' or an int", argument="exit_code", value=code)
     seconds = wait.total_seconds() if isinstance(wait, timedelta) else float(wait)
     if not seconds >= 0:
-        raise ConfigError("a time to wait cannot be negative", argument="exit_wait", value=wait)
+        raise ConfigError("must not be negative", argument="exit_wait", value=wait)
     if signals is None:
         return None
     numbers = tuple(int(number) for number in ([signals] if isinstance(signals, int) else signals))

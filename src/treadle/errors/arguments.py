@@ -100,7 +100,7 @@ def check_argument(name: str, value: Any, hint: Any) -> None:
     if Path in _parts_of(hint) and isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if text == "":
-            raise ConfigError("an empty text is no path; write '.' for the current folder", argument=name, value=value)
+            raise ConfigError("an empty string is no path; write '.' for this folder", argument=name, value=value)
         if isinstance(text, str) and text.startswith("~"):
             raise ConfigError(
                 "'~' is a home folder to a shell alone; pass pathlib.Path(...).expanduser()", argument=name, value=value

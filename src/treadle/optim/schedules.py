@@ -352,7 +352,7 @@ def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> No
     if warmup_steps >= total_steps:
         logger.warning(
             "warm-up of %d updates fills the whole run of %d: the learning rate never decays; "
-            "shorten the warm-up or lengthen the run if that is not meant",
+            "shorten the warm-up or lengthen the run if that is not intended",
             warmup_steps,
             total_steps,
         )
