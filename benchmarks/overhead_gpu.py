@@ -58,7 +58,7 @@ COLUMNS = ("way", "µs a step", "processor µs a step", f"of the {LOOP}", f"of t
 
 
 class Watch(Clock):
-    """Hook that reads the clocks after the warm-up and after the last step, when the GPU is idle."""
+    """Clock that is read after the warm-up and after the last step, when the GPU is idle."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
         super().__init__(warm_up)

@@ -39,7 +39,7 @@ from scaling import MOST, build
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle import BaseHook, CheckpointingHook, Engine, RankBatchSampler, StepOutput
-from treadle.checkpoint.tensor_table import take_apart
+from treadle.checkpoint.sharded import take_apart
 from treadle.runs.launch import process_group
 
 WAYS = ("ddp", "fsdp")
@@ -49,7 +49,7 @@ COLUMNS = ("model", "way", "ranks", "what", "tensors equal", "samples of the epo
 
 
 class Noting(NextToken):
-    """Hook that records which samples were read, and the last loss."""
+    """Task that records which samples were read, and the last loss."""
 
     def __init__(self) -> None:
         self.read: list[int] = []

@@ -21,7 +21,7 @@ from treadle.datasets import load_tecator
 
 
 class FatTrainer(treadle.Trainer):
-    """Also reports how much of the variance of the fat is explained."""
+    """Trainer that also reports the explained variance of the fat content."""
 
     def evaluate(self, dataloader):
         fat = torch.cat([targets for _, targets in dataloader])
@@ -31,7 +31,7 @@ class FatTrainer(treadle.Trainer):
 
 
 def loaders() -> tuple[DataLoader, DataLoader]:
-    """Second derivatives of the spectra, which do not know how thick a piece was, and the fat in units of 10 %."""
+    """Return loaders of second derivatives, which do not depend on thickness, and the fat in units of 10 %."""
     meat = load_tecator()
     spectra = torch.from_numpy(meat.spectra).diff(n=2)
     spectra = (spectra - spectra[:172].mean(0)) / spectra[:172].std(0)

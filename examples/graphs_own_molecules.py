@@ -1,4 +1,4 @@
-"""Your own molecules, as SMILES with a number each: graphs, encodings, training, and predictions for new ones.
+"""Your own molecules, as SMILES with a target each: graphs, encodings, training, and predictions for new ones.
 
 python examples/graphs_own_molecules.py --out runs/own_molecules
 """
@@ -20,7 +20,7 @@ from treadle.graphs.datasets.molecules import graph_from_smiles
 
 
 def read_molecules(count: int) -> list[tuple[str, float]]:
-    """Return the content of a file like yours: SMILES and a number, here molecules of NCI with their logP."""
+    """Return the content of a file like yours: SMILES and targets, here NCI molecules with their logP."""
     lines = Path(RDConfig.RDDataDir, "NCI", "first_5K.smi").read_text().splitlines()[:count]
     smiles = [line.split()[0] for line in lines]
     return [(text, MolLogP(Chem.MolFromSmiles(text))) for text in smiles]
@@ -58,7 +58,7 @@ def main() -> None:
     )
     trainer.fit(
         DataLoader(train, 16, shuffle=True), DataLoader(val, 64), options.epochs,
-        resume_from="auto",  # stopped by anything, the same command resumes and ends with the same weights
+        resume_from="auto",  # after any stop, the same command resumes and ends with the same weights
     )  # fmt: skip
 
     model.load_state_dict(load_weights(options.out / "best.pt"))

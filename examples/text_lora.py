@@ -2,9 +2,9 @@
 
     python examples/text_lora.py --out runs/text_lora --epochs 8
 
-Everything is made here: text (a module of the standard library), tokenizer and weights; nothing is downloaded. Kill it
-at any moment and run the same command again: it resumes from the last epoch and ends with the same weights to the bit.
-``treadle train text`` is the whole of this, with settings, baselines and pictures.
+Everything is created locally: text (a module of the standard library), tokenizer and weights; nothing is downloaded.
+Kill it at any moment and run the same command again: it resumes from the last epoch and ends with the same weights to
+the bit. ``treadle train text`` is the full version, with settings, baselines and plots.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train on pictures, spectra and scalars of three surveys, with a loss on the values behind the tokens.
+"""Train on images, spectra and scalars of three surveys, with a loss on the values behind the tokens.
 
     python examples/train_with_meaningful_loss.py --out runs/astro --epochs 5
 

@@ -1,4 +1,4 @@
-"""What tests of the astronomy losses share: the example of the specification, and the losses written plainly."""
+"""Shared parts of the tests of astronomy losses: the specification's example and reference losses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tiny_vocab():
 
 
 def tiny_logits(*raised, dtype=torch.float32):
-    """All zero, or log 3 at the (position, id) given."""
+    """Return logits that are zero, or log 3 at the given (position, id)."""
     logits = torch.zeros(1, 5, 15, dtype=dtype)
     for position, id in raised:
         logits[0, position, id] = torch.log(torch.tensor(3.0))
@@ -30,7 +30,7 @@ SECOND_ROW = [(0, 6), (1, 8), (2, 9), (3, 12), (4, 14)]
 
 
 def random_case(seed=0, *, batch=(3, 40), width=16, dtype=torch.float32):
-    """A vocabulary of 7 image, 4 x 5 scalar and 3 x 6 spectrum ids with codebooks, targets with padding, and states."""
+    """Return a vocabulary of 7 image, 4 x 5 scalar and 3 x 6 spectrum ids, codebooks, padded targets and states."""
     generator = torch.Generator().manual_seed(seed)
     vocab = build_vocab_spec(7, 20, 6, ["a", "b", "c"], scalar_bins=5)
     targets = torch.randint(0, vocab.vocab_size, batch, generator=generator)
@@ -47,7 +47,7 @@ def random_case(seed=0, *, batch=(3, 40), width=16, dtype=torch.float32):
 
 
 def plain_terms(logits, targets, vocab, image, spectrum, centers):
-    """Sums and counts of every term over all positions, by autograd and one position at a time."""
+    """Return sums and counts of every term over all positions, by autograd, one position at a time."""
     logits, targets = logits.reshape(-1, vocab.vocab_size), targets.reshape(-1)
     kept = targets != vocab.pad_id
     terms = {"ce": (F.cross_entropy(logits[kept], targets[kept], reduction="sum"), int(kept.sum()))}
@@ -72,7 +72,7 @@ def plain_terms(logits, targets, vocab, image, spectrum, centers):
 
 
 def plain_loss(terms, *, use_ce=True, weights=(0.1, 0.1, 0.1), totals=None):
-    """The loss of `plain_terms`, each over its total."""
+    """Return the loss from `plain_terms`, each divided by its total."""
     totals = totals or {term: count for term, (_, count) in terms.items()}
     occurring = sum(total > 0 for term, total in totals.items() if term.startswith("spec/"))
     loss = 0.0
@@ -85,7 +85,7 @@ def plain_loss(terms, *, use_ce=True, weights=(0.1, 0.1, 0.1), totals=None):
 
 
 class NewTensors(TorchDispatchMode):
-    """Notes the numbers of every new tensor, views left out."""
+    """Recorder of the number of elements of every new tensor except views."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What two processes do in the tests of astronomy training over ranks; a module of its own for their imports."""
+"""Work of two processes in the tests of astronomy training over ranks; a separate module, for their imports."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from astro_trainer_kit import LogitsOnly, loader, make, model, sequences
 from helpers import Snapshots
 
 CASES = {"hidden states": {}, "logits": {"logits": True}, "without cross-entropy": {"use_ce": False}}
-# Micro-batches of unequal sizes on two ranks; the two of each step together are one batch of one process.
+# Micro-batches of unequal sizes on two ranks; the two of a step together are one batch of one process.
 SHARES = [([3, 1], [1, 4]), ([2, 2], [5, 1])]
 CUT = 3
 
 
 def share(rank):
-    """Return this rank's micro-batches of all steps, or for None those of one process, a step each."""
+    """Return this rank's micro-batches of all steps; for None those of one process, one per step."""
     data, start, made = sequences(19), 0, []
     for step in SHARES:
         whole = []
@@ -49,7 +49,7 @@ def run(*, rank=None, logits=False, hooks=(), state=None, **settings):
 
 
 def work():
-    """Run every case straight and cut off."""
+    """Run every case uninterrupted and interrupted."""
     found, rank = {}, dist.get_rank()
     for case, settings in CASES.items():
         snapshots = Snapshots()

@@ -1,4 +1,4 @@
-"""Small trainers of token models, made the same way each time."""
+"""Small reproducible trainers of token models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def codebooks(seed=0):
 
 
 def sequences(count=14, seed=0):
-    """Of several lengths; images, columns and groups are missing here and there."""
+    """Return sequences of several lengths, with some images, columns and groups missing."""
     draw = torch.Generator().manual_seed(seed)
 
     def ids(most, size):
@@ -45,14 +45,14 @@ def loader(data=None, batch_size=4, *, shuffle=False, **kwargs):
 
 
 def model(dropout=0.1, **changes):
-    """The same each time."""
+    """Return the same model each time."""
     torch.manual_seed(3)
     sizes = {"vocab_size": VOCAB.vocab_size, "n_types": 9, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32}
     return CausalTransformerLM(**{**sizes, "dropout": dropout, "max_len": 64, **changes})
 
 
 class LogitsOnly(nn.Module):
-    """A model without hidden states of its own."""
+    """Model that returns only logits, without hidden states."""
 
     def __init__(self, inner):
         super().__init__()
@@ -63,7 +63,7 @@ class LogitsOnly(nn.Module):
 
 
 class OverflowAt(BaseHook):
-    """Makes the gradient of one step infinite, as a loss too large for half precision would."""
+    """Hook that makes the gradient of one step infinite, as a loss too large for half precision would."""
 
     def __init__(self, step):
         self.step = step
@@ -79,7 +79,7 @@ class OverflowAt(BaseHook):
 
 
 def make(folder=None, *, cls=AstroTrainer, seed=0, net=None, train=None, lr=0.02, sample_k=3, loss=None, **rest: Any):
-    """``loss`` are settings of the expected-value terms, other settings of the training may be in ``rest``."""
+    """Return a trainer; ``loss`` are settings of the expected-value terms, ``rest`` other training settings."""
     set_seed(seed)
     own = ("use_amp", "use_ce", "compile_model", "amp_dtype", "optimizer", "scheduler", "scheduler_interval", "hooks",
            "eval_seed", "device", "trackers", "parallel", "limits", "save_total_limit")  # fmt: skip

@@ -1,4 +1,4 @@
-"""A browser without a window, driven through chromedriver's own protocol: JSON over HTTP, no further package."""
+"""Headless browser driven through chromedriver's protocol, JSON over HTTP, without further packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = 180.0  # seconds
 
 
 class Browser:
-    """One tab."""
+    """Browser with a single tab."""
 
     def __init__(self, address: str, profile: Path):
         options = {"binary": shutil.which("chromium"), "args": [*_ARGUMENTS, f"--user-data-dir={profile}"]}
@@ -43,14 +43,14 @@ class Browser:
         self._ask("POST", "/url", {"url": page.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Run the body of a function and return what it returns."""
+        """Run the body of a function and return its result."""
         return self._ask("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def devtools(self, command: str, **parameters: Any) -> Any:
         return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def errors(self) -> list[str]:
-        """Return what the page wrote to the console since the last call: errors and warnings."""
+        """Return the errors and warnings in the console since the last call."""
         found = self._ask("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in found if entry["level"] in ("SEVERE", "WARNING")]
 
@@ -64,7 +64,7 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=features)
 
     def wait(self, script: str, *arguments: Any) -> Any:
-        """Run a script until it returns something true, and return that."""
+        """Run a script until it returns a true value, and return that."""
         deadline = time.monotonic() + _PATIENCE
         while not (found := self.run(script, *arguments)):
             assert time.monotonic() < deadline, f"never true: {script}"

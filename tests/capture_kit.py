@@ -1,4 +1,4 @@
-"""Captured steps on the CPU: a graph that runs its work anew, in place of a CUDA graph."""
+"""Captured steps on the CPU: a stand-in for CUDA graphs that reruns its function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from treadle.engine.attempt import clear_gradients
 
 
 class Rerun:
-    """A graph that calls its function at each replay and puts the results where those of the first call lie."""
+    """Graph that calls its function at each replay and copies the results into those of the first call."""
 
     made = 0
     took = 0.0  # seconds of a replay
@@ -19,7 +19,7 @@ class Rerun:
 
     def record(self, function, *, prepare, warm_ups=3):
         self.step = function.__self__
-        if not warm_ups:  # a graph of several steps leaves nothing but rows, and recording runs nothing
+        if not warm_ups:  # a graph of several steps leaves only rows, and recording runs nothing
             self.function, self.left = function, None
             return None
         for _ in range(warm_ups):
@@ -53,7 +53,7 @@ def capture_on_the_cpu(monkeypatch):
 
 
 def refuse_on_the_device(monkeypatch):
-    """Let captured steps leave word of a refusal for later, as on CUDA; eager ones are looked at as on the CPU."""
+    """Make captured steps report a refusal later, as on CUDA; eager ones are checked as on the CPU."""
     made = treadle.capture.steps.CapturedSteps.__init__
 
     def deferred(self, engine):

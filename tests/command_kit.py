@@ -1,4 +1,4 @@
-"""What tests of the commands of packs share: running one, looking at its files, stopping it at a place."""
+"""Shared parts of the tests of pack commands: running one, checking its files, stopping it at a given point."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def read(*parts: object) -> dict[str, Any]:
 
 
 def files(folder: Path) -> dict[str, int]:
-    """Return when each file of a folder was last written."""
+    """Return the modification time of each file in a folder."""
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def leave_the_report_out(patch: Any, pack: Any) -> None:
-    """Make a pack test, draw and show nothing after its training."""
+    """Make a pack skip testing, plotting and reporting after its training."""
     patch.setattr(pack, "finish", lambda *args: Results({}))
     patch.setattr(pack, "report", lambda *args: Report())
 
 
 def draw_nothing(*args: Any, path: Path, **kwargs: Any) -> Path:
-    """Replace a function that draws a picture."""
+    """Replace a function that writes a plot."""
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"")
     return path
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing in the library may hold it up."""
+    """Exception that simulates the end of the process: nothing in the library may catch it."""
 
 
 def kill() -> None:
@@ -61,7 +61,7 @@ def interrupt() -> None:
 
 
 class Stop(BaseHook):
-    """Does something at one event of one step."""
+    """Observer that acts at one event of one step."""
 
     def __init__(self, event: str, step: int, act: Callable[[], None]):
         self.step, self.act = step, act
@@ -72,7 +72,7 @@ class Stop(BaseHook):
             self.act()
 
     def before_building(self, engine: Engine) -> None:
-        """Of the step face only."""
+        """Act before building; step face only."""
 
     def before_running(self, engine: Engine) -> None:
         engine.hooks = [*engine.hooks, self]

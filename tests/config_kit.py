@@ -1,4 +1,4 @@
-"""A small project that trains from a configuration: a module with a trainer, and a YAML file beside it."""
+"""Small project that trains from a configuration: a module with a trainer, and a YAML file."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ hooks:
 def write_project(
     folder: Path, *, item: str = "pass", forward: str = "pass", step: str = "pass", seed: str = "seed: 0"
 ) -> Path:
-    """Write ``parts.py`` and ``fit.yaml``, with some of their places filled; return the path of the YAML file."""
+    """Write ``parts.py`` and ``fit.yaml`` with some placeholders filled; return the path of the YAML file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "parts.py").write_text(MODULE.format(item=item, forward=forward, step=step))
     config = folder / "fit.yaml"

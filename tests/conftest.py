@@ -1,4 +1,4 @@
-"""What holds for the whole suite."""
+"""Fixtures and settings of the whole suite."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hypothesis import HealthCheck, settings
 from treadle.builder import REGISTRY
 
 # Many tests fork a child that trains and is killed. OpenMP's threads do not survive a fork: a child of a process that
-# has run a parallel region waits for ever in its first one. One thread also makes the suite faster on small tensors.
+# has run a parallel region hangs in its first one. One thread also makes the suite faster on small tensors.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell starts what it runs in the background with Ctrl-C ignored, and the tests of signals send it.
+# A shell starts background jobs with Ctrl-C ignored, but the tests of signals send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example may take, and how long its making, is a matter of what else the machine does.
+# The time of an example and of its generation depends on the load of the machine.
 settings.register_profile("treadle", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("treadle")
 
 
 def pytest_collection(session):
-    """Collecting makes a million objects and drops few: looking through them again and again takes seconds."""
+    """Disable garbage collection while collecting, which creates a million objects and drops few."""
     gc.disable()
 
 
@@ -44,13 +44,13 @@ def _terminal():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
             patch.delenv(name, raising=False)
-        patch.setenv("TREADLE_PROGRESS", "0")  # what a run shows by itself is a matter of test_voice.py
+        patch.setenv("TREADLE_PROGRESS", "0")  # the default output of a run is tested in test_voice.py
         yield
 
 
 @pytest.fixture(autouse=True)
 def _registry():
-    """Drop afterwards the names that a test or a page of the documentation registers."""
+    """Remove names registered by a test or a documentation page afterwards."""
     before = dict(REGISTRY._objects)
     yield
     REGISTRY._objects.clear()

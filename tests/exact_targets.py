@@ -1,4 +1,4 @@
-"""Trainings to be verified: one that resumes to the bit, and one whose loss depends on what no checkpoint holds."""
+"""Targets for verification: one that resumes to the bit, and one whose loss depends on state outside checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treadle import BaseTrainer, set_seed
 
 
 class Fit(BaseTrainer):
-    """A linear model on random rows, drawn in an order that is shuffled."""
+    """Linear model on shuffled random rows."""
 
     def build_data_loader(self):
         rows = torch.utils.data.TensorDataset(torch.randn(40, 3))
@@ -31,7 +31,7 @@ CALLS = queue.SimpleQueue()
 
 
 class Counts(Fit):
-    """Counts the forward passes of its process in a global of a type that no checkpoint holds."""
+    """Trainer that counts the forward passes of its process in a global that no checkpoint holds."""
 
     def forward(self, input):
         CALLS.put(1)
@@ -46,6 +46,6 @@ def train_exactly():
 
 
 def train_with_a_hidden_count():
-    """Train a model that does not."""
+    """Train a model that does not resume to the bit."""
     set_seed(0)
     Counts(12, device="cpu", workspace="runs/hidden").train()

@@ -1,4 +1,4 @@
-"""Every face as a call that trains in a folder and resumes there, and what two runs of it are compared by."""
+"""Every face as a function that trains and resumes in a folder, and the comparison of two of its runs."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from treadle.data import RankBatchSampler
 
 @dataclass(frozen=True)
 class Face:
-    """A way to train, the same each time.
+    """Reproducible way to train.
 
     Attributes:
-        train: trains in a folder to a number of epochs; resumes what is there.
-        epochs: of a whole run.
+        train: trains in a folder to a number of epochs, resuming an existing run.
+        epochs: the epochs of a whole run.
         ranks: processes that train it together.
         runs: glob of the run folders inside the folder; "" for the folder itself.
     """
@@ -68,7 +68,7 @@ class Face:
 
 
 class Looks(BaseHook):
-    """Evaluates every few steps, as users do, on its training data."""
+    """Hook that evaluates every few steps on the training data, as users do."""
 
     def __init__(self, every: int = 5):
         self.every = every
@@ -92,7 +92,7 @@ def shared(loader: Any, *, shuffle: bool = False) -> Any:
 
 
 class Mini(BaseTrainer):
-    kind: str | None = None  # how the model is spread over ranks
+    kind: str | None = None  # how the model is distributed over ranks
 
     def build_data_loader(self) -> Any:
         loader = DataLoader(Augmented(40), batch_size=4, shuffle=True)
@@ -117,7 +117,7 @@ class ShardedMini(Mini):
 
 
 class TwoOptimizers(Mini):
-    """Steps a second optimizer, and its schedule, in ``forward``."""
+    """Trainer that steps a second optimizer, and its schedule, in ``forward``."""
 
     def build_model(self) -> Any:
         return nn.ModuleDict({"actor": small_model(), "critic": nn.Linear(4, 1)})
@@ -172,7 +172,7 @@ def functional(folder: Path, epochs: int, *, cls: type[Trainer] = Trainer) -> No
 
 
 class OwnLoop(Trainer):
-    """Replaces the loop over an epoch."""
+    """Trainer that replaces the loop over an epoch."""
 
     def train_epoch(self, train_dataloader: Any, eval_dataloader: Any = None, epoch: int = 0) -> dict[str, Any]:
         losses = [self.train_step(batch)["loss"] for batch in train_dataloader]
@@ -181,7 +181,7 @@ class OwnLoop(Trainer):
 
 
 def text(folder: Path, epochs: int) -> None:
-    """Fine-tunes a GPT-2 with LoRA."""
+    """Fine-tune a GPT-2 with LoRA."""
     trainer = language_kit.trainer(
         language_kit.with_lora(language_kit.gpt2()), hooks=[Looks(), saving(3)], gradient_accumulation_steps=2,
     )  # fmt: skip
@@ -282,11 +282,11 @@ FACES: dict[str, Face] = {
 }  # fmt: skip
 
 
-# -- what is compared ---------------------------------------------------------------------------------------------
+# -- comparison ---------------------------------------------------------------------------------------------------
 
 
 def furthest_in(run: Path) -> Any:
-    """Return the path and the tree of the furthest intact state of a run, or None; nothing is touched."""
+    """Return the path and the tree of the furthest intact state of a run, or None, without modifying anything."""
     states = (state for place in (run, run / "checkpoints") for state in states_in(place))
     return find_latest(states, load=open_checkpoint)
 
@@ -297,7 +297,7 @@ def furthest_step(run: Path) -> int:
 
 
 def end_of(run: Path) -> dict[str, Any]:
-    """Return the furthest state of a run and its best weights and history, without what no two runs share."""
+    """Return the furthest state of a run, its best weights and its history, without run-specific values."""
     found = find_latest(state for place in (run, run / "checkpoints") for state in states_in(place))
     assert found is not None, run
     tree = {key: value for key, value in found[1].items() if key not in ("config", "versions")}

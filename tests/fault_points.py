@@ -1,4 +1,4 @@
-"""Counts every system call that a save makes, and breaks one of them: an error, a foreign error, or SIGKILL."""
+"""Fault injection: counts the system calls of a save and breaks one by an error, a foreign error, or SIGKILL."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CALLS = ("mkdir", "replace", "rename", "unlink", "remove", "link", "symlink", "f
 
 
 class Foreign(Exception):
-    """An error that no code expects."""
+    """Error that no code expects."""
 
 
 class Points:
-    """Numbers the calls on files below a folder; at number ``at`` it acts, after half of a write is done.
+    """Numbered calls on files below a folder; the fault comes at number ``at``, halfway through a write.
 
     Attributes:
-        seen: what was called, in order: (call, file name).
+        seen: the calls so far, in order: (call, file name).
     """
 
     def __init__(self, folder, at=0, act=None):
@@ -81,7 +81,7 @@ class Points:
 
 
 class Watched:
-    """A file open for writing, each of whose calls is a point."""
+    """File open for writing, each of whose calls is a point."""
 
     def __init__(self, file, points, path):
         self.file, self.points, self.path = file, points, path
@@ -128,7 +128,7 @@ def killed():
 
 
 def record(folder, action):
-    """Run an action unharmed and return its points."""
+    """Run an action without faults and return its points."""
     with Points(folder).watching() as points:
         action()
     return points.seen
@@ -137,11 +137,11 @@ def record(folder, action):
 def in_child(action):
     """Run an action in a forked child and return its wait status; an error there is shown."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests do not matter to the child
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests are irrelevant to the child
         state, pid = random.getstate(), os.fork()
     if pid == 0:
         try:
-            random.setstate(state)  # python seeds it anew in every child
+            random.setstate(state)  # python reseeds it in every child
             action()
             os._exit(0)
         except BaseException:
@@ -151,7 +151,7 @@ def in_child(action):
 
 
 def hurt(folder, action, at, act):
-    """Run an action with one point hurt; return the exception, or None. SIGKILL happens in a child."""
+    """Run an action with a fault at one point; return the exception, or None. SIGKILL happens in a child."""
     if act is killed:
         with Points(folder, at, act).watching():
             status = in_child(action)

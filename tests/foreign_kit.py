@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def plain_model(width: int = 8) -> nn.Sequential:
-    """Weights, biases, floating and integer buffers."""
+    """Return a model with weights, biases, floating and integer buffers."""
     return nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
 
 
@@ -31,7 +31,7 @@ def trained(model: nn.Module | None = None, steps: int = 4) -> tuple[nn.Module, 
 
 
 def fresh(width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return another model of the kind, with other weights, and an optimizer without state."""
+    """Return a model of the same kind with different weights, and an optimizer without state."""
     torch.manual_seed(99)
     model = plain_model(width)
     return model, torch.optim.AdamW(model.parameters(), lr=0.5)

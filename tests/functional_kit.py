@@ -1,4 +1,4 @@
-"""Small trainers of the functional face, made the same way each time."""
+"""Small reproducible trainers of the functional face."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def net():
 
 
 def line():
-    """One layer, the same each time."""
+    """Return the same single layer each time."""
     torch.manual_seed(3)
     return nn.Linear(4, 1)
 
 
 def make(cls=None, *, seed=0, model=None, optimizer=None, loss_fn="mse", scheduler=None, lr=0.01, config=None, **rest):
-    """``scheduler`` makes one from the optimizer; other keywords in ``rest`` are settings or the trainer's own."""
+    """Return a trainer; ``scheduler`` makes one from the optimizer, ``rest`` are settings or arguments."""
     treadle.set_seed(seed)
     model = net() if model is None else model
     optimizer = torch.optim.Adam(model.parameters(), lr=lr) if optimizer is None else optimizer
@@ -41,20 +41,20 @@ def make(cls=None, *, seed=0, model=None, optimizer=None, loss_fn="mse", schedul
 
 
 class Given(treadle.Trainer):
-    """Its loss is the mean of the batch times the one weight, so every right value can be computed by hand."""
+    """Trainer whose loss is the mean of the batch times its single weight, so that results can be computed by hand."""
 
     def _compute_loss(self, outputs, targets):
         return outputs.mean()
 
 
 def scalar(cls=Given, *, lr=0.0, **rest):
-    """A trainer over one weight that starts at 1: on a batch g the loss is mean(g) and so is the gradient."""
+    """Return a trainer with one weight, initially 1: on a batch g the loss is mean(g) and so is the gradient."""
     model = Scalar(1.0)
     return make(cls, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), loss_fn=None, **rest)
 
 
 def evaluations(values, key="loss"):
-    """A trainer class whose evaluations give the values one after the other."""
+    """Return a trainer class whose evaluations return the given values in turn."""
 
     class Told(Given):
         def evaluate(self, dataloader):
@@ -73,7 +73,7 @@ def same_weights(a, b):
 
 
 class Tagger(nn.Module):
-    """Scores of 5 classes for each of 6 positions; with labels also its own loss."""
+    """Model with scores of 5 classes for each of 6 positions; with labels, also its own loss."""
 
     def __init__(self):
         super().__init__()

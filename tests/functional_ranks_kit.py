@@ -1,4 +1,4 @@
-"""What two processes do in the tests of the functional face; a module of its own, so that they can import it."""
+"""Work of two processes in the tests of the functional face; a separate module, so that they can import it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows(rank):
 
 
 def joint():
-    """The batches of both ranks as one process sees them."""
+    """Return the batches of both ranks as a single process would see them."""
     return [tuple(map(torch.cat, zip(*pair))) for pair in zip(rows(0), rows(1))]
 
 
@@ -37,7 +37,7 @@ def model():
 
 
 class OwnLoop(treadle.Trainer):
-    """Evaluates in a loop of its own, on one rank more often than on the other."""
+    """Trainer with a custom evaluation loop, which runs more often on one rank than on the other."""
 
     def evaluate(self, dataloader):
         for _ in range(1 + dist.get_rank()):

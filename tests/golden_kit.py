@@ -1,6 +1,6 @@
 """Small trainers of every face that write the golden checkpoints, and the index that describes a state.
 
-Only public names are used, so that the same runs can be made by later code, wherever its modules lie.
+Only public names are used, so that later code can make the same runs, wherever its modules are.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def _has_cpuinfo() -> bool:
 
 
 def far(found: Any, expected: Any, *, exact: bool, path: str = "") -> list[str]:
-    """Name the places where two states differ: to the bit, or where numbers are not close.
+    """List the paths at which two states differ, to the bit or beyond a tolerance.
 
-    The tolerance is that of some steps of Adam, which enlarge the last bits of other kernels: it moves a weight by up
+    The tolerance covers a few steps of Adam, which amplify last-bit differences of kernels: a step moves a weight by up
     to its learning rate, 0.02.
     """
     if VARY.fullmatch(path) or _of_another_torch(path):
@@ -165,7 +165,7 @@ def far(found: Any, expected: Any, *, exact: bool, path: str = "") -> list[str]:
 
 
 class Rows(Dataset):
-    """Rows with random augmentation from three generators."""
+    """Data set of rows with random augmentation from three generators."""
 
     def __init__(self, width: int = WIDTH):
         self.x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(2))
@@ -179,7 +179,7 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """The rows in an order that is drawn when an epoch is opened."""
+    """Stream of the rows in an order drawn at the start of an epoch."""
 
     def __iter__(self) -> Any:
         rows = Rows()
@@ -192,7 +192,7 @@ def net() -> nn.Module:
 
 
 class OfBatch(nn.Module):
-    """Reads the features of a whole batch, as graph models do."""
+    """Model that reads the features of a whole batch, as graph models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def as_batch(rows: Any) -> Any:
 
 
 class MeanSquare:
-    """A task whose loss is the mean square error."""
+    """Task with the mean squared error as loss."""
 
     def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
         x, y = batch
@@ -217,7 +217,7 @@ class MeanSquare:
 
 
 class Tally(BaseHook):
-    """Has a state, and keeps a reference to the engine so that the end state can be collected."""
+    """Hook with a state, which keeps a reference to the engine so that the end state can be collected."""
 
     engine: Any = None
 
@@ -258,7 +258,7 @@ def _engine(folder: Path, hooks: list[BaseHook]) -> Made:
 
 
 class Base(BaseTrainer):
-    """The step face; its loader has a worker."""
+    """Trainer of the step face; its loader has a worker."""
 
     def build_data_loader(self) -> Any:
         return DataLoader(Rows(), batch_size=4, shuffle=True, num_workers=1)
@@ -409,20 +409,20 @@ def golden(face: str) -> Path:
 
 
 def end_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the end state without the generators' states, which would take most of the space.
+    """Return the end state without generator states, which would take most of the space.
 
-    Parts that are spread over ranks are put together: all ranks call this.
+    Sharded parts are gathered: all ranks must call this.
     """
     return {key: value for key, value in tree.items() if key not in ("rng", "data")}
 
 
 def run(face: str, folder: Path, *, resume: Path | None = None) -> Any:
-    """Train a face to its end, writing ``checkpoint_step_N`` at its place, and return the state of the end.
+    """Train a face to its end, writing ``checkpoint_step_N`` on the way, and return the end state.
 
     Args:
         face: a key of :data:`MAKE`.
         folder: for its files.
-        resume: a checkpoint to go on from; the run then starts from another seed.
+        resume: a checkpoint to continue from; the run then starts from another seed.
     """
     set_seed(0 if resume is None else 1)
     loads_itself = face in ("engine", "base", "sharded", "fsdp")

@@ -33,16 +33,16 @@ PLACE = "@GOLDEN@"
 
 @dataclass(frozen=True)
 class GoldenRun:
-    """A run of a command or a script.
+    """Run of a command or a script.
 
     Attributes:
         start: the arguments of ``treadle``, or a script with its arguments.
         cut: the step at which SIGINT comes, in the middle of an epoch.
         replayed: steps of the finished run that are replayed.
-        replay: further arguments of ``treadle replay``; None where no replay is offered.
-        evaluate: the arguments of each ``treadle evaluate`` that is asked for, after the run's folder.
+        replay: further arguments of ``treadle replay``; None if replay is not supported.
+        evaluate: the arguments of each ``treadle evaluate`` to run, after the run folder.
         stage: the part of the run, a folder in it, in which it is interrupted.
-        code: with which the interrupted run ends.
+        code: the exit code of the interrupted run.
     """
 
     start: Sequence[str]
@@ -110,7 +110,7 @@ RUNS = {
 
 
 def start(run: GoldenRun) -> int:
-    """Start a run in this process, in the present folder, and return its exit code."""
+    """Start a run in this process, in the current folder, and return its exit code."""
     if not run.is_script:
         return treadle(*run.start)
     argv, sys.argv = sys.argv, list(run.start)
@@ -144,7 +144,7 @@ def _code(left: SystemExit) -> int:
 
 @contextlib.contextmanager
 def interrupted(run: GoldenRun) -> Iterator[None]:
-    """Send this process a SIGINT after the step at which a run is to be cut."""
+    """Send this process a SIGINT after the step at which the run is interrupted."""
     original = StepLogHook.on_after_step
 
     def and_interrupt(hook: Any, trainer: Any) -> None:
@@ -194,7 +194,7 @@ def with_scripts(folder: Path) -> None:
 
 
 def replace_text(folder: Path, old: str, new: str) -> None:
-    """Replace a text in the JSON files of a folder."""
+    """Replace a string in the JSON files of a folder."""
     for path in folder.rglob("*.json"):
         text = path.read_text(encoding="utf-8")
         if old in text:
@@ -202,7 +202,7 @@ def replace_text(folder: Path, old: str, new: str) -> None:
 
 
 def manual_digest() -> str:
-    """Return a digest of Python's manual, which the text pack trains on: each Python has another one."""
+    """Return a digest of Python's manual, which the text pack trains on and which differs between Python versions."""
     from treadle.text import load_manual
 
     return hashlib.sha256(repr(sorted(load_manual().items())).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Small graphs with every attribute the graph model reads, and a collate function without torch_geometric."""
+"""Small graphs with every attribute that graph models read, and a collate function without torch_geometric."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 NODE_TYPES, EDGE_TYPES, NODE_PE, PAIR_PE = 5, 3, 4, 6
-# One node without edges, two apart, ordinary ones, and one that is much larger than the others.
+# One node without edges, two isolated nodes, ordinary graphs, and one that is much larger than the others.
 SIZES = (1, 2, 9, 12, 7, 40)
 
 
 def make_graph(size: int, seed: int = 0) -> SimpleNamespace:
-    """Return a random graph; two nodes stay without an edge, larger graphs get some."""
+    """Return a random graph; graphs of two nodes have no edges, larger ones have some."""
     draw = torch.Generator().manual_seed(1000 * seed + size)
     one_way = (torch.rand(size, size, generator=draw) < 0.3).triu(1) if size > 2 else torch.zeros(size, size)
     source, target = one_way.nonzero().T
@@ -37,7 +37,7 @@ def make_graphs(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> list[SimpleNam
 
 
 class GraphBatch(SimpleNamespace):
-    """Moves its tensors as a batch of torch_geometric does."""
+    """Batch that moves its tensors as one of torch_geometric does."""
 
     def to(self, device: Any, non_blocking: bool = False) -> GraphBatch:
         return GraphBatch(**{
@@ -52,7 +52,7 @@ class GraphBatch(SimpleNamespace):
 
 
 def collate(graphs: list[Any]) -> GraphBatch:
-    """Join graphs as torch_geometric does: names with "index" are shifted and joined along columns."""
+    """Collate graphs as torch_geometric does: names with "index" are shifted and joined along columns."""
     names = list(vars(graphs[0]))
     starts = [0]
     for graph in graphs:
@@ -69,7 +69,7 @@ def collate(graphs: list[Any]) -> GraphBatch:
 
 
 def renumber(graph: SimpleNamespace, new_number: torch.Tensor) -> SimpleNamespace:
-    """Return the same graph with node i called ``new_number[i]``, and its edges and pairs in another order."""
+    """Return the same graph with node i renumbered to ``new_number[i]``, and its edges and pairs in another order."""
     old_number = new_number.argsort()
     edges, pairs = torch.randperm(graph.edge_index.shape[1]), torch.randperm(graph.edge_pe_index.shape[1])
     return SimpleNamespace(
@@ -85,7 +85,7 @@ def renumber(graph: SimpleNamespace, new_number: torch.Tensor) -> SimpleNamespac
 
 
 def with_changes(batch: SimpleNamespace, **changes: Any) -> SimpleNamespace:
-    """Return a copy of a batch with attributes replaced; None takes one away."""
+    """Return a copy of a batch with attributes replaced; None removes one."""
     kept = {**vars(batch), **changes}
     return SimpleNamespace(**{name: value for name, value in kept.items() if value is not None})
 

@@ -1,11 +1,11 @@
-"""torch_geometric, imported where its own warnings are let through, for tests of the data sets of graphs."""
+"""Import of torch_geometric with its own warnings allowed, for tests of graph data sets."""
 
 from __future__ import annotations
 
 import warnings
 
 with warnings.catch_warnings():
-    # It compiles functions with torch.jit.script when it is imported, which torch calls deprecated.
+    # On import it compiles functions with torch.jit.script, which torch has deprecated.
     warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader

@@ -1,4 +1,4 @@
-"""Small trainers of graph models, made the same way each time."""
+"""Small reproducible trainers of graph models."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ LEVELS = {"graph": lambda graph: 1, "node": lambda graph: len(graph.x), "edge": 
 
 
 def graphs(count=14, *, level="graph", classes=None, width=1, unknown=0.0, masks=False, seed=0):
-    """Random graphs; ``y`` holds classes (rows,), or numbers (rows, width) of which a share is NaN.
+    """Return random graphs; ``y`` holds classes (rows,), or numbers (rows, width) some of which are NaN.
 
-    With ``masks``, a third of the rows is of each split.
+    With ``masks``, each split has a third of the rows.
     """
     draw = torch.Generator().manual_seed(seed)
     made = []
     for number in range(count):
         graph = make_graph(4 + number % 5, seed=100 * seed + number)
-        # No pair is there in both orders: their scores would be equal but for rounding, and ranks a matter of chance.
+        # No pair occurs in both orders: their scores would be equal except for rounding, and their ranks random.
         graph.pair_index = graph.pair_index[:, :4]
         rows = LEVELS[level](graph)
         if classes is None:
@@ -48,7 +48,7 @@ def model_of(num_classes=1, **changes):
 
 
 def make(folder=None, *, seed=0, model=None, optimizer=None, scheduler=None, lr=0.01, kind="adamw", **kwargs: Any):
-    """``model`` is one, or settings of one made under the seed; ``scheduler`` makes one from the optimizer."""
+    """Return a trainer; ``model`` is a model or its settings, ``scheduler`` makes a scheduler from the optimizer."""
     set_seed(seed)
     model = model if isinstance(model, nn.Module) else model_of(**(model or {}))
     optimizer = get_optimizer(model, kind, lr) if optimizer is None else optimizer
@@ -57,7 +57,7 @@ def make(folder=None, *, seed=0, model=None, optimizer=None, scheduler=None, lr=
 
 
 def records(history):
-    """A history without what no two runs share."""
+    """Return a history without run-specific values."""
     return {part: [{k: v for k, v in record.items() if k != "time"} for record in history[part]] for part in history}
 
 
@@ -66,7 +66,7 @@ def same_weights(a, b):
 
 
 class Scale(nn.Module):
-    """One weight times the mean feature of each graph, so that every right value can be computed by hand."""
+    """Model of one weight times the mean feature of each graph, so that results can be computed by hand."""
 
     def __init__(self, start=0.0):
         super().__init__()

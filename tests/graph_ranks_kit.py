@@ -1,4 +1,4 @@
-"""What two processes do in the tests of graph training over ranks; a module of its own, so that they can import it."""
+"""Work of two processes in the tests of graph training over ranks; a separate module, so that they can import it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import DistributedSampler
 from graph_kit import graphs, loader, make, records
 from helpers import Snapshots
 
-# Settings of the targets, of the model and of the trainer. 13 graphs are not to be shared evenly by two ranks.
+# Settings of the targets, of the model and of the trainer. 13 graphs cannot be split evenly between two ranks.
 CASES = {
     "regression": ({"width": 2, "unknown": 0.4}, {"num_classes": 2}, {}),
     "classification": ({"level": "node", "classes": 3}, {"num_classes": 3, "task": "node"}, {}),
@@ -26,7 +26,7 @@ def run(case, *, over_ranks, hooks=(), state=None):
         **{"task_type": case, **settings},
     )  # fmt: skip
     if over_ranks:
-        # The trainer is made of the parts, wrapped as a user would; the optimizer holds the same parameters.
+        # The trainer gets its parts wrapped as by a user; the optimizer holds the same parameters.
         wrapped = nn.parallel.DistributedDataParallel(trainer.model)
         trainer = make(
             model=wrapped, optimizer=trainer.optimizer, hooks=hooks, log_every=2,
@@ -46,7 +46,7 @@ def run(case, *, over_ranks, hooks=(), state=None):
 
 
 def work():
-    """Run every case straight and cut off inside an epoch."""
+    """Run every case uninterrupted and interrupted inside an epoch."""
     found = {}
     for case in CASES:
         snapshots = Snapshots()

@@ -18,7 +18,7 @@ def complete(n):
 
 
 def star(leaves):
-    """Node 0 in the middle."""
+    """Return a star graph with node 0 in the centre."""
     return torch.stack([torch.zeros(leaves, dtype=torch.long), torch.arange(1, leaves + 1)]), leaves + 1
 
 
@@ -27,7 +27,7 @@ def edgeless(n):
 
 
 def union(first, second):
-    """The two side by side, the nodes of the second behind those of the first."""
+    """Return the disjoint union, with the nodes of the second graph after those of the first."""
     return torch.cat([first[0], second[0] + first[1]], dim=1), first[1] + second[1]
 
 
@@ -44,7 +44,7 @@ def adjacency(edge_index, n):
 
 
 def normalised_laplacian(edge_index, n):
-    """Written out entry by entry, unlike the library's."""
+    """Compute the normalised Laplacian entry by entry, unlike the library."""
     dense = adjacency(edge_index, n)
     degrees = dense.sum(1)
     laplacian = torch.zeros(n, n, dtype=torch.float64)

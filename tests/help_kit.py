@@ -1,4 +1,4 @@
-"""Renders the help of every command of ``treadle``, 100 columns wide, without colour.
+"""Help of every command of ``treadle``, rendered 100 columns wide, without colour.
 
 python tests/help_kit.py     # writes tests/unit/cli/help/*.txt
 """
@@ -21,7 +21,7 @@ OF_TYPER = ("install_completion", "show_completion")  # options whose texts depe
 
 
 def helps() -> dict[str, str]:
-    """Return the help of each command by its words, ``treadle train spectra``."""
+    """Return the help of each command by its full name, such as ``treadle train spectra``."""
     return dict(_below(typer.main.get_command(app), "treadle", None))
 
 
@@ -36,7 +36,7 @@ def _below(command: Any, name: str, parent: Any) -> Iterator[tuple[str, str]]:
 
 
 def commands_of(command: Any, context: Any) -> list[tuple[str, Any]]:
-    """Return the commands of a group by name; none of a command."""
+    """Return the commands of a group by name; empty for a command."""
     names = sorted(command.list_commands(context)) if hasattr(command, "list_commands") else []
     return [(name, command.get_command(context, name)) for name in names]
 
@@ -47,9 +47,9 @@ def file_of(name: str) -> Path:
 
 
 def normalised(text: str) -> list[str]:
-    """Return the words of a help text without what width, terminal and versions of typer and rich change.
+    """Return the words of a help text, independent of width, terminal and versions of typer and rich.
 
-    That is colours, frames, line breaks (also at a hyphen inside a word), names of types and braces of arguments.
+    Removed are colours, frames, line breaks (also at a hyphen inside a word), type names and braces of arguments.
     """
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = re.sub("[\u2500-\u257f]", " ", text)
@@ -58,7 +58,7 @@ def normalised(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Write the texts, and remove those of commands that are gone."""
+    """Write the help texts, and remove those of deleted commands."""
     texts = {file_of(name): text for name, text in helps().items()}
     FOLDER.mkdir(exist_ok=True)
     for path in set(FOLDER.glob("*.txt")) - set(texts):

@@ -1,4 +1,4 @@
-"""What several tests share: comparing state to the bit, small models, data whose order is visible."""
+"""Shared helpers: comparison of states to the bit, small models, data whose order is visible."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ RUN_FILES = {
     "sessions.jsonl",
     "settings.json",
     "steps.jsonl",
-}  # that every face writes into a run folder by itself
+}  # that every face writes into a run folder by default
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:
-    """Name every place where two state trees differ, tensors by torch.equal, NaN equal to NaN."""
+    """List every path at which two state trees differ, tensors by torch.equal, NaN equal to NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         a, b = (one.to_dense() if one.is_sparse else one for one in (a, b))
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
@@ -63,7 +63,7 @@ def through_a_file(tree: Any) -> Any:
 
 
 class Augmented(Dataset):
-    """Items with random augmentation from three generators; notes what is read, outside of its attributes."""
+    """Data set with random augmentation from three generators, which records reads outside its attributes."""
 
     notes: ClassVar[weakref.WeakKeyDictionary[Any, list[int]]] = weakref.WeakKeyDictionary()  # in no checkpoint
 
@@ -87,7 +87,7 @@ class Augmented(Dataset):
 
 
 class MeanSquare:
-    """A task whose loss is the mean square error."""
+    """Task with the mean squared error as loss."""
 
     def step(self, model, batch, totals=None, generator=None):
         x, y = batch
@@ -96,12 +96,12 @@ class MeanSquare:
 
 
 def small_model(width: int = 4) -> nn.Module:
-    """Dropout and batch norm: both random numbers and buffers must survive."""
+    """Return a model with dropout and batch norm, so that random numbers and buffers matter."""
     return nn.Sequential(nn.Linear(width, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
 
 
 class Snapshots(BaseHook):
-    """Keeps the whole state after every step, as a checkpoint would hold it."""
+    """Hook that keeps the whole state after every step, as a checkpoint would hold it."""
 
     def __init__(self) -> None:
         self.states: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class Snapshots(BaseHook):
 
 
 class Scalar(nn.Module):
-    """One weight; with the loss g·w its gradient is g, so every right value can be computed by hand."""
+    """Model with one weight; with the loss g·w its gradient is g, so that results can be computed by hand."""
 
     def __init__(self, start: float = 0.0) -> None:
         super().__init__()
@@ -122,14 +122,14 @@ class Scalar(nn.Module):
 
 
 class Slopes:
-    """Turns a batch g, or (g, weight), into the loss g·w; None gives no loss.
+    """Task that turns a batch g, or (g, weight), into the loss g·w; None gives no loss.
 
     ``fail_at`` raises at the n-th micro-batch (1-based).
     """
 
     def __init__(self, fail_at: dict[int, BaseException] | None = None):
         self.fail_at = fail_at or {}
-        self._calls = [0]  # in a list, since a number would be carried by a checkpoint and the fault come elsewhere
+        self._calls = [0]  # in a list, since a checkpoint would carry a number and move the fault
 
     @property
     def calls(self) -> int:
@@ -144,7 +144,7 @@ class Slopes:
 
 
 def scalar_engine(start: float = 0.0, lr: float = 1.0, task: Any = None, **kwargs: Any) -> Any:
-    """An engine over one weight with plain SGD: after each step the weight has moved by -lr·gradient."""
+    """Return an engine over one weight with plain SGD: each step moves the weight by -lr·gradient."""
     from treadle.engine import Engine
 
     model = Scalar(start)
@@ -159,7 +159,7 @@ READS = (
 
 
 class CountReads(TorchDispatchMode):
-    """Counts the operations that make the host wait for a tensor's value."""
+    """Counter of operations that make the host wait for a tensor's value."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ class CountReads(TorchDispatchMode):
 
 
 def library_frames() -> list[str]:
-    """Return the names of the library's functions on the stack, the latest first."""
+    """Return the names of the library's functions on the stack, innermost first."""
     frame, names = sys._getframe(1), []
     while frame is not None:
         if _LIBRARY in Path(frame.f_code.co_filename).parents:
@@ -182,7 +182,7 @@ def library_frames() -> list[str]:
 
 
 class ReadsPerStep(BaseHook):
-    """Counts what each step reads of tensors, of those on the CPU too."""
+    """Counter of each step's reads of tensor values, including those on the CPU."""
 
     def __init__(self):
         self.per_step = []
@@ -196,7 +196,7 @@ class ReadsPerStep(BaseHook):
         self.per_step.append(len(self.mode.reads))
 
 
-# What `import treadle` must not load, and what a missing extra may lack.
+# Modules that `import treadle` must not load, and that a missing extra may lack.
 OPTIONAL_PACKAGES = frozenset({
     "PIL", "astropy", "h5py", "hydra", "joblib", "matplotlib", "mlflow", "omegaconf", "pandas", "peft", "plotly",
     "pyarrow", "rdkit", "rich", "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "torch_geometric",
@@ -230,10 +230,10 @@ def _is_far(device):
 
 @contextlib.contextmanager
 def no_waits_for_meta():
-    """Let ``"meta"`` stand for a GPU: inside, whatever would make the host wait for one is an error.
+    """Let ``"meta"`` stand in for a GPU: inside the block, anything that would wait for a GPU is an error.
 
-    A tensor there has no values, so that torch itself refuses to read one, and what has a size that depends on values.
-    Copies to it that a GPU would wait for, those that are not ``non_blocking``, fail here.
+    Tensors there have no values, so torch itself refuses to read one and operations whose output size depends on
+    values. Copies that a GPU would wait for, those that are not ``non_blocking``, fail here.
     """
     autocast, is_enabled = torch.autocast, torch.is_autocast_enabled
 
@@ -241,7 +241,7 @@ def no_waits_for_meta():
         return contextlib.nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
 
     with (
-        # torch knows no autocast there.
+        # torch has no autocast for it.
         mock.patch.object(torch, "autocast", autocast_of),
         mock.patch.object(torch, "is_autocast_enabled", lambda *kind: kind != ("meta",) and is_enabled(*kind)),
         _Copies(),

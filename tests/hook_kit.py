@@ -1,4 +1,4 @@
-"""What the tests of hooks share: a small trainer on every face, a stop at step 15, images."""
+"""Shared parts of the tests of hooks: a small trainer on every face, a stop at step 15, images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treadle.task import StepOutput
 
 
 class Small(BaseTrainer):
-    """Four batches an epoch; the record ``step`` of each step is its number."""
+    """Trainer with four batches per epoch; the record ``step`` of each step is its number."""
 
     def __init__(self, max_steps, workspace, hooks=()):
         super().__init__(max_steps, workspace=workspace, device="cpu")
@@ -42,7 +42,7 @@ class Small(BaseTrainer):
 
 
 class Stop(BaseHook):
-    """Ends the run as a crash does, after the log point of a step."""
+    """Hook that ends the run like a crash, after the log point of a step."""
 
     def __init__(self, step):
         self.at = step
@@ -53,14 +53,14 @@ class Stop(BaseHook):
 
 
 class EpochEnd(BaseHook):
-    """Logs after each epoch, at a step that has been logged already."""
+    """Hook that logs after each epoch, at a step that has been logged already."""
 
     def on_after_epoch(self, trainer):
         trainer.log({"epoch_end": {"number": trainer.step}})
 
 
 def stop_at_15_and_resume_from_10(workspace, tracker, max_steps=20):
-    """Run to step 15, where it stops, and again from the checkpoint of step 10 to the end; log every step."""
+    """Run to step 15 and stop, then resume from the checkpoint of step 10 to the end; log every step."""
     hooks = [LoggingHook(1, sync=False), EpochEnd(), tracker(), CheckpointingHook(10)]
     with pytest.raises(RuntimeError, match="stopped"):
         Small(max_steps, workspace, [*hooks, Stop(15)]).train()
@@ -73,12 +73,12 @@ def stop_at_15_and_resume_from_10(workspace, tracker, max_steps=20):
 
 
 def wait_for_the_next_second():
-    """Trackers name files by the second; two processes never start within one."""
+    """Wait, since trackers name files by the second, and real processes never start within the same one."""
     time.sleep(1.01 - time.time() % 1)
 
 
 def bare_engine(workspace=None, hooks=(), step=0):
-    """An engine whose hooks can be called by hand."""
+    """Return an engine whose hooks can be called by hand."""
     model = nn.Linear(3, 1)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.01), SquareTask(), device="cpu", hooks=hooks)
     engine.workspace = workspace
@@ -138,7 +138,7 @@ def picture(value=0, size=4):
 
 
 def all_hooks():
-    """One of each hook that writes or measures, cheapest first."""
+    """Return one of each hook that writes or measures, cheapest first."""
     return [
         treadle.CudaMaxMemoryHook(),
         treadle.ThroughputHook(interval=2),
@@ -152,6 +152,6 @@ def all_hooks():
 
 
 def killable_hooks():
-    """The trackers that have to get each point out of the process at once."""
+    """Return the trackers that must send each point at once."""
     trackers = [treadle.JsonlHook(), treadle.TensorBoardHook(), treadle.WandbHook()]
     return [LoggingHook(1), *trackers, CheckpointingHook(10)]

@@ -13,20 +13,20 @@ VOCAB, LENGTH = 32, 12
 
 
 def gpt2(*, seed=0, dropout=0.1):
-    """A GPT-2 of some thousand weights; its output layer is its embedding."""
+    """Return a GPT-2 with a few thousand weights and tied embeddings."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     treadle.set_seed(seed)
     config = GPT2Config(
         vocab_size=VOCAB, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2, resid_pdrop=dropout,
         embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
-        use_cache=False,  # training has no use for the keys it keeps, and recomputing activations turns it off anyway
+        use_cache=False,  # training does not need cached keys, and recomputing activations turns the cache off
     )  # fmt: skip
     return GPT2LMHeadModel(config)
 
 
 def with_lora(model, *, seed=0, dropout=0.2, **settings):
-    """A model with LoRA adapters on its attention, their dropout on."""
+    """Return a model with LoRA adapters on its attention, with dropout."""
     from peft import LoraConfig, get_peft_model
 
     treadle.set_seed(seed)
@@ -38,7 +38,7 @@ def with_lora(model, *, seed=0, dropout=0.2, **settings):
 
 
 class Texts(Dataset):
-    """Rows of tokens with 1 to ``LENGTH`` - 1 predicted tokens each; the other labels are -100."""
+    """Data set of token rows with 1 to ``LENGTH`` - 1 predicted tokens each; the other labels are -100."""
 
     def __init__(self, rows=20, *, empty=()):
         generator = torch.Generator().manual_seed(3)
@@ -52,7 +52,7 @@ class Texts(Dataset):
     def __getitem__(self, row):
         seen = torch.arange(LENGTH) < self.lengths[row]
         labels = torch.where(seen, self.tokens[row], -100)
-        # No position predicts the first token. The Trainer of transformers 5.24 counts it for a GPT-2 all the same.
+        # No position predicts the first token. The Trainer of transformers 5.24 still counts it for a GPT-2.
         labels[0] = -100
         if row in self.empty:
             labels[:] = -100
@@ -77,6 +77,6 @@ def predicted(batch):
 
 
 def cross_entropy(model, batch):
-    """The mean loss written out: position t predicts token t + 1."""
+    """Compute the mean loss explicitly: position t predicts token t + 1."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), batch["labels"][:, 1:].reshape(-1))

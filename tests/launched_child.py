@@ -1,4 +1,4 @@
-"""A run that torchrun starts, for tests that kill its ranks or send them signals; every rank says where it is.
+"""Run launched by torchrun, for tests that kill its ranks or send them signals; every rank reports its position.
 
 torchrun --nproc-per-node N launched_child.py KIND FOLDER STEPS
 """
@@ -19,14 +19,14 @@ from treadle.checkpoint import sharded
 from treadle.hooks import BaseHook
 from treadle.runs.launch import process_group
 
-STEP_TIME = 0.02  # seconds, so that there are moments to meet
+STEP_TIME = 0.02  # seconds, so that there is time to hit a step
 STARTS, MOST_STARTS = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
 
 
 class Says(BaseHook):
-    """Writes process number, step and restarts of this rank into a file, whole at any moment.
+    """Hook that atomically writes process id, step and restarts of this rank into a file.
 
-    It lets no run end that is to be killed before: whoever kills may be late.
+    It keeps a run that is to be killed from ending earlier, since the kill may be late.
     """
 
     def __init__(self, folder, steps):
@@ -45,7 +45,7 @@ class Says(BaseHook):
 
 
 def is_held(folder):
-    """Return whether a sharded save has made its folder and not finished it."""
+    """Return whether a sharded save has created its folder but not finished it."""
     return (folder / "hold").exists()
 
 
@@ -62,7 +62,7 @@ def with_saves_that_can_be_held(folder):
 
 
 def train(kind, folder, steps):
-    """Train to a step from the newest whole checkpoint; return the final state, on all ranks."""
+    """Train to a step from the newest complete checkpoint; return the final state, on all ranks."""
     saving = {"interval": 3, "keep_previous": 2, "exit_signals": signal.SIGTERM, "background": kind == "fsdp"}
     made = engine(kind, folder / "checkpoints", hooks=[Says(folder, steps)], **saving)
     try:

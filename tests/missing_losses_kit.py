@@ -1,4 +1,4 @@
-"""What two processes do in the tests of missing losses; a module of its own, so that they can import it."""
+"""Work of two processes in the tests of missing losses; a separate module, so that they can import it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treadle.engine import Engine
 from treadle.task import StepOutput
 
 NOTHING = torch.tensor(0)
-# Per rank the micro-batches of one step, and the weight after it: the mean gradient over everything that counts.
+# The micro-batches of one step per rank, and the weight after it: the mean gradient over all valid elements.
 CASES = {
     "all have a loss": ([[1.0, 2.0], [3.0, 6.0]], -3.0),
     "the last one is missing everywhere": ([[1.0, None], [3.0, None]], -2.0),
@@ -42,7 +42,7 @@ def replica(seed):
 
 
 def same_as_plain_torch(rank):
-    """Three steps of the engine and of a loop by hand over torch's own exchange, buffers included."""
+    """Compare three steps of the engine with a hand-written loop over torch's own exchange, buffers included."""
     data = [torch.randn(5, 3, generator=torch.Generator().manual_seed(10 * rank + i)) for i in range(3)]
     model, optimizer = replica(0)
     for batch in data:
@@ -51,7 +51,7 @@ def same_as_plain_torch(rank):
         optimizer.step()
     ours, optimizer = replica(0)
     Engine(ours, optimizer, Normalised(), device="cpu").run(data, max_steps=3)
-    for buffer in model.buffers():  # torch sends them before a forward pass, the engine after the last one
+    for buffer in model.buffers():  # torch broadcasts them before a forward pass, the engine after the last one
         dist.broadcast(buffer, src=0)
     pairs = zip(model.state_dict().values(), ours.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
@@ -64,7 +64,7 @@ def work():
         engine = Engine(
             model, torch.optim.SGD(model.parameters(), lr=1.0), Slopes(), device="cpu", accumulation_steps=2
         )
-        # A second step in which all is well shows that nothing was left behind.
+        # A second, ordinary step shows that nothing was left behind.
         own = batches[dist.get_rank()]
         engine.run([*own, *([None] * (2 - len(own))), 1.0, 1.0], max_steps=2)
         found[case] = model.module.weight.item(), engine.applied_steps

@@ -1,8 +1,8 @@
-"""The original chemomae, where one is installed, and small run folders that it wrote.
+"""The original chemomae, if installed, and small run folders that it wrote.
 
     pip install --no-deps --target FOLDER chemomae==0.1.0      # and another folder with 0.2.4
     CHEMOMAE=FOLDER:OTHER python -m pytest tests/unit/spectra/test_originals.py
-    CHEMOMAE=FOLDER:OTHER python tests/original_kit.py         # writes tests/data/chemomae again
+    CHEMOMAE=FOLDER:OTHER python tests/original_kit.py         # rewrites tests/data/chemomae
 
 The checkpoints in `tests/data/chemomae` are after 2 of 4 epochs; `expected.json` has the original's rest.
 """
@@ -33,7 +33,7 @@ UNITS = {"0.1": {"n_blocks": 4}, "0.2": {"n_patches": 4}}
 
 
 def folder_of(line):
-    """Return the folder that has this line of chemomae, "" if it is installed itself, or None."""
+    """Return the folder with this line of chemomae, "" if it is installed, or None."""
     for folder in filter(None, os.environ.get("CHEMOMAE", "").split(os.pathsep)):
         if next(Path(folder).glob(f"chemomae-{line}.*.dist-info"), None) is not None:
             return folder
@@ -45,7 +45,7 @@ def folder_of(line):
 
 @contextlib.contextmanager
 def original(line):
-    """Give the module `chemomae` of a line inside the block, with what it prints and warns of kept quiet."""
+    """Yield the module `chemomae` of a line, with its output and warnings suppressed."""
     folder = folder_of(line)
     assert folder is not None
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "chemomae"}
@@ -68,21 +68,21 @@ def original(line):
 
 
 def spectra(count=20, length=16):
-    """Rows that no random number generator is needed for."""
+    """Return spectra generated without random numbers."""
     phase = torch.arange(count, dtype=torch.float64)[:, None]
     place = torch.linspace(0, 3, length, dtype=torch.float64)
     return (torch.sin(place * (1 + phase % 5) + phase) + 0.3 * torch.cos(7 * place - phase)).float()
 
 
 def same_visible(self, batch_size, *, n_mask=None, device=None, generator=None):
-    """In place of `make_visible`: the middle half is hidden in every row. The two packages draw other masks."""
+    """Replace `make_visible`, hiding the middle half of every row, since the two packages draw different masks."""
     visible = torch.ones(batch_size, 16, dtype=torch.bool, device=device)
     visible[:, 4:12] = False
     return visible
 
 
 def make(line, names, out_dir, *, seed=0, sizes=None, augmenter=None, val=True, **settings):
-    """Return a trainer of chemomae or of this library: `names` has the classes and functions."""
+    """Return a trainer of chemomae or of this library; `names` has the classes and functions."""
     torch.manual_seed(seed)
     model = names["ChemoMAE"](**{**SIZES, **UNITS[line], **(sizes or {})})
     optimizer = names["build_optimizer"](model, lr=3e-3)
@@ -97,7 +97,7 @@ def make(line, names, out_dir, *, seed=0, sizes=None, augmenter=None, val=True, 
 
 
 def names_of(chemomae):
-    """Return the names of the original as `make` takes them."""
+    """Return the names of the original, for `make`."""
     return {**vars(chemomae.models), **vars(chemomae.training)}
 
 
@@ -109,7 +109,7 @@ def latents(model):
 
 
 def write():
-    """Write the checkpoints and what follows from them."""
+    """Write the checkpoints and the results that follow from them."""
     expected = {}
     for line in LINES:
         with original(line) as chemomae, tempfile.TemporaryDirectory() as folder:

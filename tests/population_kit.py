@@ -1,4 +1,4 @@
-"""A small run with dropout, noise from every generator, a step log and checkpoints; alone or in a population."""
+"""Small run with dropout, noise from every generator, a step log and checkpoints; alone or in a population."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rows(bad=False):
 
 
 class Fit(BaseTrainer):
-    """Draws from python's, numpy's and torch's generators in every step, so that a mixed-up stream shows."""
+    """Trainer that draws from python's, numpy's and torch's generators in every step, so that mixed-up streams show."""
 
     def __init__(self, *, seed, lr=0.05, bad=False, steps=STEPS, interval=5, exit_signals=None, hooks=(), **options):
         super().__init__(steps, device="cpu", progress=False, hooks=hooks, **options)
@@ -56,7 +56,7 @@ def make(seed, workspace, lr=0.05, bad=False, steps=STEPS, exit_signals=None):
 
 
 def alone(folder, **settings):
-    """Train one run as a script would that knows no populations; the generators are as before afterwards."""
+    """Train one run like a plain script, and restore the generators afterwards."""
     from treadle.seed import forked_rng
 
     with forked_rng():
@@ -67,13 +67,13 @@ def alone(folder, **settings):
 
 
 def files_of(folder):
-    """The files of a run but for the session log, which holds times."""
+    """Return the files of a run except the session log, which holds times."""
     kept = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and not path.is_symlink()]
     return {str(path.relative_to(folder)): path for path in kept if path.name not in ("sessions.jsonl",)}
 
 
 def same_folder(one, two):
-    """Assert that two run folders hold the same: names, step logs, every value of the checkpoints."""
+    """Assert that two run folders are equal: names, step logs, every value of the checkpoints."""
     ours, theirs = files_of(one), files_of(two)
     assert list(ours) == list(theirs)
     for name in ours:
@@ -86,7 +86,7 @@ def same_folder(one, two):
 
 
 def settings_in(path):
-    """The values of a file without the commit of the script's folder, which is another one in a process of its own."""
+    """Return the values of a file without the commit of the script's folder, which differs in a separate process."""
     return {key: value for key, value in json.loads(path.read_text()).items() if key != "git_commit"}
 
 

@@ -1,7 +1,7 @@
-"""A disk that loses power: records what a run asks of it, and lays out what may be there after each of these calls.
+"""Simulated loss of power: records a run's file system calls, and lays out the possible contents after each.
 
-The model is harsher than any file system: what was written and not synced is gone or half there, and of the names that
-were made, moved or removed in a folder since it was synced, any may have reached the disk and any not, in any order.
+The model is harsher than any file system: data written but not synced is lost or half there, and of the names created,
+moved or removed in a folder since its last sync, any subset may have reached the disk, in any order.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from typing import Any
 
 _CALLS = ("mkdir", "replace", "rename", "unlink", "remove", "rmdir", "link", "symlink", "fsync")
 _OPENING = ((os, "open"), (io, "open"), (builtins, "open"))
-_MOST = 5  # names that wait to be synced of which every combination is tried; of more, a choice of them
+_MOST = 5  # up to this many unsynced names, every combination is tried; beyond, a sample
 
 Name = tuple[int, str]  # a folder's number, and a name in it
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that matters.
+    """Relevant file system call.
 
     Attributes:
         kind: ``"name"`` (a name now leads to ``what``), ``"gone"``, ``"move"`` (``name`` takes the place ``to``),
             ``"sync"`` of a folder, ``"content"`` of a file that was synced, or ``"report"``.
-        name: which name.
-        to: where it is moved.
+        name: the name.
+        to: the destination of a move.
         what: the number of a file or folder, or the target of a link.
-        content: of a file.
-        step: whose state was reported as saved.
+        content: the content of a file.
+        step: the step whose state was reported as saved.
         text: for messages.
     """
 
@@ -55,7 +55,7 @@ class Call:
 
 @dataclass
 class Disk:
-    """What is certain after some calls, and what is not."""
+    """Disk after some calls: what is certain, and what is not."""
 
     names: dict[Name, Any] = field(default_factory=dict)
     waiting: list[Call] = field(default_factory=list)  # in order
@@ -73,7 +73,7 @@ class Disk:
             self.waiting.append(call)
 
     def layouts(self, chance: random.Random) -> Iterator[dict[Name, Any]]:
-        """Yield the names that may be on the disk."""
+        """Yield the possible layouts of names on the disk."""
         numbers = range(len(self.waiting))
         if len(numbers) <= _MOST:
             sizes = range(len(numbers) + 1)
@@ -99,22 +99,22 @@ def _take(names: dict[Name, Any], call: Call) -> None:
 
 
 class Recorder:
-    """Notes the calls on files below a folder.
+    """Recorder of the calls on files below a folder.
 
     Attributes:
         calls: in order.
-        folders: numbers of those that were made.
+        folders: numbers of the folders created.
     """
 
     def __init__(self, folder: Path):
         self.folder = os.path.realpath(folder)
         self.calls: list[Call] = []
         self.folders: set[int] = {1}
-        self._numbers: dict[int, int] = {}  # inode -> number; an inode may come again, a number does not
+        self._numbers: dict[int, int] = {}  # inode -> number; inodes may be reused, numbers are not
         self._count = itertools.count(2)
 
     def report(self, step: int) -> None:
-        """Notes that the state of a step was reported as saved."""
+        """Record that the state of a step was reported as saved."""
         self.calls.append(Call("report", step=step, text=f"report {step}"))
 
     def _path_of(self, given: Any, folder: Any) -> str | None:
@@ -132,7 +132,7 @@ class Recorder:
         return self._number(os.path.dirname(path)), os.path.basename(path)
 
     def _number(self, path: str) -> int:
-        """Return the number of a file or folder that is there."""
+        """Return the number of an existing file or folder."""
         return 1 if path == self.folder else self._numbers.setdefault(os.lstat(path).st_ino, next(self._count))
 
     def _add(self, kind: str, path: str, what: Any, to: str = "") -> None:
@@ -143,12 +143,12 @@ class Recorder:
         return ("link", os.readlink(path)) if os.path.islink(path) else self._number(path)
 
     def made(self, path: str) -> None:
-        """Note a file that is open and may be new."""
+        """Record an open file that may be new."""
         if os.path.isfile(path) and not os.path.islink(path) and os.lstat(path).st_ino not in self._numbers:
             self._add("name", path, self._number(path))
 
     def before(self, name: str, paths: list[str]) -> None:
-        """Note a call that is about to be made."""
+        """Record a call before it is made."""
         first = paths[0]
         if name == "fsync" and stat.S_ISDIR(os.lstat(first).st_mode):
             self.calls.append(Call("sync", what=self._number(first), text=f"sync {first}"))
@@ -165,7 +165,7 @@ class Recorder:
             self._forget(first)
 
     def after(self, name: str, path: str) -> None:
-        """Note what a call made."""
+        """Record the result of a call."""
         if name == "mkdir":
             self._numbers.pop(os.lstat(path).st_ino, None)
             if path != self.folder:
@@ -175,7 +175,7 @@ class Recorder:
             self._add("name", path, self._what(path))
 
     def _forget(self, path: str) -> None:
-        """Drop the number of a file whose last name is removed, so that a later file of its inode gets another."""
+        """Drop the number of a file whose last name is removed, so that a later file with its inode gets a new one."""
         if os.path.lexists(path):
             found = os.lstat(path)
             if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
@@ -183,7 +183,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Recorder]:
-        """Notes calls inside the block."""
+        """Record calls inside the block."""
         real = {name: getattr(os, name) for name in _CALLS}
         opening = {(place, name): getattr(place, name) for place, name in _OPENING}
 
@@ -227,14 +227,14 @@ class Recorder:
 
 @dataclass
 class Crash:
-    """What may be there after some calls.
+    """Possible state of the disk after some calls.
 
     Attributes:
-        after: the last of them.
-        reported: the last step that was reported as saved.
-        names: what the names lead to.
-        contents: of files that were synced.
-        later: what the others were to hold.
+        after: the last call.
+        reported: the last step reported as saved.
+        names: the targets of the names.
+        contents: the contents of synced files.
+        later: the intended contents of the others.
         folders: numbers of folders.
     """
 
@@ -246,7 +246,7 @@ class Crash:
     folders: set[int]
 
     def lay_out(self, place: Path, *, number: int = 1) -> None:
-        """Write it into a folder; of what was not synced, the first half is there."""
+        """Write the state into a folder; of unsynced files, only the first half is written."""
         place.mkdir(parents=True)
         for (folder, name), what in self.names.items():
             if folder != number:
@@ -261,13 +261,13 @@ class Crash:
 
     @property
     def key(self) -> Any:
-        """Return the key that tells this layout from others."""
+        """Return a key that identifies this layout."""
         held = {key: self.contents.get(what, what) if type(what) is int else what for key, what in self.names.items()}
         return self.reported, frozenset((key, hash(what)) for key, what in held.items())
 
 
 def crashes(recorder: Recorder, *, each: int = 1, seed: int = 0) -> Iterator[Crash]:
-    """Yield what may be there after every ``each``-th call."""
+    """Yield the possible states after every ``each``-th call."""
     chance, disk, reported = random.Random(seed), Disk(), 0
     for number, call in enumerate(recorder.calls, start=1):
         disk.apply(call)

@@ -1,7 +1,7 @@
-"""Python commands in processes of their own that cost no start: each is forked from the one that runs the tests.
+"""Python commands in separate processes without startup cost: each is forked from the test process.
 
 ``python("-m", "treadle", ...)`` is ``subprocess.run([sys.executable, ...], capture_output=True, text=True)`` without
-the seconds that an import of torch takes. Not for tests of what an import does, nor of other hash seeds.
+the seconds that an import of torch takes. Not for tests of imports or of other hash seeds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def python(
 
 
 class Forked(subprocess.Popen):
-    """A ``Popen`` of ``[sys.executable, ...]`` that forks this process instead of starting another interpreter."""
+    """``Popen`` of ``[sys.executable, ...]`` that forks this process instead of starting another interpreter."""
 
     def _execute_child(self, *given: Any) -> None:
         call = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
@@ -108,7 +108,7 @@ def _take_streams(p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errr
 
 
 def _forget_the_parent() -> None:
-    """Undo what pytest and earlier tests have set, and see to it that nothing of theirs runs at this end."""
+    """Undo what pytest and earlier tests have set, and keep their exit handlers from running here."""
     gc.freeze()  # their objects are not collected here: a loader's would end the workers of the parent
     atexit._clear()
     multiprocessing.util._finalizer_registry.clear()
@@ -119,7 +119,7 @@ def _forget_the_parent() -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
-    importlib.reload(warnings)  # pytest records what is warned of
+    importlib.reload(warnings)  # pytest records warnings
     warnings.resetwarnings()
     for category in _IGNORED_BY_PYTHON:
         warnings.simplefilter("ignore", category)
@@ -131,7 +131,7 @@ def _forget_the_parent() -> None:
         for handler in [*logger.handlers]:
             if type(handler).__module__.startswith("_pytest"):
                 logger.removeHandler(handler)
-            elif type(handler) is logging.StreamHandler:  # torch's write to what was stderr when it was imported
+            elif type(handler) is logging.StreamHandler:  # torch's handlers write to the stderr at import time
                 handler.stream = sys.stderr  # setStream would flush the old one, which may be closed
     random.seed()
     np.random.seed()
@@ -141,7 +141,7 @@ def _forget_the_parent() -> None:
 
 
 def _run(arguments: list[str]) -> int:
-    """Do what the interpreter does with its arguments, and what it does at its end; return the exit code."""
+    """Run the arguments like the interpreter, including its exit; return the exit code."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
     kind, *rest = arguments

@@ -1,7 +1,7 @@
 """Several ranks on this machine for one test: ``run_on_ranks(work, 2)`` returns what ``work()`` returned on each.
 
-The ranks are forked from one process that has imported torch, so a launch costs a fraction of a second. ``work`` may
-lie in the test file itself: it is found by file and name. Its arguments must be picklable; it may return tensors.
+The ranks are forked from one process that has imported torch, so a launch costs a fraction of a second. ``work`` may be
+in the test file itself: it is found by file and name. Its arguments must be picklable; it may return tensors.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _PRELOADED = [
 ]  # fmt: skip
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 TORCHRUN_OF_FORKS = [sys.executable, "-m", "torchrun_of_forks", "--standalone"]  # for processes.Forked
-_PATIENCE = 240.0  # seconds; only a hang costs them
+_PATIENCE = 240.0  # seconds; only spent on a hang
 _GRACE = 60.0  # seconds for the other ranks once one has failed: their errors follow from its error
 
 
 @dataclass
 class Outcome:
-    """How one rank ended.
+    """Outcome of one rank.
 
     Attributes:
         result: what the function returned.
-        error: its traceback, or where it hung; None after a good end and after a death without a word.
-        exitcode: of the process; 0 after a good end, -9 if it had to be killed here.
+        error: its traceback, or where it hung; None after success and after a silent death.
+        exitcode: exit code of the process; 0 after success, -9 if it had to be killed here.
     """
 
     result: Any = None
@@ -63,13 +63,13 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
     """Call ``function(*args)`` on every rank of a fresh gloo group and return the results in rank order.
 
     Raises:
-        AssertionError: a rank raised, died or hung; the one that failed first is shown first.
+        AssertionError: a rank raised, died or hung; the first failure is shown first.
     """
     outcomes = outcomes_on_ranks(function, world_size, *args, timeout=timeout)
     failed = [(outcome.failed_at, rank, outcome) for rank, outcome in enumerate(outcomes) if not outcome.ok]
     if failed:
         told = [
-            f"--- rank {rank} of {world_size} (exit code {outcome.exitcode}) ---\n{outcome.error or 'died in silence'}"
+            f"--- rank {rank} of {world_size} (exit code {outcome.exitcode}) ---\n{outcome.error or 'died silently'}"
             for _, rank, outcome in sorted(failed, key=lambda entry: entry[:2])
         ]
         raise AssertionError("\n" + "\n".join(told))
@@ -79,14 +79,14 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, time
 def outcomes_on_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = _PATIENCE, grace: float = _GRACE
 ) -> list[Outcome]:
-    """Do as :func:`run_on_ranks`, with ranks that may fail or die; return how each of them ended.
+    """Run like :func:`run_on_ranks`, with ranks that may fail or die; return the outcome of each.
 
     Args:
         function: run on each rank.
         world_size: number of ranks.
         args: for the function.
         timeout: seconds until all ranks are killed and those still running are reported as hung.
-        grace: seconds that the others have from the first failure on.
+        grace: seconds for the others after the first failure.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -121,12 +121,12 @@ def outcomes_on_ranks(
 def torchrun(
     *arguments: str, ranks: int = 2, options: Sequence[str] = (), timeout: float = _PATIENCE, **rest: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``torchrun`` on this machine and return how it ended, with what it wrote.
+    """Run ``torchrun`` on this machine and return its result with its output.
 
     Args:
-        arguments: a script or ``-m`` and a module, and what follows.
-        ranks: processes.
-        options: of torchrun.
+        arguments: a script or ``-m`` and a module, with arguments.
+        ranks: number of processes.
+        options: options of torchrun.
         timeout: seconds until it is killed, with an error.
         rest: for :func:`processes.python`, such as ``cwd``.
     """
@@ -135,19 +135,19 @@ def torchrun(
 
 
 def launch_environment() -> dict[str, str]:
-    """Return the environment of processes that are started afresh: one thread, no GPU, the tests' modules."""
+    """Return the environment of newly started processes: one thread, no GPU, the tests' modules."""
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
 
 
 def _collect(running: dict[Connection, int], outcomes: list[Outcome], timeout: float, grace: float) -> None:
-    """Take in what the ranks send until all have ended or the time is over; leave those that have not."""
+    """Receive from the ranks until all have ended or the time is over; leave those that are still running."""
     deadline = time.monotonic() + timeout
     while running and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(running), timeout=left):
             rank = running.pop(connection)
             outcomes[rank].failed_at = time.monotonic()
-            with contextlib.suppress(EOFError):  # it died without a word
+            with contextlib.suppress(EOFError):  # it died silently
                 ok, value, outcomes[rank].failed_at = connection.recv()
                 if ok:
                     outcomes[rank].result = torch.load(io.BytesIO(value), weights_only=False)
@@ -189,14 +189,14 @@ def _on_a_rank(
 
 
 def _wait_until_all_are_connected(folder: Path, rank: int, world_size: int) -> None:
-    """Keep a rank that ends at once from being lost to others that still connect to it, an error of their start."""
+    """Keep a rank from ending before others have connected to it, which would fail their start."""
     (folder / f"connected_{rank}").touch()
     while len([*folder.glob("connected_*")]) < world_size:
         time.sleep(0.002)
 
 
 def _find(file: str, module: str, name: str) -> Any:
-    """Return a function of a test file, which pytest imports under a name that no other process knows."""
+    """Return a function of a test file, which pytest imports under a name unknown to other processes."""
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None

@@ -1,4 +1,4 @@
-"""Object stores for tests: requests that are counted and broken, and a real S3 server in a process of its own."""
+"""Object stores for tests: counted and failing requests, and a real S3 server in a separate process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REQUESTS = ("pipe_file", "cat_file", "find", "rm_file")
 
 
 class Killed(BaseException):
-    """Ends a process in a test, as SIGKILL does; nothing catches it."""
+    """Exception that ends a process in a test like SIGKILL; nothing catches it."""
 
 
 class Requests:
-    """A file system whose n-th request is broken.
+    """File system whose n-th request fails.
 
     Attributes:
         seen: the requests so far.
@@ -59,7 +59,7 @@ def failing() -> None:
 
 @contextlib.contextmanager
 def process(number: int, monkeypatch: Any) -> Any:
-    """Run the block as in a process that is gone afterwards."""
+    """Run the block as in a process that ends afterwards."""
     with monkeypatch.context() as patch:
         patch.setattr(remote_claim.os, "getpid", lambda: 2**30 + number)
         patch.setattr(remote_claim, "process_lives", lambda pid: pid == 2**30 + number)
@@ -72,7 +72,7 @@ def workspace(url: str, staging: Path, **settings: Any) -> RemoteWorkspace:
 
 
 def train_to(staging: Path, step: int) -> None:
-    """Write what a run that has come to a step leaves: a numbered state, the last one, a log; prunes one."""
+    """Write the files of a run at a step: a numbered state, the last one, a log; prune one."""
     save_checkpoint({"global_step": step, "epoch": 0, "model": {"w": torch.full((100,), float(step))}},
                     staging / "checkpoints" / f"checkpoint_step_{step}.pt")  # fmt: skip
     with contextlib.suppress(FileNotFoundError):

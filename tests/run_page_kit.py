@@ -1,4 +1,4 @@
-"""Run folders made by hand, as a run leaves them: records of steps and epochs, sessions, settings, a checkpoint."""
+"""Hand-made run folders: records of steps and epochs, sessions, settings, a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step_rows(count: int, *, lr: float = 0.1, per_epoch: int = 10) -> list[dict[
 
 
 def session_lines(count: int, *, status: str | None = "finished", start: float = 1000.0) -> list[dict[str, Any]]:
-    """A process that does ten steps a second and notes every tenth."""
+    """Return the session lines of a process with ten steps per second that records every tenth."""
     first = {
         "event": "start", "step": 0, "time": start, "total_steps": count, "device": "cpu", "device_name": "x86_64",
         "ranks": 1, "threads": 1, "precision": "full", "num_parameters": 1234, "versions": {"torch": "2.13.0"},
@@ -55,7 +55,7 @@ def write_checkpoint(path: Path, step: int, epoch: int, *, best: float | None = 
 
 
 def make_run(folder: Path, *, steps: int = 120, lr: float = 0.1, best: float = 0.4) -> Path:
-    """A finished run of epochs of ten steps."""
+    """Write a finished run with epochs of ten steps."""
     (folder / "pictures").mkdir(parents=True)
     write_lines(folder / "steps.jsonl", step_rows(steps, lr=lr))
     write_lines(folder / "sessions.jsonl", session_lines(steps))

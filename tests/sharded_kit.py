@@ -1,4 +1,4 @@
-"""Engines whose states are saved on some ranks and loaded on others; for the tests of checkpoints of shards."""
+"""Engines whose states are saved on some ranks and loaded on others, for tests of sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from step_kit import engine_of
 from treadle import CheckpointingHook, set_seed
-from treadle.checkpoint.tensor_table import take_apart
+from treadle.checkpoint.sharded import take_apart
 from treadle.data import RankBatchSampler
 from treadle.hooks import BaseHook, EmaHook
 from treadle.task import StepOutput
 
 
 class Net(nn.Module):
-    """Has tied weights, a parameter with fewer rows than three ranks, a buffer, and draws random numbers."""
+    """Model with tied weights, a parameter with fewer rows than three ranks, a buffer, and random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Fit:
 
 
 class Cut(BaseHook):
-    """Ends a run after a step."""
+    """Hook that ends a run after a step."""
 
     def __init__(self, step):
         self.step = step
@@ -52,13 +52,13 @@ class Cut(BaseHook):
 
 
 def loader(samples=24):
-    """Four steps an epoch on two ranks; twelve samples for each rank make as many on others."""
+    """Return a loader with four steps per epoch on two ranks; twelve samples per rank give as many on others."""
     rows = torch.randn(samples, 3, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(rows), batch_sampler=RankBatchSampler(samples, 3, shuffle=True, seed=5))
 
 
 def engine(kind, folder=None, *, hooks=(), seed=0, task=None, **saving):
-    """An engine over a model of ``kind``: None, "ddp", "fsdp" or "hsdp", with averages, that saves to ``folder``."""
+    """Return an engine with averages that saves to ``folder``; ``kind`` is None, "ddp", "fsdp" or "hsdp"."""
     set_seed(seed)
     settings = {"interval": 1, "keep_previous": None, **saving}
     kept = [CheckpointingHook(path=folder, **settings)] if folder is not None else []
@@ -69,19 +69,19 @@ def engine(kind, folder=None, *, hooks=(), seed=0, task=None, **saving):
 
 
 def run(kind, folder, steps, **settings):
-    """Train to a step, resuming if there is something to resume from; a run that is there already only loads."""
+    """Train to a step, resuming if possible; a run that has already reached it only loads."""
     made = engine(kind, folder, **settings)
     made.run(loader(), max_steps=steps)
     return made
 
 
 def tensors_of(trainer):
-    """Weights, optimizer state and averages by key, put together from all ranks on rank 0; all ranks call it."""
+    """Return weights, optimizer state and averages by key, gathered on rank 0; all ranks must call this."""
     return take_apart(trainer.state_dict())[0]
 
 
 def differing(mine, other):
-    """The keys whose tensors are not equal to the bit."""
+    """Return the keys whose tensors are not equal to the bit."""
     assert mine.keys() == other.keys()
     assert len(mine) > 30
     return [key for key, value in mine.items() if not torch.equal(value, other[key])]

@@ -1,4 +1,4 @@
-"""A small spectra trainer on real spectra, made the same way each time."""
+"""Small reproducible spectra trainer on real spectra."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def make(
     spread=None,
     **settings,
 ):
-    """``val`` is whether there is a validation, or its loaders by name; ``metric`` is ``best_model_metric``.
+    """Return a trainer; ``val``: whether to validate, or loaders by name; ``metric``: ``best_model_metric``.
 
-    ``spread`` shares batches and model among the ranks, as ``"ddp"`` or ``"fsdp"``.
+    ``spread`` distributes batches and model over the ranks, as ``"ddp"`` or ``"fsdp"``.
     """
     treadle.set_seed(seed)
     x = spectra() if data is None else data

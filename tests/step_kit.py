@@ -1,4 +1,4 @@
-"""A small regression that one process, replicas and sharded models train alike; for the tests of steps on ranks."""
+"""Small regression trained alike by one process, replicas and sharded models, for tests of steps on ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treadle.task import StepOutput
 
 
 class Net(nn.Module):
-    """Blocks in a list, a norm, and a head that is tied to the first layer."""
+    """Model with a list of blocks, a norm, and a head tied to the first layer."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ def net(seed=0):
 
 
 class Rows:
-    """The mean over the rows of a batch, weighted by their number; an empty batch runs the model and has no loss."""
+    """Task with the mean over the rows of a batch, weighted by their number; an empty batch has no loss."""
 
     def __init__(self, run_empty=True):
         self.run_empty = run_empty
@@ -52,18 +52,18 @@ class Rows:
 
 
 def batches(sizes, seed=1):
-    """A micro-batch of so many rows for each number."""
+    """Return a micro-batch with the given number of rows for each number."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, 5, generator=generator) for size in sizes]
 
 
 def share(rank, ranks, sizes, seed=1):
-    """This rank's micro-batches; ``sizes`` has those of all ranks for one moment after the other."""
+    """Return this rank's micro-batches; ``sizes`` has those of all ranks in turn."""
     return batches([size for moment in sizes for size in moment], seed)[rank::ranks]
 
 
 def engine_of(kind, *, make=torch.optim.SGD, lr=0.02, task=None, settings=None, model=None, **rest):
-    """An engine over a model of ``kind``: None, "ddp" or "fsdp"; the optimizer was made before."""
+    """Return an engine over a model of ``kind``, None, "ddp" or "fsdp"; the optimizer is created before wrapping."""
     model = net() if model is None else model
     optimizer = make(model.parameters(), lr=lr)
     if kind is not None:
@@ -72,7 +72,7 @@ def engine_of(kind, *, make=torch.optim.SGD, lr=0.02, task=None, settings=None, 
 
 
 def whole(model):
-    """The weights by name, put together from all ranks; a collective where the model is sharded."""
+    """Return the weights by name, gathered from all ranks; a collective if the model is sharded."""
     state = model.state_dict()
     return {
         name.removeprefix("module."): (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
@@ -81,7 +81,7 @@ def whole(model):
 
 
 def train(kind, sizes, k=1, **rest):
-    """Train over all micro-batches, k a step; return weights, norms and what each step said."""
+    """Train over all micro-batches, k per step; return weights, norms and the outcome of each step."""
     from treadle.engine.hook import BaseHook
 
     said = []
@@ -104,13 +104,13 @@ def train(kind, sizes, k=1, **rest):
 
 
 def differing(mine, other, tolerance=2e-6):
-    """The names of weights that differ by more than ``tolerance``."""
+    """Return the names of weights that differ by more than ``tolerance``."""
     assert mine.keys() == other.keys()
     return [name for name, value in mine.items() if not torch.allclose(value, other[name], atol=tolerance, rtol=1e-5)]
 
 
 class Counting:
-    """Counts what torch.distributed is asked for inside the block."""
+    """Counter of torch.distributed calls inside the block."""
 
     KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 

@@ -1,4 +1,4 @@
-"""Profiles one plain training step of each face: the functions and files entered, and the moves between files.
+"""Profile of one plain training step of each face: the functions and files entered, and the moves between files.
 
 Definition, for step 4 of a run of 6 on the CPU, with the hooks and settings that the face has by default:
 
@@ -70,7 +70,7 @@ class StepProfile:
         return self.moves - self.files
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        """Record a call; to be given to ``sys.setprofile``."""
+        """Record a call; for ``sys.setprofile``."""
         code = frame.f_code
         if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in EXPRESSIONS:
             self.codes.append(code)
@@ -95,7 +95,7 @@ def step_profile() -> Iterator[tuple[StepProfile, Callable[[Any], Dataset[Any]]]
                 sys.setprofile(before)
             return self.items[index]
 
-    gc.disable()  # finalizers would be counted when a collection happens
+    gc.disable()  # a collection would count finalizers
     try:
         yield profile, Watched
     finally:

@@ -1,4 +1,4 @@
-"""Streams of every kind that a run may read from, each with random augmentation and a count of what is read."""
+"""Streams of every supported kind, each with random augmentation and a count of reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def count() -> None:
 
 
 def reads() -> int:
-    """Return how many samples were read since this was last asked."""
+    """Return the number of samples read since the last call."""
     total, counted[:] = sum(counted), [0] * 8
     return total
 
@@ -67,7 +67,7 @@ def parquet_files(folder: Path) -> Path:
 
 
 class Counting(IterableDataset):
-    """A stream of one's own after torchdata's protocol: its state is its place."""
+    """Custom stream following torchdata's protocol: its state is its position."""
 
     def __init__(self, files: int = FILES) -> None:
         self.files = files
@@ -97,7 +97,7 @@ class Counting(IterableDataset):
 
 
 class Iterating(Counting):
-    """The same with the state in its iterator."""
+    """The same stream with the state in its iterator."""
 
     state_dict = load_state_dict = None  # type: ignore[assignment]
 
@@ -126,7 +126,7 @@ class _Pass:
 
 
 class Late(Counting):
-    """A stream whose state is one sample behind, a common mistake."""
+    """Stream whose state is one sample behind, a common mistake."""
 
     def __iter__(self) -> Any:
         order = self.order()
@@ -137,7 +137,7 @@ class Late(Counting):
 
 
 class Restarting(Counting):
-    """A stream that counts its samples and begins at the first one whatever its state is."""
+    """Stream that counts its samples and starts at the first one whatever its state is."""
 
     def __iter__(self) -> Any:
         for number in self.order():
@@ -146,7 +146,7 @@ class Restarting(Counting):
 
 
 class Forgets(Counting):
-    """A stream whose state is its place for six samples only."""
+    """Stream whose state is its position for six samples only."""
 
     def state_dict(self) -> Any:
         return {"place": min(self.place, 6), "given": self.place}
@@ -191,7 +191,7 @@ def pairs(samples: Any) -> Any:
 def make(kind: str, folder: Path, workers: int) -> Any:
     """Return the loader of a kind."""
     shared: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
-    if workers:  # a rank of a test would start them afresh otherwise, which takes seconds
+    if workers:  # otherwise a rank of a test would start new interpreters, which takes seconds
         shared["multiprocessing_context"] = "fork"
     if kind == "tar":
         return DataLoader(ShardedStream(tar_files(folder), shuffle=True, window=2, decode=decoded), **shared)

@@ -1,12 +1,13 @@
-"""Lists every public name of the library with its signature, and compares two such lists.
+"""List of every public name of the library with its signature, and comparison of two such lists.
 
     python tests/surface_kit.py              # writes tests/house/surface.txt; refuses to drop or change what is there
-    python tests/surface_kit.py --breaking   # also where names or parameters are lost
+    python tests/surface_kit.py --breaking   # also if names or parameters are lost
 
 One name a line: the name, its kind, its signature. Module prefixes are left out of annotations and defaults, so a line
 does not depend on where something is defined, nor on the version of Python or torch. A second name of the same object
-says ``is`` and the first. A member inherited from a listed base has a line only where it differs from the base's.
-Attributes of instances are those that a class documents under "Attributes:", and all public ones of an ``Engine``.
+is listed as ``is`` and the first name. A member inherited from a listed base has a line only where it differs from the
+base's. Attributes of instances are those that a class documents under "Attributes:", and all public ones of an
+``Engine``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MODULES = (
     "treadle.spectra.chemomae",
     "treadle.graphs", "treadle.graphs.encodings", "treadle.graphs.datasets", "treadle.astro", "treadle.text",
 )  # fmt: skip
-# Names outside any `__all__` that documents use.
+# Names outside any `__all__` that the documentation uses.
 NAMES = (
     "treadle.engine.Engine",
     "treadle.hooks.base.BaseHook", "treadle.hooks.base.EVENTS", "treadle.hooks.base.STEP_EVENTS",
@@ -96,7 +97,7 @@ def _public() -> Iterator[tuple[str, Any]]:
 
 
 def _module(name: str) -> Any:
-    """Return a module, or None where it is gone; the comparison then names what was in it."""
+    """Return a module, or None if it is gone; the comparison then lists its former names."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -106,7 +107,7 @@ def _module(name: str) -> Any:
 
 
 def loggers() -> list[str]:
-    """Return the names of the loggers that the library asks for by a literal name or by the name of a module."""
+    """Return the names of the library's loggers, given as a literal or as the name of a module."""
     found = set()
     for path in sorted((ROOT / "src").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
@@ -259,7 +260,7 @@ def _parameter(parameter: inspect.Parameter) -> str:
 
 
 class _Unqualified(ast.NodeTransformer):
-    """Turns ``torch.nn.Module`` into ``Module``."""
+    """Transformer of ``torch.nn.Module`` into ``Module``."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         return ast.Name(node.attr, node.ctx)
@@ -280,7 +281,7 @@ def _annotation(annotation: Any) -> str:
 
 
 def _default(value: Any) -> str:
-    """Return a default as an expression; ``...`` where it has no short and stable one."""
+    """Return a default as an expression; ``...`` if there is no short and stable one."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, tuple):
@@ -300,13 +301,13 @@ def _default(value: Any) -> str:
 
 
 def stored() -> dict[str, str]:
-    """Return the list that the file holds."""
+    """Return the list stored in the file."""
     lines = STORED.read_text(encoding="utf-8").splitlines() if STORED.exists() else []
     return dict(line.split(" | ", 1) for line in lines)
 
 
 def losses(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a line for each name or parameter that a user's code may need and that is no longer there."""
+    """Return a line for each lost name or parameter that user code may need."""
     found = []
     for name, line in before.items():
         present = _found(now, name)
@@ -326,7 +327,7 @@ def _canonical(lines: Mapping[str, str], name: str) -> str:
 
 
 def _found(lines: Mapping[str, str], name: str) -> str | None:
-    """Return the line of a name, which may be an alias, or a member that a class has from one of its bases."""
+    """Return the line of a name, which may be an alias or a member inherited from a base."""
     name = _canonical(lines, name)
     if name in lines:
         return lines[name]
@@ -367,7 +368,7 @@ def _losses_of_line(before: str, now: str) -> list[str]:
 
 
 class _Parsed:
-    """The parameters of one line of the list."""
+    """Parameters in one line of the list."""
 
     def __init__(self, kind: str, arguments: ast.arguments, bases: list[str]):
         self.kind, self.bases = kind, bases

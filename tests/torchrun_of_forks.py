@@ -1,4 +1,4 @@
-"""``torchrun`` whose ranks are forked from it: all is as it is else, but a rank's start costs no import of torch."""
+"""``torchrun`` with forked ranks: otherwise unchanged, but starting a rank does not import torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _gate: list[int] = []  # the ends of a pipe, while ranks are forked
 
 @contextlib.contextmanager
 def all_forked_first() -> Iterator[None]:
-    """Let no process run that is forked in the block before the block ends.
+    """Hold processes forked in the block until the block ends.
 
     A rank that runs connects to the store of ``torchrun``, a thread of which then looks its name up. One that is forked
-    at that moment has the lock of glibc's resolver, but not the thread that would release it, and waits for ever.
+    at that moment inherits the lock of glibc's resolver, but not the thread that would release it, and hangs.
     """
     _gate[:] = os.pipe()
     try:

@@ -1,4 +1,4 @@
-"""A small script that trains, and what makes it fail to resume: for the tests of ``treadle verify``."""
+"""Small training script, and changes that break its resume, for the tests of ``treadle verify``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ if __name__ == "__main__":
 
 
 def write_script(folder: Path, **changes: str) -> Path:
-    """Write the script with some of its places filled; none gives one that resumes exactly."""
+    """Write the script with some placeholders filled; without any, it resumes exactly."""
     places = {
         "item": "pass",
         "forward": "pass",

@@ -1,4 +1,4 @@
-"""The trainer of digits.yaml: how a batch becomes a loss; everything that can be chosen is in the configuration.
+"""The trainer of digits.yaml: how a batch becomes a loss; everything configurable is in the configuration.
 
     treadle train examples/config/digits.yaml
     treadle train examples/config/digits.yaml optimizer.lr=1e-3 trainer.workspace=runs/digits-slow

@@ -1,4 +1,4 @@
-"""CleanRL's DQN: the loader plays the game, fills the replay buffer and gives batches of it; CartPole is written out.
+"""CleanRL's DQN: the loader plays the game, fills the replay buffer and yields batches; CartPole is included.
 
 Any loader with ``state_dict`` and ``load_state_dict`` is in the checkpoint: here game, buffer and exploration.
 
@@ -18,7 +18,7 @@ import treadle
 
 
 class CartPole:
-    """A pole on a cart, as in Gym's CartPole-v1."""
+    """Environment like Gym's CartPole-v1."""
 
     def reset(self, generator):
         self.state, self.time = (torch.rand(4, generator=generator) - 0.5) / 10, 0
@@ -37,7 +37,7 @@ class CartPole:
 
 
 class Experience:
-    """Loader that plays ``per_batch`` moves by the present model and gives a random batch of all it remembers."""
+    """Loader that plays ``per_batch`` moves with the current model and yields a random batch from its memory."""
 
     def __init__(self, model, *, batch=64, size=5000, per_batch=4, decay=1500, seed=0):
         self.model, self.batch, self.size, self.per_batch, self.decay = model, batch, size, per_batch, decay

@@ -1,4 +1,4 @@
-"""PyTorch's DCGAN example on 8x8 digits: two models, two optimizers, one step of each for every batch.
+"""PyTorch's DCGAN example on 8x8 digits: two models and two optimizers, each with one step per batch.
 
 The generator's optimizer is the trainer's; the discriminator's is stepped in ``forward``. Both, and the discriminator
 itself, are in every checkpoint, since they are attributes of the trainer with a ``state_dict``.

@@ -1,4 +1,4 @@
-"""nanoGPT's loop on Python's manual, a character a token: validation every few steps, the best state, warm-up + cosine.
+"""nanoGPT's loop on Python's manual, one token per character: validation every few steps, best state, warm-up + cosine.
 
 python examples/ports/nanogpt.py --max-steps 200
 """
@@ -17,7 +17,7 @@ from treadle.text.corpus import load_manual
 
 
 class Windows(Dataset):
-    """Every window of a text, with the one that is a character later as its target."""
+    """Data set of all windows of a text, each with the window one character later as its target."""
 
     def __init__(self, tokens, block):
         self.tokens, self.block = tokens, block

@@ -1,4 +1,4 @@
-"""An image classifier in the manner of timm's train.py: EMA, mixup, label smoothing, warm-up + cosine, AMP if asked.
+"""An image classifier in the style of timm's train.py: EMA, mixup, label smoothing, warm-up + cosine, optional AMP.
 
 python examples/ports/timm_classifier.py --epochs 10
 """
@@ -17,7 +17,7 @@ import treadle
 
 
 class Mixup:
-    """Collate function that mixes each image with one of the same batch and smooths the labels."""
+    """Collate function that mixes each image with another of its batch and smooths the labels."""
 
     def __init__(self, classes, *, alpha=0.2, smoothing=0.1):
         self.classes, self.alpha, self.smoothing = classes, alpha, smoothing

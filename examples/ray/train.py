@@ -1,8 +1,9 @@
-"""Trains on a Ray cluster: each worker of Ray Train is a rank, and a group that lost one resumes where it stopped.
+"""Training on a Ray cluster: each Ray Train worker is a rank, and a group that lost one resumes where it stopped.
 
     python examples/ray/train.py --workers 2 --workspace /shared/runs/7
 
-The workspace is a folder that all workers see, or a URL such as s3://bucket/runs/7. Needs ``pip install 'ray[train]'``.
+The workspace is a folder shared by all workers, or a URL such as s3://bucket/runs/7. Needs
+``pip install 'ray[train]'``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from treadle.data import RankBatchSampler
 
 
 class Fit(BaseTrainer):
-    """A small regression with dropout."""
+    """Trainer of a small regression with dropout."""
 
     def build_data_loader(self) -> Any:
         x = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Tries learning rates with Ray Tune; each trial has a workspace and, started again, resumes there.
+"""Search over learning rates with Ray Tune; each trial has a workspace and resumes there when restarted.
 
     python examples/ray/tune.py --workspace /shared/runs/lr
 

@@ -134,9 +134,10 @@ def captured(kind, rank, ranks):
     if kind != "ddp":
         return 0.0
     ends = []
-    for capture in (False, True):
-        torch.cuda.manual_seed(rank)
-        ends.append(trained(kind, rank, ranks, lr=torch.tensor(1e-2), capture=capture))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for capture in (False, True):
+            torch.cuda.manual_seed(rank)
+            ends.append(trained(kind, rank, ranks, lr=torch.tensor(1e-2), capture=capture))
     return largest(*ends)
 
 

@@ -264,9 +264,9 @@ def test_a_step_that_was_broken_off_is_named_when_its_object_trains_on(event, ca
     engine = scalar_engine(hooks=[Interrupts(event)])
     with pytest.raises(KeyboardInterrupt):
         engine.run([1.0] * 4, max_steps=4)
-    assert "broken off" not in caplog.text
+    assert "interrupted by an error" not in caplog.text
     engine.run([1.0] * 4, max_steps=4)
-    assert ("step 2 was broken off" in caplog.text) == (event == "inside")
+    assert ("step 2 was interrupted by an error" in caplog.text) == (event == "inside")
     assert (engine.step, engine.applied_steps) == (4, 3 if event == "inside" else 4)
 
 

@@ -116,12 +116,12 @@ class OwnStep(Given):
         return {"loss": 1.0}
 
 
-def qurious_own_steps(caplog):
+def qurious_custom_steps(caplog):
     assert scalar(OwnStep).train([constant(1)], 1)["train_loss"] == [1.0]
     assert [record.levelno for record in caplog.records if "the override replaces" in record.getMessage()] == [30]
 
 
-def qurious_own_precision():
+def qurious_custom_precision():
     with pytest.raises(ConfigError, match="mixed_precision=True"):
         scalar(OwnStep, mixed_precision=True)
 
@@ -259,7 +259,7 @@ def mini_building():
         Never().train()
 
 
-def mini_own_steps():
+def mini_custom_steps():
     with pytest.raises(ConfigError, match=r"train_step\(group\)"):
         type("Own", (Line,), {"_run_step": lambda self: None})()
 
@@ -276,7 +276,7 @@ def mini_new_lists():
         apply_overrides({"tags": []}, ["tagz+=x"])
 
 
-def mini_kinds():
+def mini_types():
     assert apply_overrides({"a": "x", "b": True}, ["a=none", "b=off"]) == {"a": None, "b": False}
     with pytest.raises(ConfigError, match="would change the kind"):
         apply_overrides({"lr": 0.1}, ["lr=fast"])
@@ -349,7 +349,7 @@ def trainloop_retry_count():
     assert again.step_info["non_finite_grad_retries"] == again.step_info["non_finite_grad_retry_count"] == 1
 
 
-def trainloop_loss_that_is_not_finite(tmp_path):
+def trainloop_loss_not_finite(tmp_path):
     class Loss(Line):
         def forward(self, input):
             return self.model(input).mean() + math.inf, {}
@@ -381,8 +381,8 @@ def trainloop_decay():
     assert EmaHook().decay == 0.9999
 
 
-def trainloop_own_steps():
-    mini_own_steps()
+def trainloop_custom_steps():
+    mini_custom_steps()
 
 
 # -- mspe --------------------------------------------------------------------------------------------------------------

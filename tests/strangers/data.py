@@ -378,15 +378,15 @@ DATA_ROWS = [
     Row("a sampler that counts its passes", SAMPLERS, loads(sampler=CountsPasses)),
     Row("the same with state_dict", SAMPLERS, loads(sampler=CountsWithState)),
     Row("the same with two workers", SAMPLERS, loads(sampler=CountsPasses, num_workers=2)),
-    Row("a sampler that keeps its place", SAMPLERS, loads(sampler=Positioned)),
+    Row("a sampler that keeps its position", SAMPLERS, loads(sampler=Positioned)),
     Row("a sampler that shuffles in place", SAMPLERS, loads(sampler=ShufflesInPlace)),
     Row("a sampler with a NumPy generator", SAMPLERS, loads(sampler=NumpyGenerator)),
-    Row("a sampler with a torch generator of another name", SAMPLERS, loads(sampler=TorchGenerator)),
+    Row("a sampler with a torch generator under another name", SAMPLERS, loads(sampler=TorchGenerator)),
     Row("a batch sampler that counts", SAMPLERS, loads(batch_sampler=lambda: Batches(range(ROWS)))),
     Row("a batch sampler with state over a sampler that counts", SAMPLERS, loads(
         batch_sampler=lambda: BatchesWithState(CountsPasses()))),
     Row("a sampler inside a sampler, under another name", SAMPLERS, loads(sampler=lambda: Wrapped(CountsPasses()))),
-    Row("a curriculum that a hook moves", SAMPLERS, loads(sampler=Curriculum, hooks=[harder])),
+    Row("a curriculum advanced by a hook", SAMPLERS, loads(sampler=Curriculum, hooks=[harder])),
     Row("a sampler with set_epoch", SAMPLERS, loads(sampler=SetEpoch)),
     Row("a sampler with set_epoch inside another", SAMPLERS, loads(sampler=lambda: Wrapped(SetEpoch()))),
     Row("a data set with set_epoch", DATA, loads(EpochPoints, shuffle=True)),
@@ -402,8 +402,8 @@ DATA_ROWS = [
     Row("a data set with state_dict that changes in workers", DATA, loads(
         CountingPointsWithState, shuffle=True, num_workers=1), ("CountingPointsWithState", "worker")),
     Row("a data set with a NumPy generator", DATA, loads(OwnNoise, shuffle=True)),
-    Row("a data set that opens its file late", DATA, loads(OpensLazily, shuffle=True)),
-    Row("a collate function that counts", DATA, loads(collate_fn=Collate, shuffle=True)),
+    Row("a data set that opens its file lazily", DATA, loads(OpensLazily, shuffle=True)),
+    Row("a counting collate function", DATA, loads(collate_fn=Collate, shuffle=True)),
     Row("a collate function with state_dict", DATA, loads(collate_fn=CollateWithState, shuffle=True)),
     Row("a stream that counts its passes", DATA, loads(Stream)),
     Row("a stream with state_dict", DATA, loads(StreamWithState)),
@@ -412,9 +412,9 @@ DATA_ROWS = [
         EpochStream, num_workers=1, persistent_workers=True)),
     Row("a list of batches", LOADERS, lambda: Case(loader=list(points_loader()))),
     Row("an iterable that counts its passes", LOADERS, lambda: Case(loader=Plain())),
-    Row("a DataLoader with an __iter__ of its own", LOADERS, lambda: Case(
+    Row("a DataLoader with a custom __iter__", LOADERS, lambda: Case(
         loader=Scaling(Points(), batch_size=3, shuffle=True))),
-    Row("a DataLoader with an iterator of its own", LOADERS, lambda: Case(
+    Row("a DataLoader with a custom iterator", LOADERS, lambda: Case(
         loader=OwnIterator(Points(), batch_size=3, shuffle=True))),
     Row("torchdata.StatefulDataLoader", LOADERS, of_torchdata(shuffle=True), needs=("torchdata",)),
     Row("torchdata.StatefulDataLoader, a sampler with state", LOADERS, of_torchdata(sampler=CountsWithState),

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from strangers.bench import Case, Points, Row, net, points_loader
 from treadle.hooks import BaseHook
 
-HOOKS, DATA, MODELS = "Hooks without state of their own", "Data sets and collate functions", "Models"
+HOOKS, DATA, MODELS = "Hooks without their own state", "Data sets and collate functions", "Models"
 OPTIMIZERS, SCHEDULES = "Optimizers", "Schedules"
 STOPS = (2, 7)
 
@@ -259,20 +259,20 @@ def row(name: str, kind: str, make: Any, needs: tuple[str, ...] = ()) -> Row:
 
 
 FRESH = [
-    row("factors in a list, texts, int8 in a tuple, an object in the state", OPTIMIZERS, lambda: Case(
+    row("factors in a list, strings, int8 in a tuple, an object in the state", OPTIMIZERS, lambda: Case(
         optimizer=lambda model: Rich(model.parameters()))),
-    row("LambdaLR with an object that keeps a deque", SCHEDULES, scheduled(
+    row("LambdaLR with an object with a deque", SCHEDULES, scheduled(
         lambda of: of_torch.LambdaLR(of, Recent()))),
     row("a schedule with a NumPy generator, state dict inherited", SCHEDULES, scheduled(Drawn)),
     row("a teacher in a list on the model", MODELS, lambda: Case(model=HidesTeacher(averaged=False))),
-    row("an AveragedModel that the model does not register", MODELS, lambda: Case(model=HidesTeacher(averaged=True))),
+    row("an unregistered AveragedModel", MODELS, lambda: Case(model=HidesTeacher(averaged=True))),
     row("a buffer that is None at first", MODELS, lambda: Case(model=FillsBuffer())),
-    row("hooks of parameters that enclose counters", MODELS, lambda: Case(model=with_hooks_of_parameters())),
-    row("a file opened late beside a counter, a generator and a dict", DATA, lambda: Case(
+    row("parameter hooks with closures over counters", MODELS, lambda: Case(model=with_hooks_of_parameters())),
+    row("a lazily opened file, a counter, a generator and a dict", DATA, lambda: Case(
         loader=points_loader(OpensAndCounts(), shuffle=True))),
-    row("arrays of objects, texts, truth values and records", DATA, lambda: Case(
+    row("arrays of objects, strings, bools and records", DATA, lambda: Case(
         loader=points_loader(Tagged(), shuffle=True))),
-    row("a transform of datasets that encloses a counter", DATA, transformed_datasets, needs=("datasets",)),
+    row("a transform of datasets with a closure over a counter", DATA, transformed_datasets, needs=("datasets",)),
     row("values of libraries and derived classes; modules in an OrderedDict", HOOKS, lambda: Case(
         hooks=[OfLibraries()])),
 ]  # fmt: skip

@@ -26,11 +26,11 @@ from treadle.hooks import BaseHook
 
 OWN, HOOKS, MODELS, DATA = (
     "Own objects",
-    "Hooks without state of their own",
+    "Hooks without their own state",
     "Models",
     "Data sets and collate functions",
 )
-VARIABLES = "Variables that no object holds"
+VARIABLES = "Variables not held by objects"
 STOPS = (2, 7)
 
 
@@ -340,18 +340,18 @@ KEPT = [
     row("iterators: cycle, chain, enumerate, zip, of lists and ranges", OWN, of_task(Iterators), stops=(2,)),
     row("array.array, memoryview, count and an iterator", VARIABLES, of_variables),
     row("behind a weak reference, in threading.local and in a ContextVar", VARIABLES, of_hidden_variables),
-    row("enclosed by a method of a local class", VARIABLES, lambda: Case(hooks=[Encloses.made()])),
+    row("in the closure of a local class's method", VARIABLES, lambda: Case(hooks=[Encloses.made()])),
     row("parameters in a list, tensors written through .data", MODELS, lambda: Case(
         model=HidesParameters(),
         optimizer=lambda of: torch.optim.Adam([*of.parameters(), of.scales[0]], lr=0.02))),
     row("dicts keyed by parameters and by layers", HOOKS, keyed_by_parts),
-    row("functions in the place of forward and of the optimizer's step", MODELS, patched),
+    row("replaced forward and optimizer step", MODELS, patched),
     row("objects that are replaced, handed on and swapped; flags", OWN, of_task(Replaces)),
-    row("a data set beside the loader", OWN, of_task(Remembers)),
+    row("a data set besides the loader's", OWN, of_task(Remembers)),
     row("a loss module with an optimizer", OWN, of_task(lambda: Learns(critic=Critic()))),
-    row("a state_dict that leaves an optimizer out", OWN, of_task(lambda: Learns(critic=ForgetsItsOptimizer()))),
+    row("a state_dict that omits an optimizer", OWN, of_task(lambda: Learns(critic=ForgetsItsOptimizer()))),
     row("a partial with a dict and a list", OWN, of_task(CallsPartial)),
     row("an estimator of scikit-learn", OWN, of_task(Standardises), needs=("sklearn.preprocessing",)),
-    row("items that depend on their worker", DATA, lambda: Case(
+    row("items that depend on the worker", DATA, lambda: Case(
         loader=points_loader(OfItsWorker(), num_workers=2)), stops=(3,)),
 ]  # fmt: skip

@@ -221,26 +221,26 @@ MODELS = [
         torch.nn.utils.spectral_norm(nn.Linear(WIDTH, 6)), nn.Linear(6, 1))), ema)),
     Row("parametrizations.orthogonal", KIND, of(lambda: nn.Sequential(
         parametrizations.orthogonal(nn.Linear(WIDTH, 6)), nn.Linear(6, 1)))),
-    Row("a parametrization of one's own", KIND, of(lambda: _parametrized())),
-    Row("a lazy model that has seen a batch", KIND, of(lambda: lazy(True))),
-    Row("a lazy model that has not", KIND, lambda: Case(
+    Row("a custom parametrization", KIND, of(lambda: _parametrized())),
+    Row("an initialized lazy model", KIND, of(lambda: lazy(True))),
+    Row("an uninitialized lazy model", KIND, lambda: Case(
         model=lazy(False), optimizer=lambda of: torch.optim.SGD(of[2].parameters(), lr=0.1)), ("lazy", "0.weight")),
     Row("tied weights", KIND, of(Tied, ema)),
-    Row("a layer that a hook unfreezes", KIND, of(frozen_first, lambda: AtStep(4, unfreeze))),
-    Row("a layer that a hook unfreezes into a new group", KIND, of(
+    Row("a layer unfrozen by a hook", KIND, of(frozen_first, lambda: AtStep(4, unfreeze))),
+    Row("a layer unfrozen by a hook into a new group", KIND, of(
         frozen_first, lambda: AtStep(4, unfreeze_with_a_group), optimizer=trainable)),
-    Row("a layer that a hook freezes", KIND, of(net, lambda: AtStep(
+    Row("a layer frozen by a hook", KIND, of(net, lambda: AtStep(
         3, lambda trainer: trainer.model[0].requires_grad_(False)))),
-    Row("statistics that a hook freezes", KIND, of(frozen_first, lambda: AtStep(3, freeze_statistics))),
-    Row("statistics that the model keeps frozen", KIND, of(lambda: AlwaysFrozenStatistics(*frozen_first()))),
-    Row("settings that a hook changes in a group", KIND, of(net, lambda: AtStep(4, set_groups))),
+    Row("statistics frozen by a hook", KIND, of(frozen_first, lambda: AtStep(3, freeze_statistics))),
+    Row("statistics frozen by the model", KIND, of(lambda: AlwaysFrozenStatistics(*frozen_first()))),
+    Row("group settings changed by a hook", KIND, of(net, lambda: AtStep(4, set_groups))),
     Row("SyncBatchNorm in one process", KIND, of(lambda: nn.SyncBatchNorm.convert_sync_batchnorm(frozen_first()))),
     Row("BatchNorm with a cumulative average", KIND, of(lambda: nn.Sequential(
         nn.BatchNorm1d(WIDTH, momentum=None), nn.Linear(WIDTH, 1)), ema)),
     Row("a queue in a non-persistent buffer, and a counter", KIND, of(Queue)),
     Row("a running mean in a non-persistent buffer", KIND, of(InPlace)),
-    Row("a cache that grows", KIND, of(Grows)),
-    Row("a model that keeps its last activations", KIND, of(Remembers)),
+    Row("a growing cache", KIND, of(Grows)),
+    Row("a model that stores its last activations", KIND, of(Remembers)),
     Row("a model with extra state", KIND, of(WithExtraState)),
     Row("a dynamically quantised part", KIND, of(quantised)),
     Row("quantisation-aware training", KIND, of(quantisation_aware)),

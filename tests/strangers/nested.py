@@ -21,7 +21,7 @@ from strangers.objects import functional
 from treadle import StepOutput
 from treadle.hooks import BaseHook
 
-HOOKS, DATA, OTHERS = "Hooks without state of their own", "Data sets and collate functions", "Own objects"
+HOOKS, DATA, OTHERS = "Hooks without their own state", "Data sets and collate functions", "Own objects"
 SCHEDULES, LOADERS = "Schedules", "Loaders"
 STOPS = (2, 5, 7)  # inside an epoch, in the next one, and after its start
 
@@ -393,15 +393,15 @@ def weighted() -> Any:
 
 NESTED = [
     row("a counter", HOOKS, lambda: Case(hooks=[Counts()])),
-    row("a tensor made late, a list and a generator", HOOKS, lambda: Case(hooks=[Remembers()])),
+    row("a tensor created later, a list and a generator", HOOKS, lambda: Case(hooks=[Remembers()])),
     row("a second model", HOOKS, lambda: Case(hooks=[Follows()])),
     row("other hooks", HOOKS, lambda: Case(hooks=[Composite(Counts(), Remembers())])),
-    row("it changes betas", HOOKS, lambda: Case(optimizer=adam, hooks=[AtStep(4, set_betas)])),
-    row("it raises the rate of dropout", HOOKS, lambda: Case(hooks=[AtStep(4, set_dropout)])),
-    row("it sets grad_clip", HOOKS, lambda: Case(hooks=[AtStep(4, set_clip)])),
-    row("it moves the weights of a WeightedRandomSampler", HOOKS, read(
+    row("changing betas", HOOKS, lambda: Case(optimizer=adam, hooks=[AtStep(4, set_betas)])),
+    row("raising the dropout rate", HOOKS, lambda: Case(hooks=[AtStep(4, set_dropout)])),
+    row("setting grad_clip", HOOKS, lambda: Case(hooks=[AtStep(4, set_clip)])),
+    row("changing the weights of a WeightedRandomSampler", HOOKS, read(
         sampler=weighted, hooks=[lambda: AtStep(3, set_weights)])),
-    row("it grows the data set", HOOKS, read(Grows, hooks=[lambda: AtStep(2, grow)])),
+    row("growing the data set", HOOKS, read(Grows, hooks=[lambda: AtStep(2, grow)])),
     row("a data set that caches augmented rows", DATA, read(Caches)),
     row("an augmentation module with buffers and a counter", DATA, read(lambda: Transformed(Centred()))),
     row("the same in a worker", DATA, read(lambda: Transformed(Centred()), num_workers=1), ("Centred", "worker")),
@@ -409,25 +409,25 @@ NESTED = [
     row("a collate function that is a method", DATA, read(collate_fn=lambda: Drifts().collate)),
     row("a collate function that is a partial", DATA, read(
         collate_fn=lambda: functools.partial(Drifts.collate, Drifts()))),
-    row("a collate function that encloses a counter", DATA, read(collate_fn=closing_collate)),
+    row("a collate function with a closure over a counter", DATA, read(collate_fn=closing_collate)),
     row("a sampler with generators in a dict", "Samplers", read(sampler=GeneratorsInside)),
-    row("a loader with state that reads ahead in a thread", LOADERS, lambda: Case(loader=ReadsAhead(careless=False))),
+    row("a stateful loader that prefetches in a thread", LOADERS, lambda: Case(loader=ReadsAhead(careless=False))),
     row("the same with the state of what it has read", LOADERS, lambda: Case(loader=ReadsAhead(careless=True)),
         ("ReadsAhead", "state_dict")),
     row("a warm-up that wraps another schedule", SCHEDULES, scheduled(
         lambda of: GradualWarmup(of, 3, of_torch.CosineAnnealingLR(of, 6)))),
-    row("a wrapper that forgets the schedule inside it", SCHEDULES, scheduled(
+    row("a wrapper that omits the inner schedule", SCHEDULES, scheduled(
         lambda of: Halves(of_torch.CosineAnnealingLR(of, 6)))),
-    row("LambdaLR with a method of an object that counts", SCHEDULES, scheduled(
+    row("LambdaLR with a method of a counting object", SCHEDULES, scheduled(
         lambda of: of_torch.LambdaLR(of, Warmup().factor))),
     row("LambdaLR with a partial of it", SCHEDULES, scheduled(
         lambda of: of_torch.LambdaLR(of, functools.partial(Warmup.factor, Warmup())))),
-    row("LambdaLR with a function that encloses a counter", SCHEDULES, scheduled(
+    row("LambdaLR with a closure over a counter", SCHEDULES, scheduled(
         lambda of: of_torch.LambdaLR(of, closing_factor()))),
-    row("a loss that is a method of an object that counts", OTHERS, functional(lambda: CountingLoss().of)),
+    row("a loss that is a method of a counting object", OTHERS, functional(lambda: CountingLoss().of)),
     row("a list, a set and a dict on the task", OTHERS, lambda: Case(task=WithContainers())),
     row("a queue in a list and a memory in a dict", "Models", lambda: Case(model=Memory())),
-    row("a forward hook that counts", "Models", lambda: Case(model=damped())),
+    row("a counting forward hook", "Models", lambda: Case(model=damped())),
     row("a list and a dict as attributes", "Optimizers", lambda: Case(
         optimizer=lambda of: OptimizerWithLists(of.parameters()))),
 ]  # fmt: skip

@@ -217,14 +217,14 @@ def mean_metric() -> Any:
 
 
 OBJECTS = [
-    Row("a loss module with a buffer that it moves", KIND, functional(Centers)),
+    Row("a loss module that updates a buffer", KIND, functional(Centers)),
     Row("a loss module with a parameter in the optimizer", KIND, functional(Scaled, trained=True)),
-    Row("a loss module with weights that stay", KIND, functional(lambda: nn.HuberLoss(delta=0.5))),
+    Row("a loss module with constant weights", KIND, functional(lambda: nn.HuberLoss(delta=0.5))),
     Row("torchmetrics on a trainer", KIND, functional(nn.MSELoss, metrics=mean_metric), needs=("torchmetrics",)),
     Row("a metric with state on the task", KIND, lambda: Case(task=WithRunning(running=Running()))),
-    Row("an object with state inside a plain one", KIND, lambda: Case(task=WithHelper(helper=Helper()))),
-    Row("a factor that the task lowers", KIND, lambda: Case(task=Annealed())),
-    Row("a state_dict with a deque, a Path and keys that are tuples", KIND, lambda: Case(
+    Row("an object with state inside a plain object", KIND, lambda: Case(task=WithHelper(helper=Helper()))),
+    Row("a factor lowered by the task", KIND, lambda: Case(task=Annealed())),
+    Row("a state_dict with a deque, a Path and tuple keys", KIND, lambda: Case(
         task=WithRunning(running=Rich()))),
     Row("a state_dict with an object() in it", KIND, lambda: Case(task=WithRunning(running=Unplain())),
         ("task.running.handle", "object")),

@@ -229,13 +229,13 @@ OPTIMIZERS = [
     Row("torch.optim.LBFGS", KIND, lambda: by(lambda of: torch.optim.LBFGS(of.parameters())), ("LBFGS", "closure")),
     Row("an optimizer whose step() needs a closure", KIND, lambda: by(lambda of: NeedsClosure(of.parameters(), lr=0.1)),
         ("NeedsClosure", "closure")),
-    Row("AdamW with a rate that is a tensor", KIND, lambda: by(
+    Row("AdamW with a tensor learning rate", KIND, lambda: by(
         lambda of: torch.optim.AdamW(of.parameters(), lr=torch.tensor(0.01)))),
     Row("two optimizers in one class, state dict inherited", KIND, lambda: by(MuonWithAdamW)),
     Row("optimizers in a list inside one class", KIND, lambda: by(InnerOptimizers)),
-    Row("a Lookahead with a state of its own form", KIND, lambda: by(
+    Row("a Lookahead with a custom state format", KIND, lambda: by(
         lambda of: Lookahead(torch.optim.AdamW(of.parameters(), lr=0.02)))),
-    Row("float32 moments beside bfloat16 weights", KIND, half),
+    Row("float32 moments of bfloat16 weights", KIND, half),
     Row("a counter as an attribute of the optimizer", KIND, lambda: by(lambda of: Counting(of.parameters(), lr=0.05))),
     Row("momenta in a list, state dict inherited", KIND, lambda: by(lambda of: Hidden(of.parameters())),
         ("Hidden", "momenta")),

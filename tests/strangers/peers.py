@@ -10,7 +10,7 @@ from torch.utils import data as torch_data
 from strangers.bench import ROWS, WIDTH, Case, Points, Row
 from treadle import Trainer
 
-OPTIMIZERS, TARGETS = "Optimizers", "Targets that do not count"
+OPTIMIZERS, TARGETS = "Optimizers", "Ignored targets"
 STOPS = (2, 5, 7)
 
 

@@ -80,7 +80,7 @@ def chained(optimizer: Any) -> Any:
 
 SCHEDULERS = [
     Row("LambdaLR with a function", KIND, case(lambda of: of_torch.LambdaLR(of, lambda step: 0.9**step))),
-    Row("LambdaLR with an object that counts", KIND, case(lambda of: of_torch.LambdaLR(of, Warmup()))),
+    Row("LambdaLR with a counting object", KIND, case(lambda of: of_torch.LambdaLR(of, Warmup()))),
     Row("MultiplicativeLR", KIND, case(lambda of: of_torch.MultiplicativeLR(of, lambda step: 0.9))),
     Row("StepLR by epochs", KIND, case(lambda of: of_torch.StepLR(of, 1, 0.5), "epoch")),
     Row("MultiStepLR", KIND, case(lambda of: of_torch.MultiStepLR(of, [2, 5], 0.5))),
@@ -88,7 +88,7 @@ SCHEDULERS = [
     Row("CosineAnnealingLR", KIND, case(lambda of: of_torch.CosineAnnealingLR(of, 8))),
     Row("CosineAnnealingWarmRestarts", KIND, case(lambda of: of_torch.CosineAnnealingWarmRestarts(of, 3, 2))),
     Row("OneCycleLR", KIND, case(lambda of: of_torch.OneCycleLR(of, 0.1, total_steps=STEPS + 1, cycle_momentum=False))),
-    Row("OneCycleLR that is too short", KIND, case(lambda of: of_torch.OneCycleLR(
+    Row("a OneCycleLR that is too short", KIND, case(lambda of: of_torch.OneCycleLR(
         of, 0.1, total_steps=1, cycle_momentum=False)), ("OneCycleLR", "total_steps=1")),
     Row("CyclicLR", KIND, case(lambda of: of_torch.CyclicLR(of, 0.01, 0.1, 3, cycle_momentum=False))),
     Row("ReduceLROnPlateau", KIND, case(lambda of: of_torch.ReduceLROnPlateau(of, patience=0))),
@@ -99,8 +99,8 @@ SCHEDULERS = [
     Row("a ReduceLROnPlateau inside a SequentialLR", KIND, case(lambda of: of_torch.SequentialLR(
         of, [of_torch.ConstantLR(of, 0.5, 1), of_torch.ReduceLROnPlateau(of)], milestones=[1])),
         ("SequentialLR", "ReduceLROnPlateau")),
-    Row("a schedule whose step() wants the epoch (timm)", KIND, case(WithEpoch, "epoch"), ("WithEpoch", "epoch")),
-    Row("a schedule of one's own with state", KIND, case(WithState)),
-    Row("a schedule of one's own without state_dict", KIND, case(WithoutState), ("WithoutState", "state_dict")),
-    Row("a schedule that fails when it first moves", KIND, case(Fails), ("Fails", "missing")),
+    Row("a schedule whose step() needs the epoch (timm)", KIND, case(WithEpoch, "epoch"), ("WithEpoch", "epoch")),
+    Row("a custom schedule with state", KIND, case(WithState)),
+    Row("a custom schedule without state_dict", KIND, case(WithoutState), ("WithoutState", "state_dict")),
+    Row("a schedule that fails at its first step", KIND, case(Fails), ("Fails", "missing")),
 ]  # fmt: skip

@@ -88,7 +88,7 @@ def one_more_layer(trainer: Any) -> None:
             "missing 0.weight",
         ),
         (one_more_layer, "extra was added to this Sequential", "gained extra.bias, extra.weight", "extra.weight"),
-        (another_parameter, "", "optimizer: it holds 0.weight, which was put into the place of another", "optimizer: "),
+        (another_parameter, "", "optimizer: it holds 0.weight, which replaced another", "optimizer: "),
     ],
 )
 def test_a_parameter_that_was_added_is_named_at_once_saved_and_refused_by_a_run_without_it(

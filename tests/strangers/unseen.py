@@ -22,12 +22,12 @@ from treadle import StepOutput
 from treadle.hooks import BaseHook
 
 HOOKS, DATA, OTHERS, MODELS = (
-    "Hooks without state of their own",
+    "Hooks without their own state",
     "Data sets and collate functions",
     "Own objects",
     "Models",
 )
-OPTIMIZERS, SAMPLERS, VARIABLES = "Optimizers", "Samplers", "Variables that no object holds"
+OPTIMIZERS, SAMPLERS, VARIABLES = "Optimizers", "Samplers", "Variables not held by objects"
 STOPS = (2, 5, 7)
 CHANCE = np.random.default_rng(3)
 CALLS = 0
@@ -345,23 +345,23 @@ def module_variables(make: Any) -> Any:
 
 UNSEEN = [
     row("an enum, bytes, a complex number, a dtype, a NumPy scalar", HOOKS, lambda: Case(hooks=[Constants()])),
-    row("a state of its own that leaves half out", HOOKS, lambda: Case(hooks=[Forgets()])),
-    row("a copy of the model, made before training", HOOKS, lambda: Case(hooks=[CopiesLate()])),
-    row("it sets accumulation_steps", HOOKS, lambda: Case(hooks=[AtStep(4, accumulate)])),
-    row("it sets grad_clip_value", HOOKS, lambda: Case(hooks=[AtStep(4, clip_values)])),
-    row("a generator of a module", VARIABLES, module_variables(lambda: Case(
+    row("a state that omits half", HOOKS, lambda: Case(hooks=[Forgets()])),
+    row("a copy of the model, created before training", HOOKS, lambda: Case(hooks=[CopiesLate()])),
+    row("setting accumulation_steps", HOOKS, lambda: Case(hooks=[AtStep(4, accumulate)])),
+    row("setting grad_clip_value", HOOKS, lambda: Case(hooks=[AtStep(4, clip_values)])),
+    row("a module-level generator", VARIABLES, module_variables(lambda: Case(
         loader=points_loader(DrawsFromModule(), shuffle=True)))),
-    row("a counter of a module", VARIABLES, module_variables(lambda: Case(task=CountsInModule()))),
-    row("a counter of a class", VARIABLES, module_variables(lambda: Case(
+    row("a module-level counter", VARIABLES, module_variables(lambda: Case(task=CountsInModule()))),
+    row("a class-level counter", VARIABLES, module_variables(lambda: Case(
         loader=points_loader(CountsOnClass(), shuffle=True)))),
     row("a counter in a default argument and one on a function", VARIABLES, functional(counting_loss)),
-    row("a sampler whose state dict leaves its generator out", SAMPLERS, lambda: Case(
+    row("a sampler whose state dict omits its generator", SAMPLERS, lambda: Case(
         loader=points_loader(sampler=ForgetsOrder()))),
-    row("named tuples and own classes in containers", OTHERS, lambda: Case(task=Replays())),
-    row("a model with a plain object that counts", MODELS, lambda: Case(model=WithCooling())),
+    row("named tuples and custom classes in containers", OTHERS, lambda: Case(task=Replays())),
+    row("a model with a counting object", MODELS, lambda: Case(model=WithCooling())),
     row("iterative pruning by a hook", MODELS, lambda: Case(model=pruned(), hooks=[
         AtStep(3, prune_more)])),
-    row("a wrapper that leaves its own state out", OPTIMIZERS, optimized(PlainLookahead)),
+    row("a wrapper that omits its own state", OPTIMIZERS, optimized(PlainLookahead)),
     row("a Lookahead that shares groups", OPTIMIZERS, optimized(SharesGroups)),
     row("state keyed by the addresses of parameters", OPTIMIZERS, optimized(ByAddress), ("ByAddress", "address")),
     row("momenta keyed by parameters outside of state", OPTIMIZERS, lambda: Case(

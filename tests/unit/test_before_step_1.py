@@ -200,7 +200,7 @@ def test_a_direction_against_the_name_of_the_metric_is_named(caplog):
         (lambda: trainer(scheduler=torch.optim.lr_scheduler.StepLR), "scheduler: is the class StepLR; make an object"),
         (lambda: trainer().evaluate({"a": loader()}), "dataloader: is a dict of loaders"),
         (lambda: trainer().train(loader(), 1, save_dir="~/runs"), "save_dir='~/runs': '~' is a home folder to a shell"),
-        (lambda: trainer().train(loader(), 1, save_dir=""), "save_dir='': an empty text is no path"),
+        (lambda: trainer().train(loader(), 1, save_dir=""), "save_dir='': an empty string is no path"),
         (lambda: Base(max_steps=1, workspace="~/runs"), "workspace='~/runs': '~' is a home folder"),
         (lambda: trainer(config={"training": {"lr": 0.1}}), "unknown key 'lr'; did you mean 'learning_rate'"),
         (lambda: trainer(compile="block"), "^compile='block'"),

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput
 from treadle.capture.check import unordered_kernels
 from treadle.capture.graph import CudaGraph, FixedBatch, Results, shape_of
 from treadle.capture.step import CapturedStep
-from treadle.capture.steps import _why_not
+from treadle.capture.steps import _why_not, _why_not_on_ranks
 from treadle.data.tensors import RowGather
 from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StuckRankHook, SwaHook
 from treadle.hooks.base import capturable
@@ -644,3 +645,28 @@ def test_hooks_that_are_marked_forbid_no_capture(hook):
 
     assert "Unmarked acts before" in reason(Unmarked(), hook)
     assert "acts before" not in reason(hook)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"exchange": SimpleNamespace(recordable=False)}, "through NCCL only"),
+        ({"capture": "auto"}, "capture=True takes them"),
+        ({"settings": SimpleNamespace(accumulation_steps=2)}, "micro-batches that add up"),
+        ({"task": SimpleNamespace(prepare_batch=None)}, "counts what each batch holds"),
+        ({"guard": SimpleNamespace(deferred=False, can_wait=False)}, "the host decides on each step"),
+        ({"stream": 0}, "the default stream cannot be captured"),
+    ],
+)
+def test_what_several_ranks_cannot_capture_is_named(monkeypatch, changed, reason):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: changed.pop("stream", 1))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: 0)
+    usual = {
+        "capture": True, "exchange": SimpleNamespace(recordable=True), "task": object(),
+        "settings": SimpleNamespace(accumulation_steps=1), "guard": SimpleNamespace(deferred=True, can_wait=True),
+        "device": torch.device("cuda"),
+    }  # fmt: skip
+    engine = SimpleNamespace(**{**usual, **{name: value for name, value in changed.items() if name != "stream"}})
+    found = _why_not_on_ranks(engine)
+    assert found is None if reason is None else reason in found

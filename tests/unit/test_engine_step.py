@@ -261,7 +261,7 @@ def test_a_scheduler_of_another_optimizer_is_refused_before_the_first_step():
 def test_an_optimizer_that_wants_a_closure_is_refused_before_the_first_step():
     engine = scalar_engine()
     engine.optimizer = torch.optim.LBFGS(engine.model.parameters())
-    with pytest.raises(ConfigError, match="LBFGS wants a closure"):
+    with pytest.raises(ConfigError, match="LBFGS needs a closure"):
         engine.run([1.0], max_steps=1)
     assert engine.step == 0
 

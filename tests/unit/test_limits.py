@@ -299,7 +299,7 @@ def test_max_time_is_of_the_call_in_trainer(tmp_path, clock, own_epoch):
 def test_a_run_that_time_ends_says_so(clock, caplog):
     caplog.set_level("INFO", "treadle")
     Fit(12, max_time=3, hooks=[Tick(clock)]).train()
-    assert "stopped before step 12, as max_time of 3 s is over" in caplog.text
+    assert "stopped before step 12, as max_time of 3 s has passed" in caplog.text
 
 
 # -- trials -------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_a_function_sees_the_rows_of_every_rank(monkeypatch):
         ("acuracy", "no metric 'acuracy'; did you mean 'accuracy'"),
         ([lambda outputs, targets: 0], "has no name; pass a dict"),
         ({"mine": lambda outputs: 0}, r"mine cannot be called as mine\(outputs, targets\)"),
-        ({"mine": nn.MSELoss}, "MSELoss is a class; make one"),
+        ({"mine": nn.MSELoss}, "MSELoss is a class; instantiate it"),
         (["mse", "mse"], "two are named 'mse'"),
         (3, "pass torchmetrics objects, functions"),
     ],

@@ -41,16 +41,16 @@ def test_one_block_names_each_decision_and_its_reason(tmp_path, caplog):
     assert said == {
         "device": "cpu (asked for as 'cpu')",
         "precision": "bf16 by autocast, no gradient scaling needed",
-        "ranks": "1 (no process group was started)",
-        "start": "fresh: no checkpoint was named or found",
+        "ranks": "1 (no process group)",
+        "start": "fresh: no checkpoint specified or found",
         "target": "step 4",
-        "non-finite": "an error at once; looking costs nothing on the CPU",
+        "non-finite": "an error at once; checking is free on the CPU",
         "hooks": "EmaHook, CheckpointingHook",
     }
     Fit(6, workspace=tmp_path, device="cpu", max_non_finite_grad_retries=3).train()
     said = block(caplog)
     assert said["start"] == f"step 4, epoch 1, from {tmp_path}/checkpoints/checkpoint_step_4.pt"
-    assert said["precision"] == "full (no mixed precision was asked for)"
+    assert said["precision"] == "full (no mixed precision requested)"
     assert said["non-finite"].startswith("up to 3 retries with fresh data")
 
 

@@ -16,7 +16,7 @@ from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
 from treadle.capture.compile import check_compile
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_least, checked
+from treadle.errors.arguments import check_above, check_least, check_within, checked
 from treadle.faces.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
@@ -33,15 +33,14 @@ class VocabConfig:
     scalar: int = 56320
     """Ids of all scalar columns together: columns x bins."""
     scalar_bins: int | None = 1024
-    """Ids of one column."""
+    """Ids per column."""
     spectrum: int = 2048
-    """Ids of each spectrum group."""
+    """Ids per spectrum group."""
     spectrum_groups: list[str] = field(default_factory=lambda: list(SPECTRUM_GROUPS))
     """Names of the groups, in the order of their ids."""
 
     def __post_init__(self) -> None:
-        for name in ("image", "scalar", "spectrum"):
-            _require(getattr(self, name) >= 1, f"vocab.{name}", getattr(self, name), "must be at least 1")
+        check_least(1, vocab__image=self.image, vocab__scalar=self.scalar, vocab__spectrum=self.spectrum)
         bins = self.scalar_bins
         whole = bins is None or (bins >= 1 and self.scalar % bins == 0)
         _require(whole, "vocab.scalar_bins", bins, f"must divide vocab.scalar={self.scalar}")
@@ -65,8 +64,7 @@ class SequencesConfig:
     """The same for each spectrum group."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _require(value >= 1, f"sequences.{name}", value, "must be at least 1")
+        check_least(1, **{f"sequences.{name}": value for name, value in vars(self).items()})
 
 
 @checked
@@ -77,21 +75,20 @@ class ModelConfig:
     n_types: int = 20
     """Rows of the type table; at least 7 + spectrum groups."""
     d_model: int = 768
-    """Width."""
+    """Model width."""
     n_layers: int = 12
-    """Layers."""
+    """Number of layers."""
     n_heads: int = 12
     """Attention heads; must divide ``d_model``."""
     d_ff: int = 3072
     """Width of the feed-forward layers."""
     dropout: float = 0.1
-    """In [0, 1)."""
+    """Dropout probability, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        for name in ("n_types", "d_model", "n_layers", "n_heads", "d_ff"):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        check_least(1, **{f"model.{name}": value for name, value in vars(self).items() if name != "dropout"})
         _require(self.d_model % self.n_heads == 0, "model.n_heads", self.n_heads, f"must divide {self.d_model}")
-        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must lie in [0, 1)")
+        check_within("[0, 1)", model__dropout=self.dropout)
 
 
 @checked
@@ -100,7 +97,7 @@ class MeaningfulLossConfig:
     """Settings of the expected-value terms of the loss."""
 
     enabled: bool = True
-    """False: cross-entropy alone."""
+    """False: cross-entropy only."""
     sample_k_per_modality: int = 4096
     """Maximum number of positions per modality at which the terms are computed."""
     weight_image: float = 0.1
@@ -128,7 +125,7 @@ class TrainingConfig:
     learning_rate: float = 0.0002
     """Peak learning rate, reached at the end of the warm-up."""
     weight_decay: float = 0.05
-    """On matrices only."""
+    """Weight decay, applied only to matrices."""
     warmup_steps: int = 2000
     """Linear warm-up steps."""
     total_steps: int | None = None
@@ -142,7 +139,7 @@ class TrainingConfig:
     max_non_finite_grad_retries: int | None = None
     """Retries with fresh micro-batches before NonFiniteError; None: no retries."""
     num_workers: int = 4
-    """Processes that load."""
+    """Number of data-loading processes."""
     pin_memory: bool = True
     """Copy to a CUDA device from pinned memory; no effect without CUDA."""
     persistent_workers: bool = True
@@ -162,17 +159,14 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "grad_accum_steps", "prefetch_factor", "total_steps"):
-            value = getattr(self, name)
-            may_be_none = name == "total_steps" and value is None
-            _require(may_be_none or value >= 1, f"training.{name}", value, "must be at least 1")
+            check_least(1, **{f"training.{name}": getattr(self, name)})
         for name in ("weight_decay", "warmup_steps", "num_workers", "grad_clip", "max_non_finite_grad_retries",
                      "log_every", "save_every_steps"):  # fmt: skip
-            value = getattr(self, name)
-            _require(value is None or value >= 0, f"training.{name}", value, "must be at least 0")
+            check_least(0, **{f"training.{name}": getattr(self, name)})
         as_parallel(self.parallel)
         check_compile(self.compile, name="training.compile")
-        _require(self.learning_rate > 0, "training.learning_rate", self.learning_rate, "must be above 0")
-        _require(0 <= self.min_lr_ratio <= 1, "training.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
+        check_above(0, training__learning_rate=self.learning_rate)
+        check_within("[0, 1]", training__min_lr_ratio=self.min_lr_ratio)
 
 
 @checked
@@ -181,23 +175,23 @@ class PathsConfig:
     """File paths of a project; ``{field}`` is replaced by the name of a field."""
 
     datacube_template: str = "datacube_{field}.parquet"
-    """Tables of objects."""
+    """Object tables."""
     image_tokens_template: str = "outputs/image_tokens/datacube_{field}_tokens.npz"
-    """Tokens of images."""
+    """Image tokens."""
     scalar_tokens_template: str = "outputs/scalar_tokens/datacube_{field}_scalar_tokens.npz"
-    """Bins of scalars."""
+    """Scalar bins."""
     spectrum_tokens_template: str = "outputs/spectrum_tokens/datacube_{field}_spectrum_tokens.npz"
-    """Tokens of spectra."""
+    """Spectrum tokens."""
     image_latents_template: str = "outputs/image_latents/datacube_{field}_latents.npz"
-    """Latents of images."""
+    """Image latents."""
     scalar_tokenizer_config: str = "scalar_tokenizers/scalar_tokenizer_config.npz"
-    """The tokenizer of scalars."""
+    """Scalar tokenizer."""
     spectrum_tokenizer_config: str = "spectrum_tokenizers/spectrum_tokenizer_config.npz"
-    """The tokenizer of spectra."""
+    """Spectrum tokenizer."""
     image_autoencoder: str = "image_tokenizers/autoencoder_splus_cuts.pt"
     """Weights of the `AutoEncoder`."""
     image_codebook: str = "image_tokenizers/codebook_kmeans_2048.joblib"
-    """The codebook of images."""
+    """Image codebook."""
     output_dir: str = "runs_tokens_transformer"
     """Checkpoints and history."""
 
@@ -218,7 +212,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("data.mag_filter", self.mag_filter, ("column", "min", "max"))
-        _require(self.magerr_max >= 0, "data.magerr_max", self.magerr_max, "must be at least 0")
+        check_least(0, data__magerr_max=self.magerr_max)
 
 
 @checked
@@ -275,11 +269,11 @@ class TokenizersConfig:
     """Sizes of the tokenizers."""
 
     scalar: ScalarTokenizerConfig = field(default_factory=ScalarTokenizerConfig)
-    """Of scalars."""
+    """Sizes of the scalar tokenizer."""
     spectrum: SpectrumTokenizerConfig = field(default_factory=SpectrumTokenizerConfig)
-    """Of spectra."""
+    """Sizes of the spectrum tokenizer."""
     image: ImageTokenizerConfig = field(default_factory=ImageTokenizerConfig)
-    """Of images."""
+    """Sizes of the image tokenizer."""
 
 
 @checked

@@ -24,7 +24,7 @@ from treadle.errors.arguments import checked
 Floats = NDArray[np.float64]
 
 TREES_FROM = 200
-"""Minimum number of training objects for the tree baselines; with fewer they tell little."""
+"""Minimum number of training objects for the tree baselines; with fewer they are uninformative."""
 _COMPONENTS, _TREES = 48, 100
 RIDGE_ALPHAS = tuple(float(alpha) for alpha in np.logspace(-2, 6, 17))
 

@@ -41,9 +41,6 @@ class AstroFolder(CheckpointFolder):
         vocab: the vocabulary that a checkpoint must match.
         path: the folder; None writes nothing.
         save_total_limit: how many of the newest checkpoints to keep, of epochs and of steps each; None keeps all.
-
-    Example:
-        >>> # folder = AstroFolder(engine, vocab, "run", save_total_limit=3)
     """
 
     loss_settings = ("loss_config", "use_ce")
@@ -71,7 +68,7 @@ class AstroFolder(CheckpointFolder):
         return sorted(found, key=lambda path: path.name.startswith("best"))
 
     def resume(self, source: str | Path | None) -> Path | None:
-        """Load ``resume_from``; rewrite an epoch's file if a kill left only its ``best.pt``."""
+        """Load ``resume_from``; write an epoch's missing file if a kill left only its ``best.pt``."""
         found = super().resume(source)
         if found is not None and found.name == "best.pt":
             own = found.with_name(self._epoch_name())
@@ -148,9 +145,6 @@ class StepCheckpoints(BaseHook):
     Args:
         write: writes the checkpoint.
         interval: steps between checkpoints, >= 1.
-
-    Example:
-        >>> hook = StepCheckpoints(lambda: None, 5000)
     """
 
     def __init__(self, write: Callable[[], object], interval: int):

@@ -74,11 +74,11 @@ def what_differs(
     """Compare a replay with an eager step from the same state; return the difference, if any.
 
     Args:
-        engine: whose step.
-        step: as captured.
-        group: to run it with.
-        kept: the state, which is put back.
-        largest: returns the largest of a number over the ranks, all of which run the same steps here.
+        engine: engine of the step.
+        step: the captured step.
+        group: group to run it with.
+        kept: the state to restore.
+        largest: returns the maximum of a number over ranks, which all run the same steps here.
     """
 
     def state_after(run: Callable[[], list[StepOutput]]) -> _After:
@@ -101,7 +101,7 @@ def what_differs(
     step.prepare()
     if drawn:
         return (
-            "the step draws random numbers on the CPU, which would be drawn once and used for ever; draw them on the "
+            "the step draws random numbers on the CPU, which would be drawn once and used forever; draw them on the "
             "device, or in the data loader"
         )
     if not difference:

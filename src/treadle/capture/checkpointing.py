@@ -176,7 +176,7 @@ def _chosen(model: nn.Module, setting: Checkpointing) -> dict[str, nn.Module]:
         found = {name: module for name, module in names.items() if id(module) in blocks}
         if not found:
             raise ConfigError(
-                f"{type(model).__name__} has no ModuleList whose items could be run again; give names of its parts, "
+                f"{type(model).__name__} has no ModuleList whose items could be recomputed; give names of its parts, "
                 f"such as {[next(iter(names), 'layers.*')]}",
                 argument="gradient_checkpointing",
                 value=True,

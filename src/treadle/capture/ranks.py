@@ -1,4 +1,4 @@
-"""Agreement of ranks on captured steps: all of them record, replay or run eagerly, since a graph holds collectives."""
+"""Agreement of ranks on captured steps: since a graph contains collectives, all capture, replay or run eagerly."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
 
 OFF, EAGER, RECORD, REPLAY = -1.0, 0.0, 1.0, 2.0
-"""What a rank can do with its next step. It gives up capturing, has no graph, could record one, or has one."""
+"""What a rank can do with its next step: it has given up capturing, has no graph, could capture one, or has one."""
 
 
 class RankAgreement:
-    """Exchange between the hosts before a step and while one is recorded; of a single rank there is none.
+    """Exchange between hosts before a step and during capture; none on a single rank.
 
     Args:
         engine: the engine of this rank.
@@ -23,19 +23,19 @@ class RankAgreement:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self.messages: list[list[float]] = []  # of each rank, sent with the latest step
+        self.messages: list[list[float]] = []  # messages of each rank with the latest step
 
     @property
     def alone(self) -> bool:
-        """Whether there is one rank."""
+        """Whether there is only one rank."""
         return self._engine.num_ranks == 1
 
     def action(self, own: float, *, weight: float = 1.0) -> float:
-        """Return what all ranks do with the next step.
+        """Return the common action of all ranks for the next step.
 
         Args:
-            own: what this rank can do.
-            weight: of its micro-batch; a graph divides by no weights, so they must be equal.
+            own: action that this rank can do.
+            weight: weight of its micro-batch; a graph does not divide by weights, so they must be equal.
         """
         sent = distributed.gather_numbers([own, weight, *own_messages(self._engine)])
         actions, weights = [each[0] for each in sent], {each[1] for each in sent}
@@ -46,12 +46,12 @@ class RankAgreement:
         return own if same else EAGER
 
     def problem(self, own: str | None) -> str | None:
-        """Return the problem of this rank or, if only others have one, that they do."""
+        """Return the problem of this rank or, if only others have one, a message about that."""
         if self.alone:
             return own
         found = any(sent[0] for sent in distributed.gather_numbers([float(own is not None)]))
         return own or ("another rank cannot capture its step" if found else None)
 
     def largest(self, own: float) -> float:
-        """Return the largest of a number over the ranks."""
+        """Return the maximum of a number over ranks."""
         return own if self.alone else max(sent[0] for sent in distributed.gather_numbers([own]))

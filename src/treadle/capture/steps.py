@@ -73,7 +73,7 @@ def _why_not(engine: Engine) -> str | None:
         )
     if listening:
         return (
-            f"{', '.join(listening)} acts before the optimizer's step, which is inside the graph; leave it out, or "
+            f"{', '.join(listening)} acts before the optimizer step, which is inside the graph; leave it out, or "
             "mark that method with treadle.hooks.base.capturable if it only launches work on the device"
         )
     if observed:
@@ -86,7 +86,7 @@ def _why_not(engine: Engine) -> str | None:
 
 
 def _why_not_on_ranks(engine: Engine) -> str | None:
-    """Return what makes capturing impossible on several ranks only."""
+    """Return the reason why capturing is impossible on several ranks."""
     if engine.capture == "auto":
         return "graphs that hold an exchange were tried with one rank on a GPU only; capture=True takes them"
     if not engine.exchange.recordable:
@@ -97,6 +97,11 @@ def _why_not_on_ranks(engine: Engine) -> str | None:
         return "the trainer counts what each batch holds on the host, and the ranks may count otherwise"
     if not (engine.guard.deferred or engine.guard.can_wait):
         return "with retries, a policy or fp16 the host decides on each step"
+    if torch.cuda.current_stream(engine.device) == torch.cuda.default_stream(engine.device):
+        return (
+            "DistributedDataParallel keeps nodes of the stream it was built on, and the default stream cannot be "
+            "captured; build the model and train inside `with torch.cuda.stream(torch.cuda.Stream()):`"
+        )
     return None
 
 
@@ -151,7 +156,7 @@ class CapturedSteps(RunsAhead):
         return step.run(group, weights)
 
     def _with_other_ranks(self, group: Group, weights: list[float | None], gather: RowGather | None) -> Outcome:
-        """Run one step as all ranks can: by graphs if each has one, else eagerly, after recording where it is time."""
+        """Run one step the same way on all ranks: by graphs if each has one, else eagerly, after capturing if due."""
         found = self._look_up(group, weights, gather)
         key, step = found or (None, None)
         own = OFF if key is None else EAGER
@@ -244,7 +249,7 @@ class CapturedSteps(RunsAhead):
 
     def _step_for(self, group: Group, weights: list[float | None], gather: RowGather | None) -> CapturedStep | None:
         """Return the captured step for a group, capturing it if due; None for an eager step."""
-        if gather is not None and (gather, self._settings()) == self._latest_kind:  # all of a gather are alike
+        if gather is not None and (gather, self._settings()) == self._latest_kind:  # a gather has one shape
             return self._latest_step
         found = self._look_up(group, weights, gather)
         if found is None:
@@ -257,7 +262,7 @@ class CapturedSteps(RunsAhead):
     def _look_up(
         self, group: Group, weights: list[float | None], gather: RowGather | None
     ) -> tuple[tuple[Any, ...], CapturedStep | None] | None:
-        """Return the key of a group and its captured step, if there is one; None after giving up."""
+        """Return the key of a group and its captured step, if any; None after giving up."""
         settings = self._settings()
         shapes = [shape_of(batch) for batch in group.batches]
         unknown = [shape for shape in shapes if isinstance(shape, str)]
@@ -277,7 +282,7 @@ class CapturedSteps(RunsAhead):
     def _captured(
         self, key: Any, group: Group, weights: list[float | None], gather: RowGather | None
     ) -> CapturedStep | None:
-        """Capture the step of a key; return it, or None where that is impossible or too early."""
+        """Capture the step of a key; return it, or None if impossible or too early."""
         if len(self._steps) >= _MAX_GRAPHS:
             self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
             return None
@@ -347,9 +352,9 @@ class CapturedSteps(RunsAhead):
     def _recorded(
         self, group: Group, weights: list[float] | None, gather: RowGather | None, kept: KeptState
     ) -> tuple[CapturedStep | None, str | None]:
-        """Record the step and compare it with an eager one; return it, or the problem, which any rank may have.
+        """Capture the step and compare it with an eager one; return it, or the problem, which may be another rank's.
 
-        Neither where a parameter got its first gradient: another eager step makes the rest of the optimizer's state.
+        Return neither if a parameter got its first gradient: another eager step creates the missing optimizer state.
         """
         engine, ranks = self._engine, self._ranks
         problem, grew = None, False
@@ -391,7 +396,7 @@ _HINT = (
 
 
 def _as_problem(error: BaseException) -> str:
-    """Return an error of a trial as a problem, and let go of its frames: they hold a graph, whose nodes would stay."""
+    """Return an error of a trial as a problem, and clear its frames: they keep nodes of a graph alive."""
     traceback.clear_frames(error.__traceback__)
     return f"the step cannot be captured: {_first_line(error)}. {_HINT}"
 

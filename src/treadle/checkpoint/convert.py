@@ -45,7 +45,7 @@ def convert_checkpoint(
     """
     path = Path(source)
     if not os.path.lexists(path):
-        raise ConfigError(f"{str(path)!r}: no such file or folder; give a checkpoint or a run folder")
+        raise ConfigError(f"{str(path)!r}: no such file or folder; pass a checkpoint or a run folder")
     found = None
     if path.is_dir() and not has_shards(path):
         found = find_latest(states for folder in (path, path / "checkpoints") for states in states_in(folder))
@@ -53,7 +53,7 @@ def convert_checkpoint(
             raise ConfigError(f"{str(path)!r}: there is no checkpoint in this folder")
     path, tree = found or (path, load_checkpoint(path))
     if (tree.get("format") or {}).get("name") != FORMAT_NAME:
-        raise CheckpointError(f"{str(path)!r} is no checkpoint of treadle, so there is no training state to convert")
+        raise CheckpointError(f"{str(path)!r} is not a checkpoint of treadle, so there is no training state to convert")
     name = path.resolve().name.removesuffix(".pt")
     target = Path(out) if out is not None else path.parent / "export" / (f"{name}.pt" if to == "file" else name)
     if os.path.lexists(target) and not force:

@@ -70,7 +70,7 @@ def reported(target: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{str(target)!r} was not written: {first_line(_system_error(error))}. What was there before is intact; "
+            f"{str(target)!r} was not written: {first_line(_system_error(error))}. Existing files are intact; "
             "free some space or choose another folder"
         ) from error
 

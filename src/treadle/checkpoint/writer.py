@@ -122,7 +122,7 @@ class CheckpointWriter:
                 self._flights.pop().give_up()
                 return CheckpointError(
                     f"a background save was given up after {patience:g} s: another rank did not take part in it any "
-                    "more. What was there before is intact"
+                    "more. Existing files are intact"
                 )
             self.wait()
         except CheckpointError as error:

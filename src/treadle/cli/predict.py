@@ -97,7 +97,7 @@ def predict(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict a split with the best weights of a run, and write the predictions with the true values if known.
+    """Predict a split with the best weights of a run, and write the predictions next to the true values, if known.
 
     Graphs: predictions and targets. Spectra: the latent of each spectrum and its row in the data set. Astro: each
     prediction of one modality from others. A run of a configuration file: what the trainer's predict_step(input)
@@ -259,7 +259,7 @@ def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> 
         return write_bytes(lambda file: np.savez(file, **arrays), path)
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
-        raise ConfigError(f"--out {path}: the arrays have {lengths} rows, which are no table; use .npz")
+        raise ConfigError(f"--out {path}: the arrays differ in length ({lengths} rows); use .npz")
     columns: dict[str, Any] = {}
     for name, array in arrays.items():
         wide = array.reshape(len(array), -1)

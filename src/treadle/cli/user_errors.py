@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 WHOLE = "TREADLE_TRACEBACK"
-"""The environment variable that asks for the whole traceback."""
+"""Environment variable that enables the whole traceback."""
 
 _COMMAND_LINE = str(sys.modules[typer.Exit.__module__.partition(".")[0]].__file__)  # click, or typer itself
 _TORCH = Path(str(getattr(importlib.util.find_spec("torch"), "origin", "torch"))).parent  # found, not loaded

@@ -26,14 +26,14 @@ def build_trainer(
 ) -> Any:
     """Build a trainer with its parts from a configuration.
 
-    =========== ==================================================================================================
-    key         meaning
-    =========== ==================================================================================================
-    trainer     ``type``, a registered name or a dotted path, and arguments of its constructor
-    imports     modules, or files relative to ``folder``, that are imported first: they register classes
-    seed        passed to :func:`treadle.set_seed` before anything is built; without it nothing is seeded
-    other keys  the parts: ``model`` is passed as the argument ``model_cfg``, and so on, as it is
-    =========== ==================================================================================================
+    =========== ================================================================================================== key
+    meaning ===========
+    ================================================================================================== trainer ``type``,
+    a registered name or a dotted path, and arguments of its constructor imports modules, or files relative to
+    ``folder``, that are imported first: they register classes seed passed to :func:`treadle.set_seed` before anything
+    is built; without it nothing is seeded other keys the parts: ``model`` is passed unchanged as the argument
+    ``model_cfg``, and so on ===========
+    ==================================================================================================
 
     Args:
         cfg: the configuration, for example from :func:`treadle.config.load_config`; not changed.

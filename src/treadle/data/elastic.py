@@ -84,7 +84,7 @@ def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoin
     warnings = [
         f"the epoch continues after {start} of its {order.num_samples} samples, in the same order and none lost or "
         f"doubled, but in other batches: {before['global_batch_size']} samples on {before['num_replicas']} ranks "
-        f"before, {order.global_batch_size} on {order.num_replicas} now. From here on the run is another"
+        f"before, {order.global_batch_size} on {order.num_replicas} now. From here on the run differs"
     ]
     unread = order.num_samples - order.consumed(left, start)
     if unread and not order.drop_last:

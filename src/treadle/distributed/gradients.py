@@ -361,7 +361,7 @@ class ShardExchange(GradientExchange):
         plain = [name for name, value in model.named_parameters() if value.requires_grad and not is_dtensor(value)]
         if plain and distributed.world_size() > 1:
             raise ConfigError(
-                f"parameter {plain[0]!r} is trained and not sharded, so nobody would exchange its gradient; "
+                f"parameter {plain[0]!r} is trained and not sharded, so its gradient would not be all-reduced; "
                 "call fully_shard on the whole model too, as treadle.parallelize does, or freeze it",
                 argument="model",
             )

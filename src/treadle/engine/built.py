@@ -94,7 +94,7 @@ class Built:
                 if id(one) in added and id(one) not in self._parameters and name in self._names]  # fmt: skip
         if late:
             yield (
-                f"optimizer: it holds {_listed(late)}, which was put into the place of another parameter while "
+                f"optimizer: it holds {_listed(late)}, which replaced another parameter while "
                 "training; a run that builds the first one cannot load checkpoints from here on. Make all layers when "
                 "the model is built"
             )

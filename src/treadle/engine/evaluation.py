@@ -102,7 +102,7 @@ def results_of(method: str, result: Any) -> Mapping[str, Any]:
         try:
             _ = value if isinstance(value, (list, str)) or value is None else as_number(path, value)
         except TypeError as error:
-            raise ConfigError(f"the override returned what is no number: {error}", argument=method) from error
+            raise ConfigError(f"the override returned a non-numeric value: {error}", argument=method) from error
     return result
 
 
@@ -221,9 +221,6 @@ def refuse_no_batch(count: int, loader: str) -> None:
     Args:
         count: number of batches on this rank.
         loader: subject of the message, as in ``"val_loader: it"``.
-
-    Example:
-        >>> refuse_no_batch(1, "val_loader: it")
     """
     if not distributed.agree(count):
         raise ConfigError(f"{loader} gave no batch; there is nothing to take a mean over")

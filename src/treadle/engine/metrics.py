@@ -391,7 +391,7 @@ def _as_metric(metric: Any, name: str | None, loss_fn: Any) -> Any:
             return ClassMetric(metric, loss_fn)
         raise ConfigError(f"there is no metric {metric!r}; {nearest(metric, METRIC_NAMES)}", argument="metrics")
     if isinstance(metric, type):
-        raise ConfigError(f"{metric.__name__} is a class; make one: {metric.__name__}(...)", argument="metrics")
+        raise ConfigError(f"{metric.__name__} is a class; instantiate it: {metric.__name__}(...)", argument="metrics")
     if _is_object(metric):
         return metric
     missing = [word for word in ("update", "compute", "reset") if not callable(getattr(metric, word, None))]

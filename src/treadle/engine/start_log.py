@@ -76,7 +76,7 @@ def _why_ended(engine: Engine) -> str:
         return "done"
     deadline = engine.target.deadline
     if deadline is not None and deadline.over:
-        return f"stopped before {engine.target}, as max_time of {_duration(deadline.seconds)} is over,"
+        return f"stopped before {engine.target}, as max_time of {_duration(deadline.seconds)} has passed,"
     return f"stopped before {engine.target}, as should_stop was set,"
 
 
@@ -104,14 +104,14 @@ def _why_device(engine: Engine) -> str:
     if engine.settings.device_asked is not None:
         return f"asked for as {engine.settings.device_asked!r}"
     if engine.device.type == "cpu":
-        return "none was asked for and neither CUDA nor MPS is here"
-    return "none was asked for; CUDA comes first, then MPS, then the CPU"
+        return "not specified, and neither CUDA nor MPS is available"
+    return "not specified; CUDA is preferred, then MPS, then the CPU"
 
 
 def _precision(engine: Engine) -> str:
     name = engine.precision.name
     if name is None:
-        return "full (no mixed precision was asked for)"
+        return "full (no mixed precision requested)"
     if engine.precision.scaled:
         return f"{name} by autocast, gradients scaled from {engine.precision.scaler.get_scale():g}"
     return f"{name} by autocast, no gradient scaling needed"
@@ -120,7 +120,7 @@ def _precision(engine: Engine) -> str:
 def _ranks(engine: Engine) -> str:
     size = distributed.world_size()
     if not distributed.is_distributed():
-        return "1 (no process group was started)"
+        return "1 (no process group)"
     here = f"{size} (process group {torch.distributed.get_backend()}), this is rank {distributed.rank()}"
     return f"{here}; {_model(engine)}"
 
@@ -138,8 +138,8 @@ def _model(engine: Engine) -> str:
 
 def _start(engine: Engine) -> str:
     if not engine.progress.step:
-        return "fresh: no checkpoint was named or found"
-    source = engine.state.source or "a state that was loaded, or this trainer's own"
+        return "fresh: no checkpoint specified or found"
+    source = engine.state.source or "a loaded state, or this trainer's own"
     return f"step {engine.progress.step}, epoch {engine.epoch}, from {source}"
 
 
@@ -149,7 +149,7 @@ def _non_finite(engine: Engine) -> str:
     at_once = f"{last} at once" if engine.guard.plan is None else last
     policy = f"up to {retries} retries with fresh data, then {last}" if retries else at_once
     if engine.guard.deferred:
-        return f"{policy}; the optimizer skips on the device and the host looks some steps later"
+        return f"{policy}; the optimizer skips on the device and the host checks some steps later"
     if engine.device.type == "cpu":
-        return f"{policy}; looking costs nothing on the CPU"
-    return f"{policy}; one read a step (a fused optimizer without retries needs none)"
+        return f"{policy}; checking is free on the CPU"
+    return f"{policy}; one device read per step (a fused optimizer without retries needs none)"

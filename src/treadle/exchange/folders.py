@@ -60,7 +60,7 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
     moments = next((name for name in _OPTIMIZERS if name in names), None)
     left_out = [f"{name}: {why}" for name in names for pattern, why in _REASONS if re.fullmatch(pattern, name)]
     if moments and not optimizer:
-        left_out.insert(0, f"{moments}: not asked for")
+        left_out.insert(0, f"{moments}: not requested")
     return ForeignCheckpoint(
         folder,
         kind,
@@ -73,11 +73,7 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
 
 
 def weights_file(folder: Path) -> str | None:
-    """Return the name of the file, or the index, that holds the weights in a folder of these kinds.
-
-    Example:
-        >>> weights_file(Path("no_such_folder"))
-    """
+    """Return the name of the file, or the index, that holds the weights in a folder of these kinds."""
     return next((name for name in _WEIGHTS if (folder / name).is_file()), None)
 
 

@@ -28,9 +28,6 @@ class OwnStepEngine(Engine):
         replaced: whether it replaces the step; see :class:`ReplacedStep`.
         weighted: pairs numbers of the last batch with their weights.
         kwargs: arguments of the engine.
-
-    Example:
-        >>> # engine = OwnStepEngine(model, optimizer, task, own_step=trainer.train_step, weighted=dict)
     """
 
     def __init__(
@@ -62,7 +59,7 @@ class OwnStepEngine(Engine):
             )
         if self._replaced is not None and distributed.world_size() > 1:
             raise ConfigError(
-                "the override replaces this trainer's step, and on several ranks nothing would exchange its gradients; "
+                "the override replaces this trainer's step, and its gradients would not be all-reduced over ranks; "
                 "call super().train_step(batch), or override _forward_pass or _compute_loss",
                 argument="train_step",
             )

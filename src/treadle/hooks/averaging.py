@@ -43,6 +43,6 @@ class AveragingHook(BaseHook):
     def _made_average(self) -> Ema:
         if self._average is None:
             raise ConfigError(
-                "there is none before training starts or a state is loaded", argument=f"{self._kind}_model"
+                "not available before training starts or a state is loaded", argument=f"{self._kind}_model"
             )
         return self._average

@@ -68,7 +68,7 @@ def batch_as_plain(batch: Any) -> Any:
         return tuple(batch_as_plain(item) for item in batch)
     if isinstance(batch, list):
         return [batch_as_plain(item) for item in batch]
-    raise TypeError(f"a {type(batch).__module__}.{type(batch).__qualname__} is no plain tensor or value")
+    raise TypeError(f"a {type(batch).__module__}.{type(batch).__qualname__} is not a plain tensor or value")
 
 
 def is_finite(value: Any) -> bool:
@@ -110,10 +110,6 @@ class AttemptStart:
 
     Args:
         model: model whose current modules are covered.
-
-    Example:
-        >>> attempt = AttemptStart(nn.BatchNorm1d(2))
-        >>> attempt.note()
     """
 
     def __init__(self, model: nn.Module):

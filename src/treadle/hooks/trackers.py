@@ -79,18 +79,14 @@ def _hook(tracker: TrackerChoice) -> BaseHook:
         return OwnTrackerHook(tracker)
     missing = [name for name in ("start", "log", "finish") if not hasattr(tracker, name)]
     raise ConfigError(
-        f"{type(tracker).__name__} is no name and no hook and has no method {', '.join(missing)}; see "
+        f"{type(tracker).__name__} is neither a name nor a hook, and has no method {', '.join(missing)}; see "
         "treadle.hooks.Tracker",
         argument="trackers",
     )
 
 
 class EpochRecordsHook(BaseHook):
-    """Hook that logs each epoch's record as ``epoch/...`` for trackers; nothing in step-based runs.
-
-    Example:
-        >>> hook = EpochRecordsHook()
-    """
+    """Hook that logs each epoch's record as ``epoch/...`` for trackers; nothing in step-based runs."""
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Log the numbers in the last record."""

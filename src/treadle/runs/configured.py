@@ -83,7 +83,7 @@ class ConfiguredRuns(Pack[Any, None, Any]):
         if missing or not isinstance(trainer, BaseTrainer):
             lacks = " and ".join(f"{name}()" for name in missing) or "build_model()"
             raise ConfigError(
-                f"{type(trainer).__name__}: has no {lacks}; add it to the trainer, which is built again for this"
+                f"{type(trainer).__name__}: has no {lacks}; add it to the trainer, which is rebuilt for this"
             )
         self.load(opened.run, trainer, opened.path, opened.tree)
         return trainer

@@ -152,7 +152,7 @@ def run_verification(
         report: called with a line for each run.
 
     Raises:
-        ConfigError: a value is out of range, there is no such script, or a setting is wrong.
+        ConfigError: a value is out of range, there is no such script, or a setting is invalid.
     """
     default = check_arguments(target, list(arguments), steps, kills)
     folder = Path(tempfile.mkdtemp(prefix="treadle-verify-"))
@@ -174,7 +174,7 @@ def check_arguments(target: str, arguments: list[str], steps: int | None, kills:
         The default number of steps.
 
     Raises:
-        ConfigError: a value is out of range, there is no such script, or a setting is wrong.
+        ConfigError: a value is out of range, there is no such script, or a setting is invalid.
 
     Example:
         >>> check_arguments("spectra", ["epochs=3"], 24, 3)

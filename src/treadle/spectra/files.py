@@ -29,9 +29,6 @@ class SpectraFolder(CheckpointFolder):
         writer: writes the files, possibly in the background.
         path: the folder.
         best: the rule that selects the best epoch, or None; reconstructed for a chemomae checkpoint without its state.
-
-    Example:
-        >>> # folder = SpectraFolder(engine, RankWriter(), Path("run"))
     """
 
     loss_settings = ("loss_type", "reduction", "loss_region")
@@ -84,7 +81,7 @@ class SpectraFolder(CheckpointFolder):
             return own_tree(tree, engine, self._best, EXTENSION)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{source}: {error}. Use another out_dir for another model, or resume_from=None to start over here"
+                f"{source}: {error}. For another model use another out_dir, or resume_from=None to start over here"
             ) from error
 
     def complete(self, tree: Mapping[str, Any], source: Path) -> None:

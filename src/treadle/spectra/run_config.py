@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from treadle.runs.settings import at_least, between, check_seeds, without
+from treadle.errors.arguments import check_least, check_within
+from treadle.runs.settings import check_seeds, without
 from treadle.runs.split import DataConfig
 from treadle.spectra.config import TrainerConfig
 
@@ -41,7 +42,7 @@ class ModelConfig:
     num_layers: int = 2
     """Transformer layers."""
     dim_feedforward: int = 128
-    """Width of the feed-forward part of a layer."""
+    """Width of the feed-forward layers."""
     dropout: float = 0.0
     """Dropout probability; hiding three quarters of each spectrum regularises enough."""
     use_learnable_pos: bool = False
@@ -58,7 +59,7 @@ class ModelConfig:
     training."""
 
     def __post_init__(self) -> None:
-        between(0, 1, model__dropout=self.dropout)
+        check_within("[0, 1]", model__dropout=self.dropout)
 
 
 @dataclass
@@ -66,12 +67,12 @@ class OptimizerConfig:
     """Arguments of ``build_optimizer`` (AdamW)."""
 
     lr: float = 3e-3
-    """Highest learning rate."""
+    """Peak learning rate."""
     weight_decay: float = 0.05
     """Decoupled weight decay of the weight matrices."""
 
     def __post_init__(self) -> None:
-        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+        check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
 
 
 @dataclass
@@ -79,13 +80,13 @@ class ScheduleConfig:
     """Arguments of ``build_scheduler``: linear warm-up, then cosine decay over the rest of ``epochs``."""
 
     warmup_epochs: int = 5
-    """Epochs of warm-up."""
+    """Warm-up epochs."""
     min_lr_scale: float = 0.02
     """Fraction of the learning rate at the last step."""
 
     def __post_init__(self) -> None:
-        at_least(0, schedule__warmup_epochs=self.warmup_epochs)
-        between(0, 1, schedule__min_lr_scale=self.min_lr_scale)
+        check_least(0, schedule__warmup_epochs=self.warmup_epochs)
+        check_within("[0, 1]", schedule__min_lr_scale=self.min_lr_scale)
 
 
 def _trainer_config() -> TrainerConfig:
@@ -123,7 +124,7 @@ class SpectraConfig:
     """Fields of ``TrainerConfig``."""
 
     def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        check_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
         check_seeds(seed=self.seed)
 
     @classmethod

@@ -291,7 +291,7 @@ def test_settings_are_read_from_mappings_and_dataclasses():
         ({"sample_k": 0}, "sample_k=0"),
         ({"sample_k": 5, "sample_k_per_modality": 6}, "are one setting"),
         ({"enabled": "yes"}, "enabled='yes'"),
-        (3, "no mapping"),
+        (3, "not a mapping"),
     ],
 )
 def test_wrong_settings_are_refused(config, message):

@@ -183,7 +183,7 @@ def test_text_numbers_and_vectors_are_not_taken_for_each_other(tmp_path):
         ({"scalars": ["id"]}, "one number for each row"),
         ({"scalars": ["flux"]}, "one number for each row"),
         ({"scalars": [], "spectrum": "mag"}, "one vector of numbers"),
-        ({"scalars": [], "image": "flux"}, "a picture"),
+        ({"scalars": [], "image": "flux"}, "an image"),
         ({"scalars": [], "image": "flux", "image_shape": (1, 3, 3)}, "have 4 numbers each"),
         ({"scalars": []}, "name at least one column"),
     ]:

@@ -121,7 +121,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(config, tmp_path, capsys, s
 def test_a_script_is_sent_to_python_and_a_missing_file_named(config, tmp_path, capsys):
     script = tmp_path / "script.py"
     for text, words in (
-        ("trainer.train()", f"it is a script that trains by itself; run it with `python {script}`"),
+        ("trainer.train()", f"it is a script that trains on its own; run it with `python {script}`"),
         (
             "class Mine: ...",
             "it defines Mine and trains nothing; name the trainer in a configuration, as `type: script.Mine`",

@@ -91,7 +91,7 @@ def test_what_cannot_count_by_a_mask_is_refused_by_name():
         graph.train_mask = torch.ones(len(graph.y), dtype=torch.bool)
     with pytest.raises(ConfigError, match="train_mask: the batch has split masks, which padded batches do not support"):
         pad_batch(collate(data), plan_buckets(data, 4), level="node")
-    with pytest.raises(ConfigError, match="padded batches have none"):
+    with pytest.raises(ConfigError, match="padded batches do not support"):
         make(model={"task": "node"}, pad_to=1).train_epoch(loader(data, 2))
 
 

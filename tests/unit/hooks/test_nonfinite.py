@@ -297,7 +297,7 @@ def test_a_batch_of_other_things_is_named_and_not_saved(tmp_path):
     with pytest.raises(NonFiniteError):
         Odd(tmp_path, [NonFiniteHook()]).train()
     (event,) = events(tmp_path)
-    assert event["batch"] == "not saved: a builtins.object is no plain tensor or value"
+    assert event["batch"] == "not saved: a builtins.object is not a plain tensor or value"
     assert event["sample_ids"] == [None]
     (folder,) = (tmp_path / "nonfinite").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["event.json", "rng.pt"]

@@ -133,7 +133,7 @@ def test_a_name_an_own_object_and_a_hook_stand_side_by_side():
     [
         (["tensorbord"], "did you mean 'tensorboard'"),
         ("wandb,mlflo", "did you mean 'mlflow'"),
-        ([object()], "object is no name and no hook and has no method start, log, finish"),
+        ([object()], "object is neither a name nor a hook, and has no method start, log, finish"),
         (7, r"must be a list, such as \['tensorboard'\]"),
     ],
 )

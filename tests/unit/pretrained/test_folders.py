@@ -163,7 +163,7 @@ def test_a_model_that_cannot_write_itself_leaves_the_old_folder(tmp_path):
             raise ValueError("the weights are of a kind\nthat cannot be written")
 
     write_pretrained(Writes(1), tmp_path / "pretrained")
-    with pytest.raises(CheckpointError, match=r"of a kind\. What was there before is intact"):
+    with pytest.raises(CheckpointError, match=r"of a kind\. Existing files are intact"):
         write_pretrained(Fails(2), tmp_path / "pretrained")
     assert holds(tmp_path / "pretrained") == 1
     assert os.listdir(tmp_path) == ["pretrained"]

@@ -143,7 +143,7 @@ def test_another_line_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="does not fit this model"):
         load_foreign(PatchMAE(**SIZES, **UNITS["0.2"]), DATA / "0.1" / "checkpoints" / "last.pt")
     shutil.copytree(DATA / "0.2", tmp_path / "run")
-    with pytest.raises(CheckpointError, match="Another model needs another out_dir"):
+    with pytest.raises(CheckpointError, match="For another model use another out_dir"):
         make("0.1", OWN["0.1"], tmp_path / "run").fit(4)
 
 

@@ -1,4 +1,4 @@
-"""A pack: a small network learns noisy waves. All commands of treadle work on its runs."""
+"""A pack in which a small network learns noisy waves. All commands of treadle work on its runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Data = dict[str, dict[str, Tensor]]
 
 @dataclass
 class ModelConfig:
-    """The network."""
+    """Settings of the network."""
 
     width: int = 32
     """Hidden units."""
@@ -43,7 +43,7 @@ class Settings:
 
 
 class WaveTrainer(BaseTrainer):
-    """Fits y = sin(x) by least squares."""
+    """Trainer that fits y = sin(x) by least squares."""
 
     def __init__(self, run: Run[Settings], data: Data):
         config = run.config
@@ -92,7 +92,7 @@ class WavePack(Pack[Settings, Data, WaveTrainer]):
         return {name: {key: value[part] for key, value in rows.items()} for name, part in parts.items()}
 
     def build(self, run: Run[Settings], data: Data) -> WaveTrainer:
-        """Seeds, and returns the trainer."""
+        """Seed, and return the trainer."""
         set_seed(run.config.seed)
         return WaveTrainer(run, data)
 
@@ -101,7 +101,7 @@ class WavePack(Pack[Settings, Data, WaveTrainer]):
         trainer.train()
 
     def describe(self, run: Run[Settings], data: Data, trainer: WaveTrainer) -> dict[str, str]:
-        """Return the lines at the start of a run."""
+        """Return the lines of the start block."""
         return {"data": f"{len(data['train']['x'])} points", "schedule": f"{run.config.steps} steps"}
 
     def loader(self, run: Run[Settings], data: Data, split: str, *, batch_size: int | None, num_workers: int) -> Any:

@@ -1,4 +1,4 @@
-"""The fat of pieces of meat from their spectra, with bounds."""
+"""Prediction of the fat content of meat from spectra, with bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hook of one's own: it watches the run, keeps its state in the checkpoint, and writes a file."""
+"""A custom hook: it observes the run, keeps its state in the checkpoint, and writes a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from treadle import BaseHook, Engine
 
 
 class HardSamplesHook(BaseHook):
-    """Notes the steps with the largest loss of a sample in ``hard.json``.
+    """Hook that writes the steps with the largest loss of a sample to ``hard.json``.
 
-    Nothing is read from the device before the end of an epoch. What was seen goes into the checkpoint, so that a run
-    that was stopped writes the same file as one that was not.
+    Nothing is read from the device before the end of an epoch. The records go into the checkpoint, so that an
+    interrupted run writes the same file as an uninterrupted one.
 
     Args:
-        count: how many are kept.
+        count: the number of steps kept.
     """
 
     def __init__(self, count: int = 5):
@@ -39,12 +39,12 @@ class HardSamplesHook(BaseHook):
             (trainer.workspace / "hard.json").write_text(json.dumps(hardest, indent=1) + "\n", encoding="utf-8")
 
     def on_state_dict(self, trainer: Engine, state_dict: dict[str, Any]) -> None:
-        """Add its numbers to the checkpoint."""
+        """Add the records to the checkpoint."""
         self._read()
         state_dict["hooks"][self.state_key] = {"hardest": self._hardest}
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
-        """Undo it."""
+        """Restore the records."""
         found = state_dict["hooks"].get(self.state_key, {"hardest": []})
         self._hardest = [(float(loss), int(step)) for loss, step in found["hardest"]]
 

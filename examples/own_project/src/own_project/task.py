@@ -1,4 +1,4 @@
-"""A custom task: it deals with batches and losses, not with loops, devices or files."""
+"""A custom task: it handles batches and losses, not loops, devices or files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Batch = tuple[Tensor, Tensor]
 
 
 class QuantileTask:
-    """The pinball loss of several quantiles of one number.
+    """Task with the pinball loss of several quantiles of a scalar.
 
     Args:
-        quantiles: each in (0, 1), rising; the model has an output for each.
+        quantiles: each in (0, 1), ascending; the model has one output per quantile.
     """
 
     def __init__(self, quantiles: Sequence[float]):

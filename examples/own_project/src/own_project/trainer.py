@@ -1,4 +1,4 @@
-"""The trainer: parts that the configuration chooses, and how a batch becomes a loss."""
+"""The trainer: parts chosen by the configuration, and how a batch becomes a loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TRAIN = 172  # of 215 pieces
 
 
 def network(width: int, dropout: float, quantiles: int = 3) -> nn.Module:
-    """Return a network from 98 channels to one number for each quantile."""
+    """Return a network from 98 channels to one output per quantile."""
     return nn.Sequential(nn.Linear(98, width), nn.GELU(), nn.Dropout(dropout), nn.Linear(width, quantiles))
 
 
@@ -34,7 +34,7 @@ def pieces() -> tuple[Tensor, Tensor]:
 
 @REGISTRY.register()
 class FatTrainer(BaseTrainer):
-    """Trains a network on the quantiles of the fat."""
+    """Trainer of a network for quantiles of the fat content."""
 
     def __init__(
         self, data_cfg: Config, model_cfg: Config, task_cfg: Config, optimizer_cfg: Config, hooks_cfg: list[Config],
@@ -66,7 +66,7 @@ class FatTrainer(BaseTrainer):
         return self.quantiles.step(self.model, (inputs, targets))
 
     def build_eval_data_loader(self) -> Iterable[Batch]:
-        """Return the metrics of `treadle evaluate`."""
+        """Return the loader of `treadle evaluate`."""
         spectra, fat = pieces()
         return DataLoader(TensorDataset(spectra[_TRAIN:], fat[_TRAIN:]), batch_size=64)
 

@@ -107,7 +107,7 @@ def check_last_record(content: bytes) -> None:
     """Refuse an archive in memory that is not complete, by its last record, which gives its size.
 
     Raises:
-        ArchiveError: it is cut off, or goes on behind its end.
+        ArchiveError: it is truncated, or continues after its end.
 
     Example:
         >>> check_last_record(b"PK")

@@ -22,10 +22,10 @@ def bench(
 ) -> None:
     """Measure where the time of a step goes, what its floor is, and which settings would make it faster.
 
-    The target runs for a few dozen steps and is then ended. Its parts are timed: waiting for data, forward, backward,
+    The target runs for a few dozen steps and is then stopped. Its parts are timed: waiting for data, forward, backward,
     the update, each hook. Operator calls, kernel launches and reads of the device by the host are counted. The floor is
     the step's operations and bytes divided by what this machine reaches in the same run. Then settings that may help
-    are tried on the run's own steps, each against the present step.
+    are tried on the run's own steps, each against the current step.
 
     A script runs as with `python TARGET`, a configuration as with `treadle train TARGET`, up to its first training; its
     trainer writes to a temporary folder. Files that your own code writes elsewhere are not redirected.

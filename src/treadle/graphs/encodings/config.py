@@ -51,7 +51,7 @@ class HKSConfig:
     """Settings of the heat kernel signature."""
 
     scales: Sequence[float] = (0.1, 0.5, 1.0, 2.0, 5.0)
-    """Times of diffusion, one column each."""
+    """Diffusion times, one column each."""
 
     def __post_init__(self) -> None:
         _check_times("hks.scales", self.scales)

@@ -205,7 +205,7 @@ class Verifier:
                 argument="TARGET",
             )
         raise TreadleError(
-            f"the target failed by itself, without a kill (exit code {answer['code']}): {_last_line(job.log)}. Its "
+            f"the target itself failed, without a kill (exit code {answer['code']}): {_last_line(job.log)}. Its "
             f"output is in {job.log}"
         )
 
