@@ -129,10 +129,7 @@ class Cursor:
             loader = self._first_batches(loader, self._only)
         if loader is not self._loader:
             if self._opening is not None and self._loaded is None and in_global_order(self._loader) is not None:
-                self._loaded = {
-                    **self.state_dict(),
-                    "loader": None,
-                }  # the rest is available for any loader
+                self._loaded = {**self.state_dict(), "loader": None}  # the rest is available for any loader
             self._source = open_source(loader)
             self.limit_to(self._limit)
             self._objects = LoaderState(loader)
@@ -384,9 +381,13 @@ class Cursor:
     def _go_back_to(self, position: int) -> None:
         """Discard a broken iterator, so that no batch is lost when the epoch is reopened."""
         self.position = position
-        self._loaded = {**self.state_dict(), "loader": None}
-        self._pending_generators = self._loaded["generators"]
-        self._pending_objects = self._loaded.get("objects", {})
+        self._break_off({**self.state_dict(), "loader": None})
+
+    def _break_off(self, state: dict[str, Any]) -> None:
+        """Discard the iterator; the epoch is reopened from a state."""
+        self._loaded = state
+        self._pending_generators = state["generators"]
+        self._pending_objects = state.get("objects", {})
         self._iterator = None
 
     def give_back(self, count: int) -> None:
@@ -415,10 +416,7 @@ class Cursor:
         if not in_background or self._source is None:
             return
         if self._iterator is not None:
-            self._loaded = self.state_dict()
-            self._pending_generators = self._loaded["generators"]
-            self._pending_objects = self._loaded.get("objects", {})
-            self._iterator = None
+            self._break_off(self.state_dict())
         self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -453,9 +451,8 @@ class Cursor:
 
     def _warn_of_lost(self) -> None:
         lost = [
-            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. "
-            "Give its "
-            "object state_dict and load_state_dict, or make items from their index and the global random generators"
+            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. Give "
+            "its object state_dict and load_state_dict, or make items from their index and the global random generators"
             for name in self._objects.lost()
         ]
         self.warn(lost, topic="state that is lost")

@@ -15,8 +15,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle import distributed
 from treadle.data.cursor import Group
+from treadle.engine.leaving import leave_after_step
 from treadle.engine.masks import warn_of_masks
-from treadle.engine.session import leave_after_step, own_messages
+from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
 from treadle.errors import NonFiniteError
 from treadle.means import RunningMeans
@@ -200,7 +201,7 @@ def counts_terms(engine: Engine, batch: Any) -> bool:
 
 def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
     """Sum the counts of each loss term over the group and the ranks, before the first forward."""
-    # Called in each step, and isinstance against the protocol WeighsTerms takes as long as two layers of the model.
+    # Called in each step, in which isinstance against a protocol would take as long as two layers of the model.
     weights_of: Callable[[Any], Mapping[str, float] | None] | None = getattr(engine.task, "weights", None)
     if weights_of is None:
         return None

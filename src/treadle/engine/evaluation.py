@@ -221,9 +221,6 @@ def refuse_no_batch(count: int, loader: str) -> None:
     Args:
         count: number of batches on this rank.
         loader: subject of the message, as in ``"val_loader: it"``.
-
-    Example:
-        >>> refuse_no_batch(1, "val_loader: it")
     """
     if not distributed.agree(count):
         raise ConfigError(f"{loader} gave no batch; there is nothing to take a mean over")

@@ -21,9 +21,6 @@ def check_loader(loader: Any, argument: str) -> None:
     Args:
         loader: the user's argument.
         argument: name of the argument.
-
-    Example:
-        >>> check_loader([[0.5, 1.5]], "train_dataloader")
     """
     refuse_dataset(loader, argument)
     if isinstance(loader, (str, bytes)) or (loader is None and argument.startswith("train")):
@@ -42,9 +39,6 @@ def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
     Args:
         loaders: the user's argument.
         argument: name of the argument.
-
-    Example:
-        >>> check_eval_loaders({"near": [[0.5]], "far": [[5.0]]}, "val_loader")
     """
     if not isinstance(loaders, Mapping):
         _check_eval_loader(loaders, argument)
@@ -62,9 +56,6 @@ def refuse_used_up(loaders: EvalLoaders | None, argument: str, *, times: int) ->
         loaders: the user's argument.
         argument: name of the argument.
         times: number of times it will be read.
-
-    Example:
-        >>> refuse_used_up([[0.5]], "val_loader", times=2)
     """
     named = loaders.values() if isinstance(loaders, Mapping) else [loaders]
     if times > 1 and any(isinstance(loader, Iterator) for loader in named):

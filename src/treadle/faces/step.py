@@ -37,9 +37,9 @@ from treadle.engine.state import RunState
 from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
-from treadle.faces.default_hooks import with_default_hooks
+from treadle.errors.arguments import check_whole, checked
 from treadle.faces.epoch_face import save_state
+from treadle.faces.run_files import with_default_hooks
 from treadle.hooks.remote import local_workspace
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
@@ -157,8 +157,7 @@ class BaseTrainer(Engine):
         num_sanity_eval_steps: int = 0,
     ):
         self._refuse_own_loop()
-        if not isinstance(max_steps, int) or max_steps < 0:
-            raise ConfigError("must be a whole number of optimizer steps, >= 0", argument="max_steps", value=max_steps)
+        check_whole(0, max_steps=max_steps)
         check_precision(mixed_precision, argument="mixed_precision")
         accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
         check_accumulation(accumulation_steps, argument="gradient_accumulation_steps")

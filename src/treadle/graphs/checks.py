@@ -12,6 +12,7 @@ from torch import nn
 from treadle.distributed import unwrap
 from treadle.engine.best import BestRule, Mode
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_whole
 from treadle.faces.loaders import EvalLoaders, mode_over, results_by_name, selected_by
 from treadle.graphs.epoch_records import TRAIN, VAL, GraphRule, missing_key
 from treadle.graphs.losses import get_loss_fn
@@ -91,27 +92,14 @@ def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
 
 
 def check_log_every(log_every: int | None) -> None:
-    """Raise ConfigError unless it is a whole number of steps, or None.
-
-    Example:
-        >>> check_log_every(0)
-    """
-    if log_every is not None and (isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 0):
-        raise ConfigError(
-            "must be a whole number of steps, or None or 0 to turn it off", argument="log_every", value=log_every
-        )
+    """Raise ConfigError unless it is a whole number of steps, or None."""
+    if log_every is not None:
+        check_whole(0, log_every=log_every)
 
 
 def check_epochs(epochs: Any) -> None:
-    """Raise ConfigError unless it is an integer >= 0.
-
-    Example:
-        >>> check_epochs(100)
-    """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-        raise ConfigError(
-            "must be a whole number of epochs >= 0, counted from the start", argument="epochs", value=epochs
-        )
+    """Raise ConfigError unless it is an integer >= 0."""
+    check_whole(0, epochs=epochs)
 
 
 def best_rule(

@@ -55,9 +55,6 @@ class GraphEpochs(SelectingEpochs):
         engine: runs the steps.
         task: turns batches into losses.
         outputs: collects the outputs of the training steps.
-
-    Example:
-        >>> # epochs = GraphEpochs(engine, task, TrainOutputsHook(task, metrics))
     """
 
     def __init__(self, engine: Engine, task: GraphTask, outputs: TrainOutputsHook):

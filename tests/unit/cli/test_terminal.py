@@ -12,7 +12,7 @@ from rich.table import Table
 from command_kit import treadle
 from run_page_kit import make_run
 from treadle.cli.console import print_table, show_report
-from treadle.cli.encodings import write_in_any_locale
+from treadle.cli.main import write_in_any_locale
 from treadle.spectra.report import results
 
 SCORE = {"mean": 0.723, "std": 0.122}

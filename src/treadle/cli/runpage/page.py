@@ -35,9 +35,6 @@ def run_page(runs: Sequence[RunRecords], *, reload: float | None = None) -> str:
     Raises:
         ImportError: plotly is not installed.
         OSError: a picture cannot be read.
-
-    Example:
-        >>> # page = run_page([read_run(Path("runs/spectra"))])
     """
     rows = [summarize(run) for run in runs]
     charts = charts_of([series_of(run) for run in runs])

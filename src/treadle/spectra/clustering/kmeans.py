@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument
+from treadle.errors.arguments import check_argument, check_least
 from treadle.spectra.estimator import Estimator
 
 from ._rows import (
@@ -73,8 +73,7 @@ class CosineKMeans(Estimator):
     ) -> None:
         self.n_components = check_count("n_components", n_components)
         check_argument("tol", tol, float)
-        if not tol >= 0:
-            raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
+        check_least(0, tol=tol)
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
         self.device = resolve_device(device)

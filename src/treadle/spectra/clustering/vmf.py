@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument
+from treadle.errors.arguments import check_argument, check_least
 from treadle.spectra.estimator import Estimator
 
 from ._em import Parameters, Scorer, expect, maximise, start
@@ -28,7 +28,6 @@ from ._rows import (
     normalised,
     resolve_device,
 )
-from ._sampling import sample_directions
 from ._store import load_plain, save_atomic
 from .bessel import bessel_ratio, log_normalizer
 
@@ -134,8 +133,7 @@ class VMFMixture(Estimator):
         self.n_components = check_count("n_components", n_components)
         self.d = None if d is None else check_count("d", d, least=2)
         check_argument("tol", tol, float)
-        if not tol >= 0:
-            raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
+        check_least(0, tol=tol)
         if init not in ("kmeans++", "random"):
             raise ConfigError(' must be "kmeans++" or "random"; pass one of them.', argument="init", value=init)
         self.tol = float(tol)
@@ -278,3 +276,33 @@ class VMFMixture(Estimator):
         mus_KD, kappas_K, logpi_K = (tensor.cpu().double() for tensor in self._fitted())
         # The stored directions are rounded to the dtype of X; kappa would amplify the error of their length.
         return Scorer(Parameters(normalised(mus_KD), kappas_K, logpi_K), self.device)
+
+
+def sample_directions(mus_nD: Tensor, kappas_n: Tensor, *, generator: torch.Generator) -> Tensor:
+    """Draw one sample (n, D) per mean direction and concentration; kappa = 0 gives uniform directions."""
+    cosine_n1 = _sample_cosines(kappas_n, mus_nD.shape[1], generator=generator)[:, None]
+    tangent_nD = torch.randn(mus_nD.shape, generator=generator, dtype=torch.float64, device="cpu")
+    tangent_nD = tangent_nD - (tangent_nD * mus_nD).sum(dim=1, keepdim=True) * mus_nD
+    sine_n1 = (1 - cosine_n1**2).clamp(min=0.0).sqrt()
+    return normalised(cosine_n1 * mus_nD + sine_n1 * normalised(tangent_nD))
+
+
+def _sample_cosines(kappas_n: Tensor, d: int, *, generator: torch.Generator) -> Tensor:
+    """Draw the cosine of each sample to its mean direction, by rejection from Wood's envelope."""
+    b_n = (d - 1) / (2 * kappas_n + torch.sqrt(4 * kappas_n**2 + (d - 1) ** 2))
+    centre_n = (1 - b_n) / (1 + b_n)
+    limit_n = kappas_n * centre_n + (d - 1) * torch.log(4 * b_n / (1 + b_n) ** 2)  # 1 - centre^2
+    cosine_n = torch.empty_like(kappas_n)
+    waiting_M = torch.arange(len(kappas_n), device="cpu")
+    while len(waiting_M) > 0:
+        b_M, centre_M, kappa_M = b_n[waiting_M], centre_n[waiting_M], kappas_n[waiting_M]
+        # (1 + first coordinate of a uniform direction in R^d) / 2 follows Beta((d-1)/2, (d-1)/2).
+        normal_MD = torch.randn(len(waiting_M), d, generator=generator, dtype=torch.float64, device="cpu")
+        beta_M = (1 + normal_MD[:, 0] / torch.linalg.vector_norm(normal_MD, dim=1)) / 2
+        value_M = (1 - (1 + b_M) * beta_M) / (1 - (1 - b_M) * beta_M)
+        uniform_M = torch.rand(len(waiting_M), generator=generator, dtype=torch.float64, device="cpu")
+        log_density_M = kappa_M * value_M + (d - 1) * torch.log1p(-centre_M * value_M)
+        accepted_M = log_density_M - limit_n[waiting_M] >= torch.log(uniform_M)
+        cosine_n[waiting_M[accepted_M]] = value_M[accepted_M]
+        waiting_M = waiting_M[~accepted_M]
+    return cosine_n
