@@ -63,9 +63,7 @@ def load_smiles_csv(
         if value not in known:
             raise ConfigError(nearest(str(value), known), argument=argument, value=value)
     if file is None:
-        raise ConfigError(
-            f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
-        )
+        raise ConfigError(f"{name!r} needs a file of molecules, such as file='new.csv'", argument="file", value=file)
     smiles, columns, rows, lines = _read_table(Path(file), smiles, "dataset.smiles")
     chosen = _chosen(targets, [column for column in columns if column != smiles], f"{str(file)!r}", smiles)
     values = [
