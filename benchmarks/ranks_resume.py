@@ -39,7 +39,7 @@ from scaling import MOST, build
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle import BaseHook, CheckpointingHook, Engine, RankBatchSampler, StepOutput
-from treadle.checkpoint.tensor_table import take_apart
+from treadle.checkpoint.sharded import take_apart
 from treadle.runs.launch import process_group
 
 WAYS = ("ddp", "fsdp")

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from step_kit import engine_of
 from treadle import CheckpointingHook, set_seed
-from treadle.checkpoint.tensor_table import take_apart
+from treadle.checkpoint.sharded import take_apart
 from treadle.data import RankBatchSampler
 from treadle.hooks import BaseHook, EmaHook
 from treadle.task import StepOutput

@@ -50,9 +50,6 @@ def refuse_old_torch(version: str) -> None:
     Raises:
         ImportError: it is too old.
         SystemExit: it is too old, and this process is the command ``treadle``, which has printed one line.
-
-    Example:
-        >>> refuse_old_torch("2.13.0+cu128")
     """
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or (int(numbers[1]), int(numbers[2])) >= TORCH:

@@ -43,54 +43,23 @@ class StepOutput:
 
 
 class Task(Protocol):
-    """Loss for one kind of data; ``weights`` and ``new_metrics`` are optional."""
+    """Loss for one kind of data.
+
+    A task may have further methods:
+
+    * ``new_metrics()`` returns the metrics of an epoch, see :class:`Metrics`.
+    * ``weights(batch)`` returns the count of each term of a loss that is a sum of means over different counts; it is
+      computable without the model. ``step`` divides the sum of each term by ``totals``, so the losses of the
+      micro-batches add up to the loss of the step; that sum is reported.
+    * ``prepare_batch(model, batch)`` runs the host's part of a training step, such as drawing a mask, which a captured
+      step excludes. It returns tensors, or tuples, dicts or a dataclass of them, of the same shapes in every step, and
+      the weight of the step if the host knows it, else None. ``step`` accepts the former in place of a batch.
+    * ``replayed(batch, output)`` processes a replay, which does not call ``step``: the batch from ``prepare_batch`` and
+      copies of the step's results. It returns the output, updated with what the host knows.
+    """
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Turn a batch into a loss, in training and evaluation alike."""
-        ...
-
-
-class WeighsTerms(Protocol):
-    """Task whose loss is a sum of means over different counts.
-
-    Its ``step`` divides the sum of each term by ``totals``, so the losses of the micro-batches are shares that add up
-    to the loss of the step; that sum is reported.
-    """
-
-    def weights(self, batch: Any) -> Mapping[str, float] | None:
-        """Return the count of each term, computable without the model."""
-        ...
-
-
-class PreparesBatches(Protocol):
-    """Task whose step does work on the host, such as drawing a mask, which a captured step excludes.
-
-    Its ``step`` accepts both the result of ``prepare_batch`` and a batch of the loader, with the same result.
-    """
-
-    def prepare_batch(self, model: nn.Module, batch: Any) -> tuple[Any, float | None]:
-        """Run the host's part of a training step.
-
-        Returns:
-            Tensors, or tuples, dicts or a dataclass of them, of the same shapes in every step, and the weight of the
-            step if the host already knows it, else None.
-        """
-        ...
-
-
-class TakesReplays(Protocol):
-    """Task that keeps more of a training step than its ``step`` returns, such as outputs for metrics."""
-
-    def replayed(self, batch: Any, output: StepOutput) -> StepOutput:
-        """Process the result of a replay, which does not call ``step``.
-
-        Args:
-            batch: the batch from ``prepare_batch``.
-            output: copies of the step's results, including ``outputs``.
-
-        Returns:
-            The output, updated with what the host knows.
-        """
         ...
 
 
@@ -207,15 +176,18 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
     loss = output.loss
     if loss is None:
         return output
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor):
+        fix = "float() and .item() cut it off from the weights" if isinstance(loss, Real) else "return the loss alone"
+        raise ConfigError(f"expected a 0-d tensor or None, got {type(loss).__name__}; {fix}", argument="loss")
+    if loss.dim() != 0:
         raise ConfigError(
-            f"expected a 0-d tensor or None, got {shape}; reduce it, for example with .mean()", argument="loss"
+            f"expected a 0-d tensor or None, got {tuple(loss.shape)}; reduce it, for example with .mean()",
+            argument="loss",
         )
     if training and not loss.requires_grad:
         raise ConfigError(
             f"a tensor of shape {tuple(loss.shape)} that does not require grad cannot train; "
-            "was it detached or computed under no_grad?",
+            "was it detached or computed under no_grad, or are all parameters frozen?",
             argument="loss",
         )
     return output

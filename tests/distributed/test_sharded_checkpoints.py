@@ -17,7 +17,7 @@ from ranks import run_on_ranks
 from sharded_kit import Cut, differing, engine, loader, run, tensors_of
 from treadle import distributed
 from treadle.checkpoint import load_checkpoint, load_weights, verify_checkpoint
-from treadle.checkpoint.tensor_table import take_apart
+from treadle.checkpoint.sharded import take_apart
 from treadle.engine.state_options import StateOptions
 from treadle.errors import CheckpointError
 

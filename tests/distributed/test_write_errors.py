@@ -22,7 +22,7 @@ from treadle.functional.files import HistoryFile
 from treadle.functional.folder import NumberedFolder
 from treadle.graphs.trainer import BestAndLast
 from treadle.hooks import checkpointing
-from treadle.hooks.background import BackgroundErrorHook
+from treadle.hooks.saving import BackgroundErrorHook
 
 STEPS = 6
 

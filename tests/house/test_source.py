@@ -42,13 +42,15 @@ def test_there_are_sources_to_look_at():
     assert len(SOURCES) > 30
 
 
-@pytest.mark.parametrize("path", OWN, ids=short)
-def test_the_first_statement_is_the_future_import(path):
-    body = [
-        node for node in tree_of(path).body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-    ]
-    assert body, "an empty file has no reason to be"
-    assert ast.unparse(body[0]) == "from __future__ import annotations"
+def test_the_first_statement_is_the_future_import():
+    for path in OWN:
+        body = [
+            node
+            for node in tree_of(path).body
+            if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        ]
+        assert body, f"{short(path)}: an empty file has no reason to be"
+        assert ast.unparse(body[0]) == "from __future__ import annotations", short(path)
 
 
 def test_no_function_is_longer_than_a_screen():

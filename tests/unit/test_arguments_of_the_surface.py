@@ -95,10 +95,10 @@ def optimizer():
         (lambda: treadle.EpochTrainer(MODEL), "^engine=Linear.*must be a treadle.Engine"),
         (lambda: treadle.set_seed("1"), "^seed='1': must be a whole number"),
         (lambda: treadle.load_weights(True), "^path=True: must be a path"),
-        (lambda: treadle.spectra.ChemoMAE(seq_len=64, nhead=-1), "^nhead=-1 must be 1 or more"),
+        (lambda: treadle.spectra.ChemoMAE(seq_len=64, nhead=-1), "^nhead=-1: must be at least 1"),
         (lambda: treadle.spectra.TrainerConfig(ema_decay="0.9"), "ema_decay='0.9'"),
         (lambda: treadle.astro.TrainingConfig(epochs=1.5), "^epochs=1.5: must be a whole number"),
-        (lambda: treadle.graphs.PadBucket(graphs=0, rows=1, row_length=1, edges=1), "^graphs=0: must be >= 1"),
+        (lambda: treadle.graphs.PadBucket(graphs=0, rows=1, row_length=1, edges=1), "^graphs=0: must be at least 1"),
         (lambda: treadle.datasets.splits.split_by_group([1, 2, 3], val_fraction=-1), r"^val_fraction=-1: must lie in"),
     ],
 )

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from treadle import ConfigError, Engine, ProgressBarHook, ProgressHook, StepOutput
-from treadle.hooks.bar import fitting
+from treadle.engine.screens import fitting
 
 
 class _Square:
@@ -166,7 +166,7 @@ def test_the_bar_is_closed_when_training_fails() -> None:
     engine.task = Broken()
     with pytest.raises(KeyError):
         engine.run(_LOADER, max_steps=2)
-    assert hook._progress is None
+    assert hook._screen is None
 
 
 def test_rich_is_asked_for_only_when_training_starts(monkeypatch: pytest.MonkeyPatch) -> None:

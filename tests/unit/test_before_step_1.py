@@ -376,17 +376,6 @@ def test_masks_of_an_evaluation_are_looked_for(caplog):
     assert "the batch has val_mask and test_mask" in caplog.text
 
 
-@pytest.mark.parametrize("rows", [X, X.numpy()])
-def test_rows_of_a_tensor_are_no_batches(rows):
-    for call in (
-        lambda: trainer().train(rows, 1),
-        lambda: trainer().train(loader(), 1, rows),
-        lambda: Engine(*parts(), InTask(), device="cpu").run(rows, max_steps=1),
-    ):
-        with pytest.raises(ConfigError, match=r"of shape \(24, 3\): each of its 24 rows would be taken for a batch"):
-            call()
-
-
 def test_inputs_and_targets_in_a_tuple_are_no_batches():
     for call in (
         lambda: trainer().train((X, Y), 1),

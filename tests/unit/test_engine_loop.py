@@ -63,7 +63,7 @@ def test_the_events_come_as_the_pseudo_code_says():
     engine = scalar_engine(hooks=[recorder])
     Watched(engine, recorder)
     engine.run([1.0], epochs=1)
-    loop = hooks_base.__doc__.split("::")[1].split("fire when asked")[0]
+    loop = re.split(r"\n(?=\S)", hooks_base.__doc__.split("::")[1])[0]  # the indented block
     written = re.findall(r"on_(?!log|state|load)\w+|forward|optimizer\.step|zero gradients(?=\n)", loop)
     assert recorder.log == written
     assert {word for word in written if word.startswith("on_")} | set(

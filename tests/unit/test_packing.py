@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from treadle.distributed.messages import packed, unpacked
+from treadle.distributed.ranks import packed, unpacked
 from treadle.seed import RngState
 
 

@@ -74,10 +74,10 @@ def test_long_warmup_warns_once(total: int, warnings: int, caplog: pytest.LogCap
 @pytest.mark.parametrize(
     ("warmup", "total", "scale", "match"),
     [
-        (-1, 10, 0.1, r"warmup_steps=-1 must be 0 or more"),
-        (0, 0, 0.1, r"total_steps=0 must be 1 or more"),
-        (0, 10, 1.5, r"min_scale=1.5 must lie between 0 and 1"),
-        (0, 10, float("nan"), r"min_scale=nan must lie between"),
+        (-1, 10, 0.1, r"warmup_steps=-1: must be at least 0"),
+        (0, 0, 0.1, r"total_steps=0: must be at least 1"),
+        (0, 10, 1.5, r"min_scale=1.5: must lie in"),
+        (0, 10, float("nan"), r"min_scale=nan: must lie in"),
     ],
 )
 def test_bad_numbers_are_named(warmup: int, total: int, scale: float, match: str) -> None:

@@ -20,9 +20,8 @@ from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.safe.inspect import inspect_path
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.shard_manifest import MARKER
-from treadle.checkpoint.sharded import save_sharded
+from treadle.checkpoint.sharded import save_sharded, take_apart
 from treadle.checkpoint.store import open_checkpoint
-from treadle.checkpoint.tensor_table import take_apart
 from treadle.distributed.shards import LocalShard
 from treadle.distributed.state_names import load_model_state
 from treadle.errors import CheckpointError, ConfigError

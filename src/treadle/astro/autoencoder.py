@@ -141,10 +141,7 @@ class AutoEncoder(nn.Module):
     @checked
     def __init__(self, in_channels: int, latent_dim: int = 2, proj_channels: int = 64, *, cutout_size: int = 96):
         super().__init__()
-        sizes = {"in_channels": in_channels, "latent_dim": latent_dim, "proj_channels": proj_channels}
-        for name, value in sizes.items():
-            if value < 1:
-                raise ConfigError("must be at least 1", argument=name, value=value)
+        check_least(1, in_channels=in_channels, latent_dim=latent_dim, proj_channels=proj_channels)
         if cutout_size < 4 or cutout_size % 4:
             raise ConfigError("must be a multiple of 4", argument="cutout_size", value=cutout_size)
         self.in_channels, self.latent_dim, self.proj_channels = in_channels, latent_dim, proj_channels
@@ -212,8 +209,7 @@ class CutoutTokenizer(BaseTokenizer):
     def __init__(
         self, autoencoder: AutoEncoder, codebook_size: int = 2048, *, device: torch.device | str | int | None = None
     ):
-        if codebook_size < 1:
-            raise ConfigError("must be at least 1", argument="codebook_size", value=codebook_size)
+        check_least(1, codebook_size=codebook_size)
         self.device = get_device(device)
         self.autoencoder = autoencoder.to(self.device).eval()
         self.codebook_size = codebook_size

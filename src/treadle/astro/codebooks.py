@@ -39,8 +39,7 @@ def quantile_bins(values: ArrayLike | Tensor, n_bins: int) -> tuple[NDArray[np.f
         >>> edges.tolist(), centers.tolist()
         ([1.0, 6.0, 20.0], [1.5, 15.0])
     """
-    if n_bins < 1:
-        raise ConfigError(f"={n_bins}: must be at least 1", argument="n_bins")
+    check_least(1, n_bins=n_bins)
     numbers = as_array(values, "values").astype(np.float64).ravel()
     finite = numbers[np.isfinite(numbers)]
     if not finite.size:

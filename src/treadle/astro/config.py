@@ -16,7 +16,7 @@ from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, SPECTRUM_GROUPS
 from treadle.capture.compile import check_compile
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_least, checked
+from treadle.errors.arguments import check_above, check_least, check_within, checked
 from treadle.faces.parallel import as_parallel
 
 DEFAULTS = "defaults.yaml"
@@ -40,8 +40,7 @@ class VocabConfig:
     """Names of the groups, in the order of their ids."""
 
     def __post_init__(self) -> None:
-        for name in ("image", "scalar", "spectrum"):
-            _require(getattr(self, name) >= 1, f"vocab.{name}", getattr(self, name), "must be at least 1")
+        check_least(1, vocab__image=self.image, vocab__scalar=self.scalar, vocab__spectrum=self.spectrum)
         bins = self.scalar_bins
         whole = bins is None or (bins >= 1 and self.scalar % bins == 0)
         _require(whole, "vocab.scalar_bins", bins, f"must divide vocab.scalar={self.scalar}")
@@ -65,8 +64,7 @@ class SequencesConfig:
     """The same for each spectrum group."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            _require(value >= 1, f"sequences.{name}", value, "must be at least 1")
+        check_least(1, **{f"sequences.{name}": value for name, value in vars(self).items()})
 
 
 @checked
@@ -88,10 +86,9 @@ class ModelConfig:
     """Dropout probability, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        for name in ("n_types", "d_model", "n_layers", "n_heads", "d_ff"):
-            _require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        check_least(1, **{f"model.{name}": value for name, value in vars(self).items() if name != "dropout"})
         _require(self.d_model % self.n_heads == 0, "model.n_heads", self.n_heads, f"must divide {self.d_model}")
-        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must lie in [0, 1)")
+        check_within("[0, 1)", model__dropout=self.dropout)
 
 
 @checked
@@ -162,17 +159,14 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "grad_accum_steps", "prefetch_factor", "total_steps"):
-            value = getattr(self, name)
-            may_be_none = name == "total_steps" and value is None
-            _require(may_be_none or value >= 1, f"training.{name}", value, "must be at least 1")
+            check_least(1, **{f"training.{name}": getattr(self, name)})
         for name in ("weight_decay", "warmup_steps", "num_workers", "grad_clip", "max_non_finite_grad_retries",
                      "log_every", "save_every_steps"):  # fmt: skip
-            value = getattr(self, name)
-            _require(value is None or value >= 0, f"training.{name}", value, "must be at least 0")
+            check_least(0, **{f"training.{name}": getattr(self, name)})
         as_parallel(self.parallel)
         check_compile(self.compile, name="training.compile")
-        _require(self.learning_rate > 0, "training.learning_rate", self.learning_rate, "must be above 0")
-        _require(0 <= self.min_lr_ratio <= 1, "training.min_lr_ratio", self.min_lr_ratio, "must lie in [0, 1]")
+        check_above(0, training__learning_rate=self.learning_rate)
+        check_within("[0, 1]", training__min_lr_ratio=self.min_lr_ratio)
 
 
 @checked
@@ -218,7 +212,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         refuse_unknown("data.mag_filter", self.mag_filter, ("column", "min", "max"))
-        _require(self.magerr_max >= 0, "data.magerr_max", self.magerr_max, "must be at least 0")
+        check_least(0, data__magerr_max=self.magerr_max)
 
 
 @checked

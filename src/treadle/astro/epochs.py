@@ -18,9 +18,6 @@ class AstroEpochs(SelectingEpochs):
     Args:
         engine: runs the steps.
         weights: weights of the terms ``img``, ``sca`` and ``spec``; None for a user-supplied loss.
-
-    Example:
-        >>> # epochs = AstroEpochs(engine, {"img": 0.1, "sca": 0.1, "spec": 0.1})
     """
 
     loss_name = "loss_total"

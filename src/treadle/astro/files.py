@@ -41,9 +41,6 @@ class AstroFolder(CheckpointFolder):
         vocab: the vocabulary that a checkpoint must match.
         path: the folder; None writes nothing.
         save_total_limit: how many of the newest checkpoints to keep, of epochs and of steps each; None keeps all.
-
-    Example:
-        >>> # folder = AstroFolder(engine, vocab, "run", save_total_limit=3)
     """
 
     loss_settings = ("loss_config", "use_ce")
@@ -148,9 +145,6 @@ class StepCheckpoints(BaseHook):
     Args:
         write: writes the checkpoint.
         interval: steps between checkpoints, >= 1.
-
-    Example:
-        >>> hook = StepCheckpoints(lambda: None, 5000)
     """
 
     def __init__(self, write: Callable[[], object], interval: int):

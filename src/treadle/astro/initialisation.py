@@ -15,7 +15,7 @@ from treadle.astro.loss_inputs import prepare_codebooks
 from treadle.astro.model import CausalTransformerLM
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_above, checked
 
 _WAVES = 8  # cosines along the bins of a column
 
@@ -55,8 +55,7 @@ def initialise_from_codebooks(
     """
     if model.vocab_size != vocab.vocab_size:
         raise ConfigError(f"model has vocab_size={model.vocab_size} but the vocabulary has {vocab.vocab_size} ids")
-    if not std > 0:
-        raise ConfigError(f"={std}: must be above 0", argument="std")
+    check_above(0, std=std)
     codebooks = prepare_codebooks(vocab, image=image_codebook, spectrum=spectrum_codebook)
     bins_KF = _cosines(vocab.scalar_bins)
     features = {vocab.scalar_id(column, 0): bins_KF for column in range(vocab.n_columns)}

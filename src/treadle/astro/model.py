@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from treadle.astro.generation import generate
 from treadle.astro.layers import CausalLayer, LayerCache, padding_last
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, check_within, checked
 
 if TYPE_CHECKING:
     from treadle.astro.vocab import VocabSpec
@@ -271,13 +271,10 @@ def _check_ids(name: str, ids: Tensor, table: str, size: int) -> None:
 
 
 def _check_sizes(sizes: dict[str, int], dropout: float) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ConfigError("must be at least 1", argument=name, value=size)
+    check_least(1, **sizes)
     width, heads = sizes["d_model"], sizes["n_heads"]
     if width % heads:
         raise ConfigError(
             f"={width} is not divisible by n_heads={heads}; every head takes an equal share", argument="d_model"
         )
-    if not 0 <= dropout < 1:
-        raise ConfigError("must lie in [0, 1)", argument="dropout", value=dropout)
+    check_within("[0, 1)", dropout=dropout)

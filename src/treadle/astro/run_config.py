@@ -10,7 +10,8 @@ import torch
 
 from treadle.astro.config import MeaningfulLossConfig, TrainingConfig
 from treadle.errors import ConfigError
-from treadle.runs.settings import at_least, check_seeds, without
+from treadle.errors.arguments import check_least, check_within
+from treadle.runs.settings import check_seeds, without
 from treadle.runs.split import DataConfig
 
 FLAGS = {
@@ -44,7 +45,7 @@ class TokensConfig:
     """Spectrum points per token; a divisor of 64."""
 
     def __post_init__(self) -> None:
-        at_least(
+        check_least(
             2, tokens__v_image=self.v_image, tokens__scalar_bins=self.scalar_bins, tokens__v_spectra=self.v_spectra
         )
         for name, length in (("patch_size", 32), ("segment", 64)):
@@ -66,7 +67,7 @@ class RepeatsConfig:
     """The catalogue, which has the most objects."""
 
     def __post_init__(self) -> None:
-        at_least(1, repeats__xdf=self.xdf, repeats__spex=self.spex, repeats__sdss=self.sdss)
+        check_least(1, repeats__xdf=self.xdf, repeats__spex=self.spex, repeats__sdss=self.sdss)
 
 
 @dataclass
@@ -85,7 +86,7 @@ class ModelConfig:
     """Dropout probability, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        at_least(
+        check_least(
             1, model__d_model=self.d_model, model__n_layers=self.n_layers, model__n_heads=self.n_heads,
             model__d_ff=self.d_ff,
         )  # fmt: skip
@@ -93,8 +94,7 @@ class ModelConfig:
             raise ConfigError(
                 f"must divide model.d_model={self.d_model!r}", argument="model.n_heads", value=self.n_heads
             )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError("must be at least 0 and below 1", argument="model.dropout", value=self.dropout)
+        check_within("[0, 1)", model__dropout=self.dropout)
 
 
 def _data_config() -> DataConfig:
@@ -145,16 +145,10 @@ class AstroRunConfig:
     """Fields of ``treadle.astro.TrainingConfig``."""
 
     def __post_init__(self) -> None:
-        at_least(1, threads=self.threads)
+        check_least(1, threads=self.threads)
         check_seeds(seed=self.seed)
-        if not 0 <= self.hidden_scalars <= 0.5:
-            raise ConfigError("must lie in [0, 0.5]", argument="hidden_scalars", value=self.hidden_scalars)
-        if not 0 <= self.scalars_last < 1:
-            raise ConfigError(
-                "must lie in [0, 1); with 1 no spectrum would follow its scalars",
-                argument="scalars_last",
-                value=self.scalars_last,
-            )
+        check_within("[0, 0.5]", hidden_scalars=self.hidden_scalars)
+        check_within("[0, 1)", scalars_last=self.scalars_last)
         if self.mixed_precision not in (None, "bf16", "fp16"):
             raise ConfigError("must be none, bf16 or fp16", argument="mixed_precision", value=self.mixed_precision)
 

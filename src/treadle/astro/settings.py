@@ -107,11 +107,7 @@ def codebooks_of(
 
 
 def check_model(model: nn.Module, vocab: VocabSpec) -> None:
-    """Raise ConfigError if the model has a different number of ids.
-
-    Example:
-        >>> check_model(nn.Linear(1, 1), VocabSpec(2, 4, 2, ("a",), 2))
-    """
+    """Raise ConfigError if the model has a different number of ids."""
     size = getattr(unwrap(model), "vocab_size", None)
     if isinstance(size, int) and size != vocab.vocab_size:
         raise ConfigError(f"model has vocab_size={size} but the vocabulary has {vocab.vocab_size} ids; build it for it")

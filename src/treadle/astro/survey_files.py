@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from treadle.astro.survey_readers import Columns, reader_of, require_one_length
 from treadle.astro.surveys import Survey
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 
 BLOCK_ROWS = 16384
 
@@ -62,8 +62,7 @@ def iter_columns(
         >>> [block["z"].tolist() for block in iter_columns(file, ["z"], block_rows=2)]
         [[0.1, nan], [0.3]]
     """
-    if block_rows < 1:
-        raise ConfigError(f"={block_rows}: must be at least 1", argument="block_rows")
+    check_least(1, block_rows=block_rows)
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such survey file")
@@ -102,8 +101,7 @@ def read_columns(
         >>> read_columns(file, ["r"], table="photometry", max_rows=2)["r"].tolist()
         [17.5, 18.0]
     """
-    if max_rows is not None and max_rows < 1:
-        raise ConfigError(f"={max_rows}: must be at least 1, or None for all", argument="max_rows")
+    check_least(1, max_rows=max_rows)
     blocks, rows = [], 0
     block_rows = BLOCK_ROWS if max_rows is None else min(BLOCK_ROWS, max_rows)
     with closing(iter_columns(path, columns, block_rows=block_rows, table=table)) as read:

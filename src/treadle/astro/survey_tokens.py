@@ -21,7 +21,7 @@ from treadle.astro.surveys import Survey
 from treadle.astro.tokenizers import ImageTokenizer, SpectrumTokenizer
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_within, checked
 
 SPEX_GROUPS = ("spex_zj", "spex_jh", "spex_hk", "spex_k")
 """Quarters of the SpeX range: 0.90-1.27, 1.28-1.65, 1.65-2.02 and 2.03-2.40 µm."""
@@ -231,12 +231,8 @@ class ScalarDropout(Dataset[dict[str, Tensor]]):
         share: float = 0.25,
         scalars_last: float = 0.0,
     ):
-        if not 0 <= share <= 0.5:
-            raise ConfigError(
-                f"={share}: must lie in [0, 0.5]; it is the mean share of hidden scalars", argument="share"
-            )
-        if not 0 <= scalars_last <= 1:
-            raise ConfigError(f"={scalars_last}: must be a probability, in [0, 1]", argument="scalars_last")
+        check_within("[0, 0.5]", share=share)
+        check_within("[0, 1]", scalars_last=scalars_last)
         self.sequences = sequences
         self.vocab = vocab
         self.share = share

@@ -41,9 +41,6 @@ class AstroTask:
         draw_seed: returns the seed for sampling positions of the current micro-batch.
         own_loss: a user-supplied loss on logits and targets; None uses the terms.
         compiled: whether to compile the forward pass.
-
-    Example:
-        >>> # task = AstroTask(device, vocab, codebooks=codebooks, config=LossConfig(), use_ce=True, draw_seed=seed)
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from treadle.astro.survey_files import read_columns
 from treadle.astro.vocab import FIRST_SPECTRUM_TYPE, IMAGE_TYPE, VocabSpec
 from treadle.checkpoint.store import write_bytes
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 
 _log = logging.getLogger("treadle.astro")
 
@@ -47,9 +47,6 @@ class FieldIndex:
     Raises:
         FileNotFoundError: the table does not exist.
         ConfigError: a file has pickled ids and ``allow_pickle`` is False.
-
-    Example:
-        >>> # FieldIndex("HYDRA-0011", templates, groups, filters).get_row(0)["scalar_tokens"]
     """
 
     def __init__(
@@ -194,8 +191,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
         max_spec_tokens_per_group: int = 512,
         allow_pickle: bool = False,
     ):
-        if lru_fields < 1:
-            raise ConfigError("must be at least 1", argument="lru_fields", value=lru_fields)
+        check_least(1, lru_fields=lru_fields)
         if strange := [group for group in spectrum_groups if group not in vocab.spectrum_groups]:
             raise ConfigError(
                 f"has {', '.join(strange)}, the vocabulary {', '.join(vocab.spectrum_groups)}",

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from treadle.astro.codebooks import kmeans_codebook, unmasked
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import check_above
 
 Tokens = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -212,8 +213,7 @@ class SpectrumTokenizer:
                 f"={segment}: {points} points cannot be cut into {len(names)} equal groups of whole segments",
                 argument="segment",
             )
-        if not softening > 0:
-            raise ConfigError(f"={softening}: must be above 0", argument="softening")
+        check_above(0, softening=softening)
         parts = np.arcsinh(flux / softening).reshape(len(flux), len(names), -1).swapaxes(0, 1)
         books = {
             name: Standardised.fit(part.reshape(-1, segment), k, seed=seed, max_iter=max_iter)

@@ -20,7 +20,7 @@ from treadle.astro.epochs import AstroEpochs
 from treadle.astro.files import AstroFolder, StepCheckpoints, layout_of
 from treadle.astro.loss_inputs import LossConfig
 from treadle.astro.losses import Stats
-from treadle.astro.scheduler import WarmupCosine
+from treadle.astro.schedule import WarmupCosine
 from treadle.astro.settings import (
     check_model,
     codebooks_of,
@@ -41,7 +41,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_whole, checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
@@ -292,8 +292,7 @@ class AstroTrainer(EpochFace):
             CheckpointError: another process is training in ``output_dir``, or no checkpoint is intact.
         """
         epochs = self.config.epochs if num_epochs is None else num_epochs
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigError("must be a whole number of epochs >= 0, or None", argument="num_epochs", value=num_epochs)
+        check_whole(0, num_epochs=epochs)
         check_loader(self.train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
         make_rule = self._rule_for(best_model_metric, val_loader)

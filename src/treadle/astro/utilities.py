@@ -8,8 +8,7 @@ import math
 import torch
 from torch import nn
 
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_within, checked
 
 logger = logging.getLogger("treadle.astro")
 
@@ -36,8 +35,7 @@ def format_time(seconds: float) -> str:
         >>> format_time(45), format_time(125), format_time(3665)
         ('45s', '2m 5s', '1h 1m 5s')
     """
-    if not 0 <= seconds < math.inf:
-        raise ConfigError(f"={seconds}: a duration must be finite and at least 0", argument="seconds")
+    check_within("[0, inf)", seconds=seconds)
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, nearest
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_whole, checked
 
 logger = logging.getLogger("treadle.astro")
 
@@ -56,10 +56,9 @@ class VocabSpec:
     scalar_bins: int
 
     def __post_init__(self) -> None:
-        for name in ("v_image", "v_scalar", "v_spectra", "scalar_bins"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError("a number of ids must be a whole number >= 1", argument=name, value=value)
+        check_whole(
+            1, v_image=self.v_image, v_scalar=self.v_scalar, v_spectra=self.v_spectra, scalar_bins=self.scalar_bins
+        )
         if self.v_scalar % self.scalar_bins:
             raise ConfigError(
                 f"={self.scalar_bins} does not divide v_scalar={self.v_scalar}: "

@@ -56,13 +56,7 @@ class _Occupied(Exception):
 
 
 class RunLock:
-    """Lock of a run folder for this process; take it when a run starts and release it when the run ends.
-
-    Example:
-        >>> lock = RunLock()
-        >>> lock.take("run")
-        >>> lock.release()
-    """
+    """Lock of a run folder for this process; take it when a run starts and release it when the run ends."""
 
     def __init__(self) -> None:
         self._key: str | None = None
@@ -101,9 +95,6 @@ def remove_leftovers(folder: Path) -> None:
     """Remove leftovers of killed saves in a folder that this process has locked, and in its direct subfolders.
 
     Subfolders locked by another run, and files that a live process may still be writing, are left alone.
-
-    Example:
-        >>> remove_leftovers(Path("no_such_folder"))
     """
     try:
         inside = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]

@@ -14,6 +14,7 @@ import typer
 from treadle.cli.console import errors_as_one_line, log_to, message_console, print_table, result_console, show_table
 from treadle.cli.pack_options import AsJson, BatchSize, Device
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_whole
 from treadle.runs.folder import known_split, run_folder_of
 
 if TYPE_CHECKING:
@@ -124,9 +125,9 @@ def evaluate_checkpoint(
 
 def check_sizes(batch_size: int | None, num_workers: int = 0) -> None:
     """Raise ConfigError for a size that is too small; accept None."""
-    for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"must be a whole number of at least {least}", argument=name, value=value)
+    if batch_size is not None:
+        check_whole(1, batch_size=batch_size)
+    check_whole(0, num_workers=num_workers)
 
 
 @dataclass(frozen=True)

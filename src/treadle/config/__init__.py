@@ -12,8 +12,8 @@ from treadle.lazy import lazy_names as _lazy_names
 
 if _typing.TYPE_CHECKING:
     from treadle.config.files import load_config
-    from treadle.config.merging import DELETE, REPLACE, merge_configs
     from treadle.config.overrides import apply_overrides
+    from treadle.config.tree import DELETE, REPLACE, merge_configs
     from treadle.config.writing import format_config, save_config
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
 
 _HOMES = {
     "files": ["load_config"],
-    "merging": ["DELETE", "REPLACE", "merge_configs"],
+    "tree": ["DELETE", "REPLACE", "merge_configs"],
     "overrides": ["apply_overrides"],
     "writing": ["format_config", "save_config"],
 }

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.config import yaml_files
-from treadle.config.merging import merge_configs
-from treadle.config.tree import nearest_key
+from treadle.config.tree import merge_configs, nearest_key
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 

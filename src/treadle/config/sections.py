@@ -195,7 +195,7 @@ def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
             return float(value) if option is float else value
     if text is not None and str in options:  # a string that looks like a number, such as a folder named 2024
         return text
-    names = [("None" if option is types.NoneType else getattr(option, "__name__", str(option))) for option in options]
+    names = [name for option in options for name in _names_of(option)]
     shown = repr(value) if text is None else text
     raise ConfigError(f"={shown}: must be {' or '.join(names)}, but this is {_kind(value)}", argument=key)
 
@@ -211,10 +211,18 @@ def _fits(value: Any, option: Any) -> bool:
         return option is bool and isinstance(value, bool)
     if option is float:
         return isinstance(value, (int, float))
+    if typing.get_origin(option) is typing.Literal:
+        return value in typing.get_args(option)
     if option is Path:
         return False  # plain strings are accepted where str is allowed too
     kind = typing.get_origin(option) or option
     return isinstance(kind, type) and isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
+
+
+def _names_of(option: Any) -> list[str]:
+    if typing.get_origin(option) is typing.Literal:
+        return [repr(word) for word in typing.get_args(option)]
+    return ["None" if option is types.NoneType else getattr(option, "__name__", str(option))]
 
 
 def _kind(value: Any) -> str:

@@ -12,11 +12,7 @@ Amount = int | float
 
 
 def check_amount(amount: Any, argument: str) -> None:
-    """Raise ConfigError unless the amount is None, a whole number >= 1, or a float in (0, 1].
-
-    Example:
-        >>> check_amount(0.25, "limit_train_batches")
-    """
+    """Raise ConfigError unless the amount is None, a whole number >= 1, or a float in (0, 1]."""
     if amount is None or (type(amount) is int and amount >= 1) or (type(amount) is float and 0 < amount <= 1):
         return
     raise ConfigError(

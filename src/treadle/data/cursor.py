@@ -18,7 +18,7 @@ from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.amount import Amount, batches_in
 from treadle.data.batch_sizes import other_batch_size
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
-from treadle.data.elastic import ResumePoint, find_place, mismatches, refuse_other_workers
+from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
@@ -131,10 +131,7 @@ class Cursor:
             loader = self._first_batches(loader, self._only)
         if loader is not self._loader:
             if self._opening is not None and self._loaded is None and in_global_order(self._loader) is not None:
-                self._loaded = {
-                    **self.state_dict(),
-                    "loader": None,
-                }  # the rest is available for any loader
+                self._loaded = {**self.state_dict(), "loader": None}  # the rest is available for any loader
             self._source = open_source(loader)
             self.limit_to(self._limit)
             self._objects = LoaderState(loader)
@@ -212,6 +209,10 @@ class Cursor:
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
             "objects": self._objects.collect(),
         }
+        if self._loaded is not None:
+            source = self._the_source()
+            now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers}
+            self.warn(changes_between_epochs(self._loaded, now), topic="resumed position")
         self._loaded = None  # a checkpoint of the start of the epoch: from here on the position differs
         between, self._between = self._between, None
         self._iterator = self._iterate(skip=0, state=from_plain(between))
@@ -388,9 +389,13 @@ class Cursor:
     def _go_back_to(self, position: int) -> None:
         """Discard a broken iterator, so that no batch is lost when the epoch is reopened."""
         self.position = position
-        self._loaded = {**self.state_dict(), "loader": None}
-        self._pending_generators = self._loaded["generators"]
-        self._pending_objects = self._loaded.get("objects", {})
+        self._break_off({**self.state_dict(), "loader": None})
+
+    def _break_off(self, state: dict[str, Any]) -> None:
+        """Discard the iterator; the epoch is reopened from a state."""
+        self._loaded = state
+        self._pending_generators = state["generators"]
+        self._pending_objects = state.get("objects", {})
         self._iterator = None
 
     def give_back(self, count: int) -> None:
@@ -418,10 +423,7 @@ class Cursor:
         if not in_background or self._source is None:
             return
         if self._iterator is not None:
-            self._loaded = self.state_dict()
-            self._pending_generators = self._loaded["generators"]
-            self._pending_objects = self._loaded.get("objects", {})
-            self._iterator = None
+            self._break_off(self.state_dict())
         self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -458,9 +460,8 @@ class Cursor:
 
     def _warn_of_lost(self) -> None:
         lost = [
-            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. "
-            "Give its "
-            "object state_dict and load_state_dict, or make items from their index and the global random generators"
+            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. Give "
+            "its object state_dict and load_state_dict, or make items from their index and the global random generators"
             for name in self._objects.lost()
         ]
         self.warn(lost, topic="state that is lost")

@@ -16,8 +16,7 @@ from treadle.data.tensors import named_or_not, packed
 from treadle.data.window_reader import RowArray, WindowReader
 from treadle.data.windows import WindowedOrder, Windows
 from treadle.device import get_device
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 
 _CHUNK_BYTES = 2**20
 
@@ -101,9 +100,7 @@ class MappedLoader(RowLoader):
         )
         self.chunk_rows = _rows_of_a_chunk(self.arrays) if chunk_rows is None else chunk_rows
         self.window_chunks = window_chunks
-        for name, value in (("chunk_rows", self.chunk_rows), ("window_chunks", window_chunks)):
-            if value < 1:
-                raise ConfigError("must be at least 1", argument=name, value=value)
+        check_least(1, chunk_rows=self.chunk_rows, window_chunks=window_chunks)
         self.device = get_device("cpu" if device is None else device)  # with an index: each thread has its own default
         self._reader: WindowReader | None = None
 

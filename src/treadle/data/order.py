@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.seed import mix_seed
 
 _CUTS = ("global_batch_size", "num_replicas", "drop_last")  # how an order is divided into batches
@@ -56,8 +56,7 @@ class GlobalOrder:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_replicas < 1:
-            raise ConfigError(f"={self.num_replicas}: must be at least 1 rank", argument="num_replicas")
+        check_least(1, num_replicas=self.num_replicas)
         if self.global_batch_size < self.num_replicas:
             raise ConfigError(
                 f"={self.global_batch_size}: must be at least 1 sample for each of the {self.num_replicas} ranks",
@@ -165,5 +164,4 @@ def check_batch_size(batch_size: int | None, global_batch_size: int | None, *, o
             f"{owner}: give exactly one of batch_size={batch_size} (of each rank) and "
             f"global_batch_size={global_batch_size} (of all ranks together)"
         )
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError("must be at least 1 row", argument="batch_size", value=batch_size)
+    check_least(1, batch_size=batch_size)

@@ -378,12 +378,7 @@ class WatchedState:
 
 @contextlib.contextmanager
 def kept_generators(loader: Any) -> Iterator[None]:
-    """Restore generators, samplers and data sets of a loader after the block, so that its next pass is the same.
-
-    Example:
-        >>> with kept_generators([1, 2]):
-        ...     pass
-    """
+    """Restore generators, samplers and data sets of a loader after the block, so that its next pass is the same."""
     states = [(generator, generator.get_state()) for generator in generators_of(loader)]
     objects = LoaderState(loader)
     before = objects.collect()

@@ -19,7 +19,7 @@ import torch
 from treadle.data.ranks import rank_and_worker, ranks_of, reader_of
 from treadle.data.streamed import EnteredStream
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.seed import mix_seed
 
 _KINDS = (".tar", ".parquet")
@@ -82,8 +82,7 @@ class ShardedStream(EnteredStream):
                 ".parquet",
                 argument="shards",
             )
-        if window < 1:
-            raise ConfigError("must be at least 1", argument="window", value=window)
+        check_least(1, window=window)
         self.shuffle = shuffle
         self.seed = seed
         self.window = window

@@ -15,7 +15,7 @@ from treadle.data.indexed import seed_worker
 from treadle.data.ranks import rank_and_worker
 from treadle.data.streamed import Draws, EnteredStream
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.seed import mix_seed
 
 
@@ -51,8 +51,7 @@ class ShuffleBuffer(EnteredStream):
                 "pass a stream that does, such as datasets.IterableDataset",
                 argument="stream",
             )
-        if size < 2:
-            raise ConfigError("must be at least 2 samples", argument="size", value=size)
+        check_least(2, size=size)
         self.stream = stream
         self.size = size
         self.seed = seed

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import multiprocessing
-import threading
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from treadle.checkpoint.comparison import same, same_bits
 from treadle.checkpoint.introspection import has_state, is_users
 from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
 from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
+from treadle.data.read_ahead import checked_to_resume, warning_of_drawing_threads
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
 from treadle.data.stateful_workers import drop_iterator, drop_unread_iterator, seeded_workers, seeds_workers
@@ -153,11 +148,9 @@ class _Stateful:
         iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
         if skip or self._proved:
             return iterator
-        if not is_users(self.loader):
-            self._proved = True
-            return _naming_threads_that_draw(self.loader, iterator)
         self._proved = True
-        return _proved(self.loader, iterator)
+        watch = checked_to_resume if is_users(self.loader) else warning_of_drawing_threads
+        return watch(self.loader, iterator)
 
     def _pass_the_end(self, state: Any) -> None:
         """Load the state of an epoch's end and iterate over the end, unless the loader begins the next epoch there."""
@@ -250,8 +243,6 @@ class _Streamed(_FromStart):
         return sentences
 
 
-_WATCHED_SECONDS = 0.05  # time in which a prefetching thread would draw
-_log = logging.getLogger("treadle.data")
 _EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
 
 
@@ -272,7 +263,7 @@ class _Replayed(_FromStart):
         if skip or self._watched or self.one_shot:
             return iterator
         self._watched = True
-        return _naming_threads_that_draw(self.loader, iterator)
+        return warning_of_drawing_threads(self.loader, iterator)
 
     def state(self) -> Any:
         return None
@@ -300,68 +291,6 @@ class _Replayed(_FromStart):
                 )
             )
         return sentences
-
-
-def _proved(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader; a prefetching loader must pass a test of its state first.
-
-    Its state may describe what it has read rather than what it has yielded. After the first batch the state is
-    reloaded, and the next batch is compared with the expected one.
-
-    Raises:
-        ConfigError: the batches differ.
-    """
-    running = _helpers()
-    for first in iterator:
-        if _helpers() <= running:
-            yield first
-            break
-        state = loader.state_dict()
-        after = next(iterator, None)
-        loader.load_state_dict(state)
-        if not _same_batch(after, next(iter(loader), None)):
-            raise ConfigError(
-                f"the state_dict of this {type(loader).__name__}, taken after its first batch, does not lead to the "
-                "second one: it reads ahead, and its state has to be that of the batches that it has given; count in "
-                "__iter__ where a batch is yielded",
-                argument="loader",
-            )
-        loader.load_state_dict(state)
-        iterator = iter(loader)
-        yield first
-        break
-    yield from iterator
-
-
-def _naming_threads_that_draw(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader, and warn before the first one if a thread draws random numbers concurrently."""
-    running = set(threading.enumerate())
-    for first in iterator:
-        if set(threading.enumerate()) - running:
-            before = RngState.capture().to_plain()
-            time.sleep(_WATCHED_SECONDS)
-            if not same(before, RngState.capture().to_plain()):
-                _log.warning(
-                    "a thread of this %s draws from the global random generators while others do: the order, and so "
-                    "the run, cannot be repeated, resumed or not. Give it a generator, which it alone draws from",
-                    type(loader).__name__,
-                )
-        yield first
-        break
-    yield from iterator
-
-
-def _helpers() -> set[Any]:
-    return {*threading.enumerate(), *multiprocessing.active_children()}
-
-
-def _same_batch(one: Any, other: Any) -> bool:
-    left, right = tree_leaves(one), tree_leaves(other)
-    return len(left) == len(right) and all(
-        a.shape == b.shape and a.dtype == b.dtype and same_bits(a, b)
-        for a, b in zip(left, right, strict=True)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-    )
 
 
 def _is_users_with_state(sampler: Any) -> bool:
@@ -420,9 +349,6 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
     Args:
         loader: the user's argument.
         argument: name of the argument.
-
-    Example:
-        >>> refuse_dataset([1, 2])
     """
     if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
         raise ConfigError(
@@ -430,10 +356,12 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
             "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
             argument=argument,
         )
-    if isinstance(loader, (Tensor, np.ndarray)) and len(shape := tuple(loader.shape)):
+    if isinstance(loader, Mapping):
+        raise ConfigError("is a dict, whose keys would be taken for batches; pass one loader", argument=argument)
+    if isinstance(loader, (Tensor, np.ndarray)) and loader.ndim <= 2:
         raise ConfigError(
-            f"a {type(loader).__name__} of shape {shape}: each of its {shape[0]} rows would be taken for a batch; pass "
-            "DataLoader(TensorDataset(...), batch_size=..., shuffle=True), or list(...) of it if its rows are batches",
+            f"is a {type(loader).__name__} of shape {tuple(loader.shape)}, and each row would be taken for a batch; "
+            "pass DataLoader(TensorDataset(...), batch_size=...), or a TensorLoader",
             argument=argument,
         )
     if isinstance(loader, tuple) and len(loader) > 1 and all(isinstance(item, Tensor) and item.ndim for item in loader):

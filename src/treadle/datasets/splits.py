@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_within, checked
 
 Rows = npt.NDArray[np.intp]
 
@@ -63,9 +63,7 @@ def split_by_group(
         >>> [len(part) for part in split_by_group(np.arange(20), val_fraction=0.1, test_fraction=0.2)]
         [14, 2, 4]
     """
-    for name, share in (("val_fraction", val_fraction), ("test_fraction", test_fraction)):
-        if not 0 <= share < 1:
-            raise ConfigError("must lie in [0, 1)", argument=name, value=share)
+    check_within("[0, 1)", val_fraction=val_fraction, test_fraction=test_fraction)
     names = np.random.default_rng(seed).permutation(np.unique(groups))
     num_val = max(1, round(val_fraction * len(names)))
     num_test = max(1, round(test_fraction * len(names)))

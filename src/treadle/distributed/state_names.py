@@ -71,9 +71,6 @@ def check_model_state(
 
     Raises:
         CheckpointError: names are missing or unexpected, or shapes differ; all are listed.
-
-    Example:
-        >>> check_model_state(nn.Linear(2, 1), nn.Linear(2, 1).state_dict())
     """
     wrong = state_mismatches(model, saved, what=what, kept=kept)
     if wrong:

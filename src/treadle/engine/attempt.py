@@ -15,12 +15,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle import distributed
 from treadle.data.cursor import Group
+from treadle.engine.leaving import leave_after_step
 from treadle.engine.masks import warn_of_masks
-from treadle.engine.session import leave_after_step, own_messages
+from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
 from treadle.errors import NonFiniteError
-from treadle.means import RunningMeans
-from treadle.nested import map_nested_tensor
+from treadle.means import RunningMeans, Total, Weighted
+from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
@@ -30,7 +31,7 @@ from treadle.task import StepOutput, add_output
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
-_PLAIN = (float, int, str, type(None))
+_NUMBERS = (float, int)
 _OTHER_NAMES = {"non_finite_grad_retries": "retries", "non_finite_grad_retry_count": "retries"}
 
 
@@ -142,16 +143,28 @@ class Attempt:
             add_output(means, output)
 
 
+def _refuse_other_than_numbers(records: Mapping[str, Any]) -> None:
+    """Raise TypeError for a value in nested records that is no number."""
+    for path, value in flatten_nested_dict(records).items():
+        as_number(("records", *path), value.value if isinstance(value, (Total, Weighted)) else value)
+
+
 def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return detached records: flat ones directly, nested ones by the rules for nested values."""
+    """Return detached records: flat ones directly, nested ones by the rules for nested values.
+
+    Raises:
+        TypeError: a value is no number, before the step changes a weight.
+    """
     flat: dict[str, Any] = {}
     for name, value in (records or {}).items():
         kind = type(value)
         if kind is Tensor:
-            flat[name] = value.detach()
-        elif kind in _PLAIN:
+            flat[name] = value.detach() if value.dim() == 0 else as_number(("records", name), value)
+        elif kind in _NUMBERS:
             flat[name] = value
         else:
+            if kind not in (Total, Weighted, dict):  # which are read where they are added up
+                _refuse_other_than_numbers(records)
             return map_nested_tensor(Tensor.detach, records)
     return flat
 
@@ -200,7 +213,7 @@ def counts_terms(engine: Engine, batch: Any) -> bool:
 
 def _sum_term_counts(engine: Engine, batches: Sequence[Any]) -> Mapping[str, float] | None:
     """Sum the counts of each loss term over the group and the ranks, before the first forward."""
-    # Called in each step, and isinstance against the protocol WeighsTerms takes as long as two layers of the model.
+    # Called in each step, in which isinstance against a protocol would take as long as two layers of the model.
     weights_of: Callable[[Any], Mapping[str, float] | None] | None = getattr(engine.task, "weights", None)
     if weights_of is None:
         return None

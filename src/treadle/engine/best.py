@@ -81,8 +81,7 @@ class BestRule:
         patience: int | None = None,
         start_epoch: int = 1,
     ):
-        if not min_delta >= 0:
-            raise ConfigError("must be >= 0", argument="min_delta", value=min_delta)
+        check_least(0, min_delta=min_delta)
         if patience is not None and not (isinstance(patience, Integral) and patience >= 1):
             raise ConfigError(
                 "must be at least 1 epoch, or None to never stop early", argument="patience", value=patience

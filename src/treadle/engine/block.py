@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from treadle.engine.attempt import Attempt
-from treadle.engine.session import leave_after_step
+from treadle.engine.leaving import leave_after_step
 from treadle.optim.nonfinite import StepLocation
 from treadle.task import StepOutput, add_output
 

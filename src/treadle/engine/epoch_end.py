@@ -1,8 +1,9 @@
-"""End of an epoch: score it, step schedulers, count it, call the hooks."""
+"""End of an epoch, of the engine's loop or the user's: score it, step schedulers, count it, call the hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -10,7 +11,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle.data.cursor import Group
 from treadle.engine.attempt import non_finite_error
 from treadle.engine.evaluation import EvaluationAbandoned
-from treadle.engine.session import leave_on_signal
+from treadle.engine.leaving import leave_on_signal
+from treadle.engine.session import ranks_stop, resume_from_hooks, training_session
+from treadle.engine.stopping import Target
 from treadle.errors import DataExhaustedError
 from treadle.optim.schedules import step_plateau
 
@@ -91,3 +94,28 @@ def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
             "step %d is skipped: its gradient was not finite and the epoch has no fresh data to retry", progress.step
         )
     return group
+
+
+def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], bool]) -> None:
+    """Train to a number of epochs with a function that reads each epoch's batches from the engine's cursor.
+
+    Args:
+        engine: keeps the counters, calls the hooks and saves the state.
+        target: target in epochs; ``max_time`` is checked between two of them.
+        train_epoch: trains one epoch; returns whether it stepped the scheduler, which is then left alone.
+    """
+    engine._refuse_if_closed()
+    engine.prepare()
+    resume_from_hooks(engine)
+    limits = engine.settings.limits
+    target = replace(target, epochs=limits.target(None, target.epochs)[1], deadline=limits.deadline())
+    engine.should_stop, engine.target = False, target
+    if target.reached(engine):
+        return
+    with training_session(engine):
+        while not (target.reached(engine) or target.out_of_time or ranks_stop(engine)):
+            stepped_schedule = train_epoch()
+            engine.target = target  # a single step sets another target
+            finish_epoch(engine, moves_schedule=not stepped_schedule)
+        engine.emit("on_after_train")
+        engine.write_requested()

@@ -35,10 +35,11 @@ from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook, reaches_hooks
+from treadle.engine.leaving import interruption, leave_on_signal
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
-from treadle.engine.rehearsal import check_length_of_schedule, refuse_fsdp_1
-from treadle.engine.session import leave_on_signal, resume_from_hooks, training_session
+from treadle.engine.preflight import check_length_of_schedule, refuse_fsdp_1
+from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.stopping import Target
 from treadle.engine.voice import speaking
@@ -226,7 +227,7 @@ class Engine(EngineBase):
     def _log_nothing_to_do(self) -> None:
         """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
         level = logging.WARNING if self.state.num_runs else logging.INFO
-        text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached"
+        text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached; a larger one trains on"
         self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
@@ -386,7 +387,7 @@ class Engine(EngineBase):
                 precision=self.precision,
                 eval_seed=self.settings.eval_seed,
                 cursor=self.eval_cursor,
-                interrupted=session.interruption(self),
+                interrupted=interruption(self),
                 limit=self.settings.limits.evaluation,
             )
 

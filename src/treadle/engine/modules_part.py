@@ -1,4 +1,4 @@
-"""Checkpoint part with what the model's state dict leaves out."""
+"""The part of a checkpoint that holds what the state dict of the model leaves out."""
 
 from __future__ import annotations
 

@@ -91,11 +91,6 @@ def refuse_signatures(owner: Any, counts: Mapping[str, tuple[int, ...]]) -> None
 
     Raises:
         ConfigError: one takes other arguments.
-
-    Example:
-        >>> class Mine:
-        ...     def evaluate(self, loader): ...
-        >>> refuse_signatures(Mine(), {"evaluate": (1,)})
     """
     for name, allowed in counts.items():
         method = getattr(owner, name)

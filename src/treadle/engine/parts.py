@@ -29,6 +29,7 @@ from treadle.seed import RngState, mix_seed
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
+
 _OWN_DATA = ("opening", "generators", "loader", "objects")
 
 

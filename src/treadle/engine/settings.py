@@ -88,11 +88,7 @@ class EngineSettings:
 
 
 def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:
-    """Raise ConfigError unless it is a valid number of micro-batches per step.
-
-    Example:
-        >>> check_accumulation(4)
-    """
+    """Raise ConfigError unless it is a valid number of micro-batches per step."""
     if not isinstance(steps, int) or steps < 1:
         raise ConfigError("a step needs a whole number of micro-batches, >= 1", argument=argument, value=steps)
 

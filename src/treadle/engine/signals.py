@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least
+
+if TYPE_CHECKING:
+    pass
 
 ExitCode = Literal["128+signal"] | int
 
@@ -60,8 +64,7 @@ def exit_plan(
     if code != "128+signal" and not isinstance(code, int):
         raise ConfigError("must be '128+signal' or an int", argument="exit_code", value=code)
     seconds = wait.total_seconds() if isinstance(wait, timedelta) else float(wait)
-    if not seconds >= 0:
-        raise ConfigError("must not be negative", argument="exit_wait", value=wait)
+    check_least(0, exit_wait=seconds)
     if signals is None:
         return None
     numbers = tuple(int(number) for number in ([signals] if isinstance(signals, int) else signals))

@@ -13,25 +13,18 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from treadle import distributed
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
+    from treadle.engine.screens import Screen
 
 VARIABLE = "TREADLE_PROGRESS"
 _OFF = ("0", "off", "false", "no")
 _LIBRARY = "treadle"
 _BURST = 10.0  # burst of epoch lines; then one per second, after an hour one per minute
-
-
-class Screen(Protocol):
-    """Live display in a terminal or notebook, above which lines are printed."""
-
-    def print_above(self, text: str) -> None:
-        """Print a line above the display."""
-        ...
 
 
 def turned_off() -> bool:
@@ -171,12 +164,7 @@ VOICE = Voice()
 
 
 def speaking(engine: Engine) -> contextlib.AbstractContextManager[None]:
-    """Show the log of an engine inside the block if no handler of the user does; on rank 0 only.
-
-    Example:
-        >>> # with speaking(engine):
-        >>> #     engine.logger.info("shown on stderr")
-    """
+    """Show the log of an engine inside the block if no handler of the user does; on rank 0 only."""
     return VOICE.scope(engine.logger, wanted=engine.settings.progress and distributed.rank() == 0)
 
 

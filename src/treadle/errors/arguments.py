@@ -108,17 +108,61 @@ def check_argument(name: str, value: Any, hint: Any) -> None:
 
 
 def check_least(least: float, **values: float | None) -> None:
-    """Raise for numbers below a bound, or non-numbers; None passes.
+    """Raise for a number below a bound; None passes.
+
+    Args:
+        least: the smallest value that is allowed.
+        values: by argument; two underscores are a dot.
 
     Raises:
         ConfigError: a value is outside its range.
 
     Example:
-        >>> check_least(1, d_model=8, heads=None)
+        >>> check_least(1, d_model=8, data__max_topics=None)
     """
     for name, value in values.items():
         if value is not None and not value >= least:
-            raise ConfigError(f"must be >= {least:g}", argument=name, value=value)
+            raise _out_of_range(f"must be at least {least:g}", name, value)
+
+
+def check_above(bound: float, **values: float | None) -> None:
+    """Raise for a number that is not above a bound; None passes, and names are as in :func:`check_least`."""
+    for name, value in values.items():
+        if value is not None and not value > bound:
+            raise _out_of_range(f"must be above {bound:g}", name, value)
+
+
+def check_within(interval: str, **values: float | None) -> None:
+    """Raise for a number outside of an interval; None passes, and names are as in :func:`check_least`.
+
+    Args:
+        interval: such as ``"[0, 1)"``, the 1 excluded.
+        values: by argument.
+
+    Raises:
+        ConfigError: one of the values is out of range.
+
+    Example:
+        >>> check_within("[0, 1)", dropout=0.0, model__dropout=0.1)
+    """
+    low, high = map(float, interval[1:-1].split(","))
+    for name, value in values.items():
+        if value is None:
+            continue
+        reaches = value >= low if interval[0] == "[" else value > low
+        if not (reaches and (value <= high if interval[-1] == "]" else value < high)):
+            raise _out_of_range(f"must lie in {interval}", name, value)
+
+
+def check_whole(least: int, **values: Any) -> None:
+    """Raise for anything but a whole number of at least ``least``; names are as in :func:`check_least`."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or not int(value) >= least:
+            raise _out_of_range(f"must be a whole number >= {least}", name, value)
+
+
+def _out_of_range(rule: str, name: str, value: Any) -> ConfigError:
+    return ConfigError(rule, argument=name.replace("__", "."), value=value)
 
 
 @functools.cache

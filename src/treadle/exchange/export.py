@@ -15,7 +15,7 @@ from treadle.checkpoint.schema import non_finite_names, versions
 from treadle.checkpoint.shard_manifest import is_whole
 from treadle.errors import CheckpointError, ConfigError, nearest
 from treadle.errors.arguments import checked
-from treadle.exchange.pretrained_folder import find_config, ties_embeddings, write_folder
+from treadle.exchange.pretrained import find_config, ties_embeddings, write_folder
 from treadle.exchange.sources import Source, find_source
 from treadle.exchange.tensor_files import tied_names, with_memory_of_their_own, write_safetensors, write_torch
 

@@ -73,11 +73,7 @@ def read_folder(folder: Path, *, optimizer: bool = True) -> ForeignCheckpoint:
 
 
 def weights_file(folder: Path) -> str | None:
-    """Return the name of the file, or the index, that holds the weights in a folder of these kinds.
-
-    Example:
-        >>> weights_file(Path("no_such_folder"))
-    """
+    """Return the name of the file, or the index, that holds the weights in a folder of these kinds."""
     return next((name for name in _WEIGHTS if (folder / name).is_file()), None)
 
 

@@ -20,8 +20,8 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import Capture
 from treadle.errors import ConfigError
-from treadle.faces.default_hooks import shows_progress, with_default_hooks
 from treadle.faces.parallel import ParallelConfig, spread
+from treadle.faces.run_files import shows_progress, with_default_hooks
 from treadle.hooks.progress import ProgressHook
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.optim.optimizer import check_scheduler, move_optimizer_state

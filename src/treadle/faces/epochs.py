@@ -16,7 +16,7 @@ from treadle.engine.best import BestRule
 from treadle.engine.evaluation import refuse_no_batch, results_of, try_override
 from treadle.engine.limits import Deadline
 from treadle.engine.predictions import predicted, scored_weights
-from treadle.engine.rehearsal import try_evaluation
+from treadle.engine.preflight import try_evaluation
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.faces.loaders import refuse_used_up

@@ -14,7 +14,7 @@ from treadle.engine import Engine
 from treadle.engine.out_of_memory import is_out_of_memory
 from treadle.engine.trial import TrialSteps, undone
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_above, check_least, check_whole, checked
 
 _SMOOTHING = 0.9
 
@@ -113,10 +113,8 @@ def find_learning_rate(
 def _check_search(lowest: float, highest: float, num_steps: Any, divergence: float) -> None:
     if not 0 < lowest < highest:
         raise ConfigError("must be > 0 and below highest", argument="lowest", value=lowest)
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 2:
-        raise ConfigError("must be a whole number of steps >= 2", argument="num_steps", value=num_steps)
-    if not divergence > 1:
-        raise ConfigError("must be > 1", argument="divergence", value=divergence)
+    check_whole(2, num_steps=num_steps)
+    check_above(1, divergence=divergence)
 
 
 @checked
@@ -151,9 +149,7 @@ def find_batch_size(
         >>> find_batch_size(trainer, lambda size: [(torch.ones(size, 1), torch.ones(size, 1))] * (8 // size))
         8
     """
-    for name, value in (("start", start), ("num_steps", num_steps), ("largest", largest)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError("must be a whole number >= 1", argument=name, value=value)
+    check_least(1, start=start, num_steps=num_steps, largest=largest)
     fits, fails, size = 0, math.inf, start
     while fits < size < fails:
         loader = make_loader(size)

@@ -13,7 +13,7 @@ from treadle.checkpoint.order import Reach, is_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
-from treadle.engine.session import BetweenRuns
+from treadle.engine.leaving import BetweenRuns
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.checkpointing import CheckpointingHook, settled_states, step_states
 
@@ -60,9 +60,6 @@ class CheckpointFolder:
     Attributes:
         path: the folder; None writes nothing.
         loss_settings: keys of the engine's config that describe the loss.
-
-    Example:
-        >>> # folder = CheckpointFolder(engine, "checkpoint_dir")
     """
 
     loss_settings: tuple[str, ...] = ()
@@ -76,6 +73,8 @@ class CheckpointFolder:
 
     def use(self, path: str | Path | None) -> None:
         """Set the folder, resolved now, since a callback may change the working directory; None for no folder."""
+        if path is not None and Path(path).exists() and not Path(path).is_dir():
+            raise ConfigError("is a file; give a folder", argument=self._argument, value=str(path))
         trial = self.engine.settings.limits.fast_dev_run
         before, self.path = self.path, None if path is None or trial else Path(path).absolute()
         self.engine.workspace = self.path

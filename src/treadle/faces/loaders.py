@@ -21,9 +21,6 @@ def check_loader(loader: Any, argument: str) -> None:
     Args:
         loader: the user's argument.
         argument: name of the argument.
-
-    Example:
-        >>> check_loader([[0.5, 1.5]], "train_dataloader")
     """
     refuse_dataset(loader, argument)
     if isinstance(loader, (str, bytes)) or (loader is None and argument.startswith("train")):
@@ -36,15 +33,25 @@ def check_loader(loader: Any, argument: str) -> None:
         )
 
 
+def check_batches(loader: Any, argument: str) -> None:
+    """Raise ConfigError for what is not one loader.
+
+    Example:
+        >>> check_batches([[0.5, 1.5]], "loader")
+    """
+    if isinstance(loader, Mapping):
+        raise ConfigError("is a dict of loaders; pass one of them", argument=argument)
+    if loader is None:
+        raise ConfigError("must be a DataLoader or another iterable of batches", argument=argument, value=None)
+    check_loader(loader, argument)
+
+
 def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
     """Raise ConfigError for a loader, or one of a dict, that cannot be evaluated, and for an empty dict.
 
     Args:
         loaders: the user's argument.
         argument: name of the argument.
-
-    Example:
-        >>> check_eval_loaders({"near": [[0.5]], "far": [[5.0]]}, "val_loader")
     """
     if not isinstance(loaders, Mapping):
         _check_eval_loader(loaders, argument)
@@ -62,9 +69,6 @@ def refuse_used_up(loaders: EvalLoaders | None, argument: str, *, times: int) ->
         loaders: the user's argument.
         argument: name of the argument.
         times: number of times it will be read.
-
-    Example:
-        >>> refuse_used_up([[0.5]], "val_loader", times=2)
     """
     named = loaders.values() if isinstance(loaders, Mapping) else [loaders]
     if times > 1 and any(isinstance(loader, Iterator) for loader in named):

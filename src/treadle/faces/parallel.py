@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from treadle import distributed
 from treadle.capture.compile import compile_in_place, repeated_blocks, warn_of_sharded
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 
 ParallelName = Literal["ddp", "fsdp"]
 Block = type[nn.Module] | nn.Module | str
@@ -59,8 +59,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
             _dtype(name, getattr(self, name))
-        if self.replicas is not None and self.replicas < 1:
-            raise ConfigError("must be at least 1 group of ranks", argument="replicas", value=self.replicas)
+        check_least(1, replicas=self.replicas)
         of_both = ("kind", "blocks", "compile_blocks")
         given = [field for field in fields(self) if getattr(self, field.name) != field.default]
         for field in given if self.kind == "ddp" else ():

@@ -1,10 +1,10 @@
-"""RunFilesHook: step log, session log and settings in every run folder."""
+"""Hooks of every front end: RunFilesHook, which writes logs and settings into the run folder, and the progress."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,10 @@ from treadle import distributed
 from treadle.checkpoint.schema import versions
 from treadle.checkpoint.store import write_text
 from treadle.engine.hook import BaseHook
+from treadle.engine.voice import turned_off
+from treadle.hooks.bar import ProgressBarHook, RunProgress
 from treadle.hooks.files import set_aside, to_json
+from treadle.hooks.progress import ProgressHook
 from treadle.hooks.sessionlog import SessionLogHook
 from treadle.hooks.steplog import StepLogHook
 from treadle.hooks.tracking import Guard
@@ -30,9 +33,6 @@ class RunFilesHook(BaseHook):
 
     ``treadle report`` and ``treadle runs`` show these files. A StepLogHook or SessionLogHook, if given, writes its own
     file instead. A trainer without a workspace writes nothing. The hook saves nothing in checkpoints.
-
-    Example:
-        >>> hook = RunFilesHook()
     """
 
     state_key = "RunFilesHook"
@@ -209,3 +209,27 @@ def _commit_in(git: Path) -> str | None:
         if ref == name:
             return commit
     return None
+
+
+def with_default_hooks(hooks: Sequence[BaseHook], *, given: Sequence[BaseHook], progress: bool) -> list[BaseHook]:
+    """Return hooks with the default ones appended.
+
+    Args:
+        hooks: all hooks of the run.
+        given: hooks given by the user; one that shows progress replaces the default one.
+        progress: whether the run shows its progress.
+
+    Example:
+        >>> hooks = [ProgressHook(10)]
+        >>> [hook.state_key for hook in with_default_hooks(hooks, given=hooks, progress=True)]
+        ['ProgressHook', 'RunFilesHook']
+    """
+    own: list[BaseHook] = [RunFilesHook()]
+    if progress and not turned_off() and not shows_progress(given):
+        own.append(RunProgress())
+    return [*hooks, *own]
+
+
+def shows_progress(hooks: Sequence[BaseHook]) -> bool:
+    """Return whether one of the hooks shows the progress of a run."""
+    return any(isinstance(hook, (ProgressHook, ProgressBarHook)) for hook in hooks)

@@ -19,10 +19,6 @@ class SelectingEpochs(EpochTrainer):
     Args:
         engine: runs the steps.
         prefix: prefix of the names of evaluation results in a record.
-
-    Example:
-        >>> # epochs = SelectingEpochs(engine)
-        >>> # epochs.select_by(lambda: BestRule("val_loss"))
     """
 
     def __init__(self, engine: Engine, *, prefix: str = "val_"):

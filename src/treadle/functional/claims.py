@@ -44,9 +44,6 @@ def warn_of_claims(
         loaders: training and evaluation loaders.
         accumulation: micro-batches per step.
         seeds: returns the seed of torch's generator.
-
-    Example:
-        >>> warn_of_claims({}, num_epochs=1, loaders=([], None), accumulation=1)
     """
     size = _batch_size(loaders[0])
     sizes = {} if size is None else {size * steps * ranks for steps in (1, accumulation)

@@ -12,6 +12,7 @@ from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.base import temporarily
 from treadle.engine.best import BestRule
+from treadle.engine.epoch_end import run_own_epochs
 from treadle.engine.evaluation import (
     EvaluationAbandoned,
     evaluation_mode,
@@ -20,8 +21,8 @@ from treadle.engine.evaluation import (
     results_of,
     try_override,
 )
-from treadle.engine.own_loop import run_own_epochs
-from treadle.engine.session import BetweenRuns, held_by_hooks, ranks_stop, resume_from_hooks
+from treadle.engine.leaving import BetweenRuns
+from treadle.engine.session import held_by_hooks, ranks_stop, resume_from_hooks
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs

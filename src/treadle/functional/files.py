@@ -72,9 +72,6 @@ class HistoryFile(HistoryHook):
 
     Attributes:
         folder: run folder; None writes nothing.
-
-    Example:
-        >>> hook = HistoryFile(lambda: [])
     """
 
     def __init__(self, history: Callable[[], Sequence[Mapping[str, Any]]]):

@@ -36,9 +36,6 @@ class NumberedFolder(CheckpointFolder):
 
     Attributes:
         other_names: returns parts of a tree under further names, without extra space in the file.
-
-    Example:
-        >>> # folder = NumberedFolder(engine, trainer._save_checkpoint, HistoryFile(lambda: []))
     """
 
     loss_settings = ("loss",)

@@ -26,9 +26,6 @@ class SaveAtSignals(BaseHook):
 
     Args:
         write: saves the state.
-
-    Example:
-        >>> hook = SaveAtSignals(lambda: None)
     """
 
     writes = True

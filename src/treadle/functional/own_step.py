@@ -28,9 +28,6 @@ class OwnStepEngine(Engine):
         replaced: whether it replaces the step; see :class:`ReplacedStep`.
         weighted: pairs numbers of the last batch with their weights.
         kwargs: arguments of the engine.
-
-    Example:
-        >>> # engine = OwnStepEngine(model, optimizer, task, own_step=trainer.train_step, weighted=dict)
     """
 
     def __init__(

@@ -92,9 +92,6 @@ class ReplacedStep:
     Args:
         engine: keeps the counters, calls the hooks and saves the state.
         own_step: overriding method.
-
-    Example:
-        >>> # outcome = ReplacedStep(engine, trainer.train_step).run(group)
     """
 
     def __init__(self, engine: Engine, own_step: Callable[[Any], Any]):
@@ -170,9 +167,6 @@ class EpochBatches:
 
     Attributes:
         before: batches of this epoch that were trained before a checkpoint was loaded.
-
-    Example:
-        >>> # for batch in EpochBatches(engine, loader): ...
     """
 
     def __init__(self, engine: Engine, loader: Iterable[Any]):
@@ -213,9 +207,6 @@ class OwnSteps:
 
     Attributes:
         moves: steps of the optimizer and the scheduler in the epoch.
-
-    Example:
-        >>> # steps = OwnSteps(engine)
     """
 
     def __init__(self, engine: Engine):

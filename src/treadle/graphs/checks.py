@@ -12,6 +12,7 @@ from torch import nn
 from treadle.distributed import unwrap
 from treadle.engine.best import BestRule, Mode
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_whole
 from treadle.faces.loaders import EvalLoaders, mode_over, results_by_name, selected_by
 from treadle.graphs.epoch_records import TRAIN, VAL, GraphRule, missing_key
 from treadle.graphs.losses import get_loss_fn
@@ -52,6 +53,11 @@ def loss_and_metrics(
     loss_logits = getattr(loss_fn, "from_logits", None)
     if metrics is None:
         metrics = get_metrics(task_type, classes or 2, from_logits=loss_logits is not False)
+    if not all(callable(getattr(metrics, name, None)) for name in ("update", "compute", "reset")):
+        raise ConfigError(
+            "must have update, compute and reset, as what get_metrics(task_type) returns", argument="metrics",
+            value=metrics,
+        )  # fmt: skip
     metric_logits = getattr(metrics, "from_logits", None)
     if None not in (loss_logits, metric_logits) and loss_logits != metric_logits:
         raise ConfigError(
@@ -91,27 +97,14 @@ def precision_named(mixed_precision: bool | str | None) -> PrecisionName | None:
 
 
 def check_log_every(log_every: int | None) -> None:
-    """Raise ConfigError unless it is a whole number of steps, or None.
-
-    Example:
-        >>> check_log_every(0)
-    """
-    if log_every is not None and (isinstance(log_every, bool) or not isinstance(log_every, int) or log_every < 0):
-        raise ConfigError(
-            "must be a whole number of steps, or None or 0 to turn it off", argument="log_every", value=log_every
-        )
+    """Raise ConfigError unless it is a whole number of steps, or None."""
+    if log_every is not None:
+        check_whole(0, log_every=log_every)
 
 
 def check_epochs(epochs: Any) -> None:
-    """Raise ConfigError unless it is an integer >= 0.
-
-    Example:
-        >>> check_epochs(100)
-    """
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-        raise ConfigError(
-            "must be a whole number of epochs >= 0, counted from the start", argument="epochs", value=epochs
-        )
+    """Raise ConfigError unless it is an integer >= 0."""
+    check_whole(0, epochs=epochs)
 
 
 def best_rule(

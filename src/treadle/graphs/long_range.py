@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least
 from treadle.graphs.metrics import get_metrics
 
 Bucket = tuple[int, int]
@@ -38,9 +39,8 @@ def create_distance_buckets(max_distance: int = 20, bucket_size: int = 1) -> lis
         >>> create_distance_buckets(4, 2)
         [(0, 1), (2, 3), (4, 4), (-1, -1)]
     """
-    for name, value in (("max_distance", max_distance + 1), ("bucket_size", bucket_size)):
-        if value < 1:
-            raise ConfigError("must be a whole number; distances start at 0, sizes at 1", argument=name, value=value)
+    check_least(0, max_distance=max_distance)
+    check_least(1, bucket_size=bucket_size)
     starts = range(0, max_distance + 1, bucket_size)
     return [*((low, min(low + bucket_size - 1, max_distance)) for low in starts), UNREACHABLE]
 

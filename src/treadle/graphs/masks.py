@@ -14,11 +14,7 @@ MASKS: tuple[str, ...] = get_args(MaskName)
 
 
 def check_mask_name(mask: str) -> None:
-    """Raise ConfigError unless ``mask`` is the name of a split mask.
-
-    Example:
-        >>> check_mask_name("test_mask")
-    """
+    """Raise ConfigError unless ``mask`` is the name of a split mask."""
     if mask not in MASKS:
         raise ConfigError(nearest(str(mask), MASKS), argument="mask", value=mask)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from treadle.device.on_the_way import OnTheWay
 from treadle.errors import ConfigError, MissingExtraError
-from treadle.errors.arguments import check_least, checked
+from treadle.errors.arguments import check_least, check_whole, checked
 from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -36,8 +36,7 @@ class GraphMetrics:
 
     def __init__(self, task_type: str, num_classes: int, *, from_logits: bool, k: int) -> None:
         check_task_type(task_type)
-        if isinstance(k, bool) or not k >= 1:
-            raise ConfigError("precision@k needs at least the one best score", argument="k", value=k)
+        check_whole(1, k=k)
         self.task_type = task_type
         self.num_classes = outputs_of(task_type, num_classes) if task_type == "classification" else None
         if task_type == "edge_prediction":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treadle.errors import ConfigError, nearest
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, check_within, checked
 from treadle.graphs.statistics import GraphStatistics
 
 MODEL_NAMES = ("gps", "graph_transformer", "gt", "mpnn")
@@ -110,19 +110,12 @@ class ModelOptions:
         self._check_statistics()
 
     def _check_numbers(self) -> None:
-        required = ("num_features", "num_classes", "hidden_dim", "num_layers", "num_heads")
-        for option in (*required, "num_edge_features", "ffn_dim", "node_pe_dim", "relative_pe_dim"):
-            value, least = getattr(self, option), 0 if option.endswith("pe_dim") else 1
-            if value is None and option not in required:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(
-                    f" must be a whole number of {least} or more; it is a size", argument=option, value=value
-                )
-        for option in ("dropout", "attn_dropout", "drop_path_rate"):
-            value = getattr(self, option)
-            if value is not None and not 0 <= value < 1:
-                raise ConfigError(" must be 0 or more and below 1; it is a probability", argument=option, value=value)
+        check_least(1, num_features=self.num_features, num_classes=self.num_classes, hidden_dim=self.hidden_dim)
+        check_least(1, num_layers=self.num_layers, num_heads=self.num_heads, ffn_dim=self.ffn_dim)
+        check_least(1, num_edge_features=self.num_edge_features)
+        check_least(0, node_pe_dim=self.node_pe_dim, relative_pe_dim=self.relative_pe_dim)
+        rates = {"dropout": self.dropout, "attn_dropout": self.attn_dropout, "drop_path_rate": self.drop_path_rate}
+        check_within("[0, 1)", **rates)
 
     def _check_parts(self) -> None:
         has_gat = self.use_local and self.mpnn_type == "gat"

@@ -77,9 +77,6 @@ def say_what_is_idle(kind: str, given: Mapping[str, tuple[Any, Any]], used: Coll
         kind: name of the type.
         given: value and default of each setting.
         used: settings that it reads.
-
-    Example:
-        >>> say_what_is_idle("sgd", {"eps": (1e-8, 1e-8)}, ())
     """
     idle = [f"{name}={value!r}" for name, (value, default) in given.items() if name not in used and value != default]
     if idle:

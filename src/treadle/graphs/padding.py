@@ -186,9 +186,6 @@ class PaddingHook(BaseHook):
 
     Args:
         padding: the padding whose counts are kept.
-
-    Example:
-        >>> # hook = PaddingHook(padding)
     """
 
     def __init__(self, padding: Padding):

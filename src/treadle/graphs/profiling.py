@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least
 from treadle.graphs.loops import train_step
 from treadle.seed import forked_rng
 
@@ -72,8 +73,7 @@ def benchmark_function(
         >>> benchmark_function(lambda: sum(range(10)), num_runs=3, warmup_runs=0).num_runs
         3
     """
-    if num_runs < 1:
-        raise ConfigError("must be at least 1", argument="num_runs", value=num_runs)
+    check_least(1, num_runs=num_runs)
     on_gpu, times = torch.device(device).type == "cuda", []
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Results of many runs: loaded from their folders, aggregated over seeds, and written as LaTeX or CSV tables."""
+"""Results of many runs: read from their folders, summed up over seeds, and written as tables for LaTeX or as CSV."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import io
 import json
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,57 +15,24 @@ from treadle.checkpoint.store import write_text
 from treadle.config import load_config
 from treadle.errors import ConfigError, nearest
 from treadle.nested import flatten_nested_dict
+from treadle.population import Summary
 
 Row = dict[str, Any]
-_LOWER = ("loss", "mae", "mse", "rmse", "time", "ms", "flops")
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and standard deviation over several runs.
-
-    Attributes:
-        mean: mean of the runs.
-        std: standard deviation; NaN for one run.
-        count: number of runs.
-    """
-
-    mean: float
-    std: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Compute the spread of values.
-
-        Example:
-            >>> Spread.of([1.0, 3.0])
-            Spread(mean=2.0, std=1.4142135623730951, count=2)
-        """
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else math.nan, len(values))
-
-    def text(self, digits: int = 4, sign: str = "±") -> str:
-        """Format the mean and, for several runs, the deviation.
-
-        Example:
-            >>> Spread(0.12345, 0.01, 3).text(3), Spread(0.5, math.nan, 1).text(2)
-            ('0.123 ± 0.010', '0.50')
-        """
-        return f"{self.mean:.{digits}f}" + ("" if math.isnan(self.std) else f" {sign} {self.std:.{digits}f}")
+_LOWER_IS_BETTER = ("loss", "mae", "mse", "rmse", "time", "ms", "flops")
 
 
 def load_results(folder: str | os.PathLike[str], *, settings: Sequence[str] = ()) -> list[Row]:
-    """Load the results of every run below a folder.
+    """Read the results of every run below a folder.
 
     Args:
-        folder: contains run folders, each with ``test_results.json`` and ``config.yaml``.
-        settings: dotted settings of a run to include as columns, such as ``"pe.node.type"``.
+        folder: holds run folders, each with ``test_results.json`` and ``config.yaml``.
+        settings: dotted settings of a run that become columns, such as ``"pe.node.type"``.
 
     Returns:
-        One row per run, sorted by path: ``run``, ``seed``, the settings, and the test metrics by name.
+        A row for each run, by path: ``run``, ``seed``, the settings, and the test metrics by name.
 
     Raises:
-        ConfigError: there are no runs, or a run lacks a setting.
+        ConfigError: there is no run, or a run has no such setting.
     """
     home = Path(folder)
     rows = [_row(path, home, settings) for path in sorted(home.rglob("test_results.json"))]
@@ -92,23 +57,24 @@ def _row(path: Path, home: Path, settings: Sequence[str]) -> Row:
 def aggregate_by_seed(
     rows: Iterable[Mapping[str, Any]], group_keys: Sequence[str], metrics: Sequence[str]
 ) -> list[Row]:
-    """Aggregate rows that differ only in their seed.
+    """Sum up rows that differ in nothing but their seed.
 
     Args:
-        rows: rows of runs.
-        group_keys: columns that define the groups.
-        metrics: numeric columns; missing values are ignored.
+        rows: of runs.
+        group_keys: columns that tell groups apart.
+        metrics: columns of numbers; those of a row that lacks one are left out.
 
     Returns:
-        One row per group, in the order of its first run: the keys, and a :class:`Spread` for each metric.
+        A row for each group, in the order of its first run: the keys, and of each metric a
+        :class:`treadle.population.Summary`.
 
     Raises:
         ConfigError: a row lacks a key, or no row of a group has a metric.
 
     Example:
         >>> runs = [{"pe": "lap", "mae": 1.0}, {"pe": "lap", "mae": 3.0}, {"pe": "none", "mae": 5.0}]
-        >>> [(row["pe"], row["mae"].text(1)) for row in aggregate_by_seed(runs, ["pe"], ["mae"])]
-        [('lap', '2.0 ± 1.4'), ('none', '5.0')]
+        >>> [(row["pe"], str(row["mae"])) for row in aggregate_by_seed(runs, ["pe"], ["mae"])]
+        [('lap', '2 ± 1.4 (2)'), ('none', '5 (1)')]
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -124,25 +90,15 @@ def aggregate_by_seed(
             raise ConfigError(
                 f"no run has the column {empty[0]!r}; {nearest(empty[0], members[0])}", argument="metrics"
             )
-        found.append(dict(zip(group_keys, values, strict=True)) | {name: Spread.of(spreads[name]) for name in metrics})
+        found.append(dict(zip(group_keys, values, strict=True)) | {name: Summary.of(spreads[name]) for name in metrics})
     return found
 
 
-def lower_is_better(metric: str) -> bool:
-    """Return whether a lower value of a metric is better, by its name.
-
-    Example:
-        >>> lower_is_better("mae"), lower_is_better("roc_auc")
-        (True, False)
-    """
-    return metric.lower().replace("/", "_").split("_")[-1] in _LOWER
-
-
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as CSV; a spread becomes the columns ``<name>_mean``, ``_std`` and ``_count``.
+    """Write rows as CSV; a spread becomes the columns ``<name>_mean``, ``_std`` and ``_count``.
 
     Example:
-        >>> print(to_csv([{"pe": "lap", "mae": Spread(2.0, 0.5, 3)}]), end="")
+        >>> print(to_csv([{"pe": "lap", "mae": Summary(2.0, 0.5, 3)}]), end="")
         pe,mae_mean,mae_std,mae_count
         lap,2.0,0.5,3
     """
@@ -158,8 +114,8 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def _flat(row: Mapping[str, Any]) -> Row:
     flat: Row = {}
     for name, value in row.items():
-        if isinstance(value, Spread):
-            std = "" if math.isnan(value.std) else value.std
+        if isinstance(value, Summary):
+            std = "" if math.isnan(value.deviation) else value.deviation
             flat |= {f"{name}_mean": value.mean, f"{name}_std": std, f"{name}_count": value.count}
         else:
             flat[name] = value
@@ -167,18 +123,18 @@ def _flat(row: Mapping[str, Any]) -> Row:
 
 
 def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: bool = True) -> str:
-    r"""Format rows as a LaTeX table with ``booktabs``, with the best mean of each metric in bold.
+    r"""Write rows as a LaTeX table with ``booktabs``, the best mean of each metric in bold.
 
     Args:
-        rows: rows with the same columns.
-        digits: digits of numbers.
-        bold_best: whether to mark the best of several rows; the metric's name determines the direction.
+        rows: with equal columns.
+        digits: of numbers.
+        bold_best: whether the best of several rows is marked; which way is better is told by the metric's name.
 
     Raises:
         ConfigError: there are no rows.
 
     Example:
-        >>> print(to_latex([{"pe": "lap_pe", "mae": Spread(0.5, 0.25, 3)}], digits=2))
+        >>> print(to_latex([{"pe": "lap_pe", "mae": Summary(0.5, 0.25, 3)}], digits=2))
         \begin{tabular}{lr}
         \toprule
         pe & mae \\
@@ -193,12 +149,14 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
     best = {name: _best(rows, name) for name in columns} if bold_best and len(rows) > 1 else {}
 
     def cell(name: str, value: Any) -> str:
-        if not isinstance(value, (Spread, float)):
+        if not isinstance(value, (Summary, float)):
             return _escaped(str(value))
-        text = value.text(digits, r"\pm") if isinstance(value, Spread) else f"{value:.{digits}f}"
+        text = f"{_mean_of(value):.{digits}f}"
+        if isinstance(value, Summary) and value.count > 1:
+            text += f" \\pm {value.deviation:.{digits}f}"
         return f"$\\mathbf{{{text}}}$" if best.get(name) == _mean_of(value) else f"${text}$"
 
-    numeric = [isinstance(rows[0][name], (Spread, float)) for name in columns]
+    numeric = [isinstance(rows[0][name], (Summary, float)) for name in columns]
     lines = [
         f"\\begin{{tabular}}{{{''.join('r' if one else 'l' for one in numeric)}}}", r"\toprule",
         " & ".join(map(_escaped, columns)) + r" \\", r"\midrule",
@@ -209,14 +167,16 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
 
 
 def _mean_of(value: Any) -> float:
-    return float(value.mean if isinstance(value, Spread) else value)
+    return float(value.mean if isinstance(value, Summary) else value)
 
 
 def _best(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    means = [_mean_of(row[name]) for row in rows if isinstance(row[name], (Spread, float))]
+    means = [_mean_of(row[name]) for row in rows if isinstance(row[name], (Summary, float))]
     means = [mean for mean in means if not math.isnan(mean)]
-    choose: Callable[[Iterable[float]], float] = min if lower_is_better(name) else max
-    return choose(means) if means else None
+    if not means:
+        return None
+    last = name.lower().replace("/", "_").split("_")[-1]
+    return min(means) if last in _LOWER_IS_BETTER else max(means)
 
 
 def _escaped(text: str) -> str:
@@ -228,7 +188,7 @@ def export_table(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]
     """Write a table to a ``.tex`` or ``.csv`` file, atomically.
 
     Raises:
-        ConfigError: the extension is neither.
+        ConfigError: the name ends in neither.
     """
     writers: dict[str, Callable[[], str]] = {".tex": lambda: to_latex(rows) + "\n", ".csv": lambda: to_csv(rows)}
     suffix = Path(path).suffix

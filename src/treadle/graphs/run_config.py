@@ -15,10 +15,11 @@ from treadle.config.sections import as_settings, from_nested, refuse_unknown_set
 from treadle.config.tree import copied
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import check_least
 from treadle.faces.parallel import as_parallel
 from treadle.graphs.groups import GROUPS, compose
 from treadle.graphs.model_options import ModelOptions
-from treadle.runs.settings import at_least, check_seeds, flat
+from treadle.runs.settings import check_seeds, flat
 
 FLAGS = {
     "device": "--device",
@@ -91,13 +92,13 @@ class TrainingConfig:
     scheduler: dict[str, Any]
 
     def __post_init__(self) -> None:
-        at_least(
+        check_least(
             1, training__epochs=self.epochs, training__batch_size=self.batch_size, training__buckets=self.buckets,
             training__accumulation_steps=self.accumulation_steps, training__early_stopping=self.early_stopping,
         )  # fmt: skip
-        at_least(0, training__num_workers=self.num_workers, training__grad_clip=self.grad_clip)
+        check_least(0, training__num_workers=self.num_workers, training__grad_clip=self.grad_clip)
         numbers = {f"training__optimizer__{name}": self.optimizer.get(name) for name in _AT_LEAST_0}
-        at_least(0, **numbers)
+        check_least(0, **numbers)
         betas = self.optimizer.get("betas")
         if betas is not None and not (len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)):
             raise ConfigError(
@@ -136,8 +137,8 @@ class GraphsConfig:
     log_every: int
 
     def __post_init__(self) -> None:
-        at_least(1, threads=self.threads)
-        at_least(0, dataset__num_workers=self.dataset.get("num_workers"))
+        check_least(1, threads=self.threads)
+        check_least(0, dataset__num_workers=self.dataset.get("num_workers"))
         check_seeds(seed=self.seed)
         options = self.model_options
         if options.keys() <= vars(ModelOptions(num_features=1)).keys():  # get_model reports unknown ones

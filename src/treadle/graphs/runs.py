@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.checkpoint.store import find_latest, load_weights
 from treadle.distributed.state_names import load_model_state
+from treadle.engine.screens import work_bar
 from treadle.errors import ConfigError
 from treadle.graphs.run_config import FREE, RENAMED, GraphsConfig, read_settings
-from treadle.hooks.bar import work_bar
 from treadle.hooks.files import to_json
 from treadle.runs.folder import part_of, read_record, run_folder_of, stored_json, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, Show, load_newest

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.graphs.optimizer import say_what_is_idle
 from treadle.optim.schedules import check_warmup, warmup_cosine_factor
 
@@ -159,6 +159,4 @@ def _check_numbers(numbers: Mapping[str, float]) -> None:
     if numbers["warmup_offset"] not in (0, 1):
         raise ConfigError("must be 0 or 1", argument="warmup_offset", value=numbers["warmup_offset"])
     for name, value in numbers.items():
-        least = 1 if name in ("total_epochs", "step_size") else 0
-        if not value >= least:
-            raise ConfigError(f"must be >= {least}", argument=name, value=value)
+        check_least(1 if name in ("total_epochs", "step_size") else 0, **{name: value})

@@ -7,8 +7,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from treadle import distributed
 from treadle.data.graph_sizes import count_sizes, note_sizes
@@ -16,7 +18,6 @@ from treadle.data.host_copies import host_of
 from treadle.device import to_device
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
-from treadle.graphs.duplicates import graphs_in, real_samples, rows_of_first
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.masks import counted_rows
 from treadle.graphs.metrics import GraphMetrics
@@ -71,9 +72,6 @@ class FedMetrics:
 
     Args:
         metrics: the metrics to update.
-
-    Example:
-        >>> # FedMetrics(get_metrics("regression")).update((pred, target, None))
     """
 
     def __init__(self, metrics: EpochMetrics):
@@ -310,3 +308,58 @@ def raw_outputs(model: nn.Module, device: torch.device, batch: Any) -> Any:
         return output if without_padding is None else without_padding(output)
 
     return map_nested_tensor(plain, model(batch))
+
+
+def real_samples(loader: Any) -> int | None:
+    """Return the number of this rank's samples before the duplicates at the end; None if there are no duplicates.
+
+    Args:
+        loader: any iterable; a ``DataLoader`` with a ``DistributedSampler`` without ``drop_last`` has duplicates.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> sampler = DistributedSampler(range(5), num_replicas=2, rank=1, shuffle=False)
+        >>> real_samples(DataLoader(range(5), sampler=sampler)), real_samples([1, 2])
+        (2, None)
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        return None
+    length: int = len(sampler.dataset)  # type: ignore[arg-type]  # a map-style data set has a length
+    return len(range(sampler.rank, length, sampler.num_replicas))
+
+
+def graphs_in(batch: Any) -> int | None:
+    """Return the number of graphs in a batch, without padding; None if it is unknown or only on a device.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> graphs_in(SimpleNamespace(num_graphs=3, graph_mask=torch.tensor([True, True, False])))
+        2
+    """
+    mask = getattr(batch, "graph_mask", None)
+    if isinstance(mask, Tensor):
+        # NumPy keeps python, where torch would let the writer of another member's file in.
+        return int(np.count_nonzero(mask.numpy())) if mask.device.type == "cpu" else None
+    graphs = getattr(batch, "num_graphs", None)
+    return graphs if isinstance(graphs, int) else None
+
+
+def rows_of_first(batch: Any, target: Tensor, num_graphs: int) -> Tensor:
+    """Return the mask of target rows that belong to the first graphs of a batch, (rows,) bool.
+
+    Args:
+        batch: batch with ``num_graphs``, and ``batch`` and ``pair_index`` if rows are nodes or pairs.
+        target: one row per graph, node or pair.
+        num_graphs: number of graphs.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> batch = SimpleNamespace(num_graphs=2, batch=torch.tensor([0, 0, 1]))
+        >>> rows_of_first(batch, torch.zeros(3), 1)
+        tensor([ True,  True, False])
+    """
+    if len(target) == batch.num_graphs:
+        return torch.arange(len(target)) < num_graphs
+    graph_of_row: Tensor = batch.batch if len(target) == len(batch.batch) else batch.batch[batch.pair_index[0]]
+    return graph_of_row.cpu() < num_graphs

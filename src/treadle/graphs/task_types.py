@@ -17,11 +17,7 @@ TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edg
 
 
 def check_task_type(task_type: str) -> None:
-    """Raise ConfigError for an unknown task type, naming the closest match.
-
-    Example:
-        >>> check_task_type("regression")
-    """
+    """Raise ConfigError for an unknown task type, naming the closest match."""
     if task_type not in get_args(TaskType):
         raise ConfigError(
             f" is unknown; {nearest(str(task_type), get_args(TaskType))}", argument="task_type", value=task_type
@@ -134,9 +130,6 @@ def check_labels(num_labels: int, target: Tensor, known: Tensor) -> None:
         num_labels: C, the number of classes.
         target: labels, any shape; they must be 0, 1, … C - 1.
         known: bool, the target's shape; the labels that count.
-
-    Example:
-        >>> check_labels(2, torch.tensor([0, 1]), torch.tensor([True, True]))
     """
     if target.device.type != "cpu":
         return

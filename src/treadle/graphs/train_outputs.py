@@ -28,9 +28,6 @@ class TrainOutputsHook(BaseHook):
     Args:
         task: the task whose outputs are kept.
         metrics: metrics of the task.
-
-    Example:
-        >>> # hook = TrainOutputsHook(task, get_metrics("regression"))
     """
 
     def __init__(self, task: GraphTask, metrics: EpochMetrics):

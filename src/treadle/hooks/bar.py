@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import math
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
+from treadle.engine.screens import RedrawnLine, Screen, is_terminal, open_screen
 from treadle.engine.voice import VOICE
-from treadle.errors import ConfigError, MissingExtraError
-from treadle.errors.arguments import checked
+from treadle.errors import MissingExtraError
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.tracking import epoch_records
 from treadle.hooks.values import hours
 from treadle.means import RunningMeans, read_scalars
@@ -24,14 +22,10 @@ from treadle.task import add_output
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID
 
     from treadle.engine import Engine
     from treadle.engine.block import StepBlock
 
-_BAR_WIDTH = 24
-_LEAST_BAR = 8
-_NOTEBOOK = 200
 _FIRST_LINES, _LAST_LINES = 5.0, 60.0  # seconds between lines, at the start and later
 
 
@@ -69,21 +63,14 @@ class ProgressBarHook(BaseHook):
         status: Callable[[], str] | None = None,
         console: Console | None = None,
     ):
-        if not refresh_seconds >= 0.1:
-            raise ConfigError(
-                "must be at least 0.1, as every update waits", argument="refresh_seconds", value=refresh_seconds
-            )
-        if not line_seconds >= 0:
-            raise ConfigError("must be >= 0; 0 logs every step", argument="line_seconds", value=line_seconds)
+        check_least(0.1, refresh_seconds=refresh_seconds)
+        check_least(0, line_seconds=line_seconds)
         self.refresh_seconds = refresh_seconds
         self.line_seconds = line_seconds
         self.status = status
         self.console = console
         self._means = RunningMeans()
-        self._progress: Progress | None = None
-        self._line: _RedrawnLine | None = None
-        self._bar: BarColumn | None = None
-        self._task: TaskID | None = None
+        self._screen: Screen | None = None
         self._shown: dict[str, Any] = {}
         self._first_step = 0
         self._started = 0.0
@@ -97,35 +84,13 @@ class ProgressBarHook(BaseHook):
         self._started = self._last_time = time.perf_counter()
         self._means.reset()
         self._shown = {}
-        self._progress = self._line = None
-        if not self._silent:
-            self._open(trainer)
-        if self._redraws and VOICE.screen is None:
-            VOICE.screen = self
+        self._screen = None if self._silent else self._open(trainer)
+        if self._screen is not None and VOICE.screen is None:
+            VOICE.screen = self._screen
 
     @forked_rng()  # rich draws from Python's random for its styles, which must not affect training
-    def _open(self, trainer: Engine) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-        except ImportError as error:
-            raise MissingExtraError(f"ProgressBarHook needs rich ({error}): pip install 'treadle[cli]'") from error
-        if self.console is None:
-            # rich treats FORCE_COLOR as a terminal, but a bar is useless in a log file.
-            console = Console(stderr=True, force_terminal=None if is_terminal(sys.stderr) else False)
-        else:
-            console = self.console
-        if not (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
-            return
-        if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-            self._line = _RedrawnLine(console.file, width=_NOTEBOOK)  # rich would only show a warning
-            return
-        self._bar = BarColumn(bar_width=_BAR_WIDTH, style="bright_black", complete_style="cyan", finished_style="green")
-        text = TextColumn("{task.description}", markup=False)
-        # Drawn by updates only: another thread would take time from the training threads.
-        self._progress = Progress(self._bar, text, console=console, auto_refresh=False)
-        self._task = self._progress.add_task(f"starting at step {trainer.step:,}", total=None)
-        self._progress.start()
+    def _open(self, trainer: Engine) -> Screen | None:
+        return open_screen(self.console, f"starting at step {trainer.step:,}")
 
     def on_after_step(self, trainer: Engine) -> None:
         """Collect the step, and update the display if due."""
@@ -153,7 +118,7 @@ class ProgressBarHook(BaseHook):
 
     def _show_if_due(self, trainer: Engine) -> None:
         waited = time.perf_counter() - self._last_time
-        if self._redraws:
+        if self._screen is not None:
             if waited >= self.refresh_seconds or trainer.is_last_step:
                 self._show(trainer)
         elif waited >= self.line_seconds and not _at_the_end_of_an_epoch(trainer):
@@ -164,7 +129,7 @@ class ProgressBarHook(BaseHook):
         """Show the results of the epoch's evaluation."""
         if self._silent:
             return
-        if self._redraws or time.perf_counter() - self._last_time >= self.line_seconds:
+        if self._screen is not None or time.perf_counter() - self._last_time >= self.line_seconds:
             self._show(trainer, epoch=trainer.epoch)
 
     def on_after_train(self, trainer: Engine) -> None:
@@ -176,24 +141,16 @@ class ProgressBarHook(BaseHook):
     @forked_rng()
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Restore the terminal, keeping the last state of the bar."""
-        if self._progress is not None:
-            self._progress.stop()
-        if self._line is not None:
-            self._line.stop()
-        self._progress = self._line = None
-        if VOICE.screen is self:
+        if self._screen is not None:
+            self._screen.stop()
+        if VOICE.screen is self._screen:
             VOICE.screen = None
-
-    @property
-    def _redraws(self) -> bool:
-        return self._progress is not None or self._line is not None
+        self._screen = None
 
     def print_above(self, text: str) -> None:
         """Print a log line above the live display."""
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        elif self._line is not None:
-            self._line.print_above(text)
+        if self._screen is not None:
+            self._screen.print_above(text)
 
     # -- display ------------------------------------------------------------------------------------------------------
 
@@ -207,20 +164,11 @@ class ProgressBarHook(BaseHook):
         self._shown.update(means, step=trainer.step)
         self._last_time = now
         total = trainer.total_steps
-        if self._line is not None:
-            self._line.show(fitting(self._parts(trainer, epoch, total, now), self._line.width - 1))
-            return
-        if self._progress is None:
-            trainer.logger.info("%s", " ".join(text for _, text in self._parts(trainer, epoch, total, now)))
-            return
-        assert self._task is not None
-        room = self._progress.console.width - _LEAST_BAR - 1
-        description = fitting(self._parts(trainer, epoch, total, now), room)
-        assert self._bar is not None
-        # The bar takes the space left by the text, which never wraps.
-        self._bar.bar_width = max(_LEAST_BAR, min(_BAR_WIDTH, self._progress.console.width - 1 - len(description)))
-        self._progress.update(self._task, completed=trainer.step, total=total, description=description)
-        self._progress.refresh()
+        parts = self._parts(trainer, epoch, total, now)
+        if self._screen is None:
+            trainer.logger.info("%s", " ".join(text for _, text in parts))
+        else:
+            self._screen.show(parts, step=trainer.step, total=total)
 
     def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
         """Return the means since the last update, ``seconds`` ago."""
@@ -264,9 +212,6 @@ class RunProgress(ProgressBarHook):
     is read only for updates. It needs no package beyond torch; with rich the bar looks better.
 
     If a front end adds a ProgressHook, its lines go only to the user's handlers.
-
-    Example:
-        >>> hook = RunProgress()
     """
 
     state_key = "RunProgress"
@@ -290,20 +235,19 @@ class RunProgress(ProgressBarHook):
             VOICE.replaces_lines = True
         self._plan()
 
-    def _open(self, trainer: Engine) -> None:
+    def _open(self, trainer: Engine) -> Screen | None:
         if not VOICE.speaks() or VOICE.screen is not None:
             self._silent = True
-            return
+            return None
         try:
-            super()._open(trainer)
+            return super()._open(trainer)
         except MissingExtraError:
-            if is_terminal(sys.stderr):
-                self._line = _RedrawnLine(sys.stderr)
+            return RedrawnLine(sys.stderr) if is_terminal(sys.stderr) else None
 
     def _plan(self) -> None:
         """Schedule the next update; lines of a long run are less frequent."""
         wait = self.refresh_seconds
-        if not self._redraws:
+        if self._screen is None:
             wait = min(max(self.line_seconds, (self._last_time - self._started) / 50), _LAST_LINES)
         self._due = math.inf if self._silent else self._last_time + wait
 
@@ -326,7 +270,7 @@ class RunProgress(ProgressBarHook):
             self._status = " ".join(f"{key} {value:.4g}" for key, value in list(scores.items())[:3])
             if "train_loss" in numbers:
                 self._shown["loss"] = numbers["train_loss"]
-        if self._redraws and time.perf_counter() >= self._due:
+        if self._screen is not None and time.perf_counter() >= self._due:
             self._show(trainer, epoch=trainer.epoch)
             self._plan()
 
@@ -338,7 +282,7 @@ class RunProgress(ProgressBarHook):
 
     def on_after_train(self, trainer: Engine) -> None:
         """Show the end of the run; without a terminal the line of the last epoch already did."""
-        if self._redraws or not epoch_records(trainer):
+        if self._screen is not None or not epoch_records(trainer):
             super().on_after_train(trainer)
 
     def _read(self, trainer: Engine, seconds: float) -> dict[str, Any]:
@@ -364,90 +308,6 @@ class RunProgress(ProgressBarHook):
         return parts
 
 
-class _RedrawnLine:
-    """Line that is overwritten in place, as every notebook supports.
-
-    Args:
-        stream: output stream.
-        width: number of characters; None takes the width of the terminal.
-    """
-
-    def __init__(self, stream: IO[str], *, width: int | None = None):
-        self._stream = stream
-        self._asked = width
-        self._text = ""
-        self._width = 0
-
-    @property
-    def width(self) -> int:
-        return shutil.get_terminal_size().columns if self._asked is None else self._asked
-
-    def print_above(self, text: str) -> None:
-        self._stream.write(f"\r{text.ljust(self._width)}\n{self._text}")
-        self._stream.flush()
-
-    def show(self, text: str) -> None:
-        self._stream.write(f"\r{text.ljust(self._width)}")
-        self._stream.flush()
-        self._text, self._width = text, len(text)
-
-    def stop(self) -> None:
-        if self._width:
-            self._stream.write("\n")
-
-
-def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal; False without a stream or without ``isatty``.
-
-    Example:
-        >>> import io
-        >>> is_terminal(io.StringIO()), is_terminal(None)
-        (False, False)
-    """
-    return bool(getattr(stream, "isatty", bool)())
-
-
 def _at_the_end_of_an_epoch(trainer: Engine) -> bool:
     cursor = trainer.cursor
     return cursor.ended or cursor.position == cursor.length
-
-
-def fitting(parts: list[tuple[int, str]], room: int) -> str:
-    """Join strings in order, dropping those of the highest rank until the line fits.
-
-    Example:
-        >>> fitting([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
-        'loss 1 eta 3'
-    """
-    kept = list(parts)
-    while len(kept) > 1 and len(" ".join(text for _, text in kept)) > room:
-        kept.remove(max(kept, key=lambda part: part[0]))
-    return " ".join(text for _, text in kept)[: max(room, 1)]
-
-
-@contextlib.contextmanager
-def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on a terminal.
-
-    Args:
-        name: name of the work.
-        unit: name of the items counted.
-        console: console on which the bar is drawn; nothing is drawn without a terminal.
-
-    Returns:
-        A context manager that yields a function of two counts, done and total.
-
-    Raises:
-        ImportError: rich is not installed.
-
-    Example:
-        >>> from rich.console import Console
-        >>> with work_bar("encodings", "graphs", Console(quiet=True)) as progress:
-        ...     progress(1, 2)
-    """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (TextColumn(name), BarColumn(_BAR_WIDTH), MofNCompleteColumn(), TextColumn(unit))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

@@ -20,7 +20,7 @@ from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
 from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.saving import SavingHook, equal_names
 
@@ -122,16 +122,8 @@ class CheckpointingHook(SavingHook):
         sharded: bool | None = None,
         keep_steps: Collection[int] = (),
     ):
-        if interval < 1:
-            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
-        if keep_previous is not None and keep_previous < 1:
-            raise ConfigError(
-                "the newest checkpoint always stays; use 1 or more", argument="keep_previous", value=keep_previous
-            )
-        if keep_interval is not None and keep_interval < 0:
-            raise ConfigError(
-                "must be >= 1 step, or None or 0 to turn it off", argument="keep_interval", value=keep_interval
-            )
+        check_least(1, interval=interval, keep_previous=keep_previous)
+        check_least(0, keep_interval=keep_interval)
         if any(isinstance(step, bool) or not isinstance(step, int) or step < 1 for step in keep_steps):
             raise ConfigError("must be step numbers, >= 1", argument="keep_steps", value=keep_steps)
         super().__init__(background=background)

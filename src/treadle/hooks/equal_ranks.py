@@ -10,8 +10,8 @@ import torch
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
-from treadle.errors import ConfigError, RanksDifferError
-from treadle.errors.arguments import checked
+from treadle.errors import RanksDifferError
+from treadle.errors.arguments import check_least, checked
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -37,8 +37,7 @@ class EqualRanksHook(BaseHook):
 
     @checked
     def __init__(self, interval: int = 100):
-        if interval < 1:
-            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
+        check_least(1, interval=interval)
         self.interval = interval
         self._sum = 0.0
         self._summed_at = 0

@@ -110,10 +110,6 @@ class AttemptStart:
 
     Args:
         model: model whose current modules are covered.
-
-    Example:
-        >>> attempt = AttemptStart(nn.BatchNorm1d(2))
-        >>> attempt.note()
     """
 
     def __init__(self, model: nn.Module):

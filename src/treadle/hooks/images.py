@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from treadle import distributed
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.files import in_workspace, next_free
 from treadle.hooks.tracking import Guard
 from treadle.hooks.values import as_image, require
@@ -51,10 +51,8 @@ class ImageFileLoggerHook(BaseHook):
         *,
         image_format: str | Callable[[tuple[str, ...]], str] = "png",
     ):
-        if interval < 1:
-            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
-        if max_images is not None and max_images < 0:
-            raise ConfigError("must be >= 0, or None to write all", argument="max_images", value=max_images)
+        check_least(1, interval=interval)
+        check_least(0, max_images=max_images)
         self.interval = interval
         self.path = Path(path)
         self.max_images = max_images

@@ -18,7 +18,7 @@ from treadle.checkpoint.order import furthest_first
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, check_within, checked
 from treadle.hooks.files import in_workspace, next_free, to_json
 from treadle.hooks.flight import (
     AttemptStart,
@@ -87,13 +87,9 @@ class NonFiniteHook(BaseHook):
     ):
         if policy not in _POLICIES:
             raise ConfigError(f"must be one of {', '.join(map(repr, _POLICIES))}", argument="policy", value=policy)
-        for name, value in {"max_in_a_row": max_in_a_row, "max_rollbacks": max_rollbacks}.items():
-            if value < 1:
-                raise ConfigError("must be at least 1; policy='raise' continues after none", argument=name, value=value)
-        if not 0 < lr_factor <= 1:
-            raise ConfigError("must lie in (0, 1]; 1 keeps the learning rate", argument="lr_factor", value=lr_factor)
-        if max_events < 0:
-            raise ConfigError("must be >= 0; 0 writes no event", argument="max_events", value=max_events)
+        check_least(1, max_in_a_row=max_in_a_row, max_rollbacks=max_rollbacks)
+        check_within("(0, 1]", lr_factor=lr_factor)
+        check_least(0, max_events=max_events)
         self.policy = policy
         self.max_in_a_row = max_in_a_row
         self.path = Path(path)

@@ -60,9 +60,6 @@ class OwnTrackerHook(TrackerHook):
 
     Args:
         tracker: the object.
-
-    Example:
-        >>> # hook = OwnTrackerHook(Lines())
     """
 
     def __init__(self, tracker: Tracker):

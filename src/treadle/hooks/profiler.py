@@ -11,8 +11,7 @@ import torch
 from treadle import distributed
 from treadle.checkpoint.store import replacing
 from treadle.engine.hook import BaseHook
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.files import in_workspace
 from treadle.hooks.tracking import Guard
 
@@ -45,10 +44,8 @@ class ProfilerHook(BaseHook):
     @checked
     def __init__(self, path: str | Path = "profile", wait: int = 10, warmup: int = 2, active: int = 3, repeat: int = 1):
         self._schedule = {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
-        for name, value in self._schedule.items():
-            least = 1 if name == "active" else 0
-            if value < least:
-                raise ConfigError(f"must be >= {least}", argument=name, value=value)
+        check_least(0, wait=wait, warmup=warmup, repeat=repeat)
+        check_least(1, active=active)
         self.path = Path(path)
         self._guard = Guard()
         self._profiler: Any = None

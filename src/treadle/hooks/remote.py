@@ -18,7 +18,7 @@ from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.remote import RemoteWorkspace
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_above, checked
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -64,9 +64,7 @@ class RemoteWorkspaceHook(BaseHook):
         lease: float = 60.0,
         poll: float = 1.0,
     ):
-        for name, value in (("part_size", part_size), ("lease", lease), ("poll", poll)):
-            if not value > 0:
-                raise ConfigError("must be above 0", argument=name, value=value)
+        check_above(0, part_size=part_size, lease=lease, poll=poll)
         self.store = ObjectStore(url, options=dict(options or {}))
         self._settings = {"part": int(part_size), "lease": lease}
         self._poll = poll

@@ -13,8 +13,8 @@ from treadle.checkpoint.order import Reach
 from treadle.checkpoint.ranks import on_rank_0, together, writers_group
 from treadle.checkpoint.remote_claim import RemoteClaim
 from treadle.engine.signals import ExitPlan, exit_plan
-from treadle.errors import CheckpointError, ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors import CheckpointError
+from treadle.errors.arguments import check_above, check_least, checked
 from treadle.hooks.saving import SavingHook, equal_names
 
 if TYPE_CHECKING:
@@ -58,12 +58,8 @@ class RemoteShardsHook(SavingHook):
         exit_signals: int | Sequence[int] | None = None,
         lease: float = 60.0,
     ):
-        if interval < 1:
-            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
-        if keep_previous is not None and keep_previous < 1:
-            raise ConfigError("the furthest always stays; use 1 or more", argument="keep_previous", value=keep_previous)
-        if not lease > 0:
-            raise ConfigError("must be above 0", argument="lease", value=lease)
+        check_least(1, interval=interval, keep_previous=keep_previous)
+        check_above(0, lease=lease)
         exit_plan(exit_signals, lambda: None)  # validates the values now
         super().__init__(background=background)
         self.store = ObjectStore(url, options=dict(options or {}))

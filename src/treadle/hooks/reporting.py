@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
-from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least
 from treadle.means import RunningMeans, SentNumbers, means_of
 from treadle.task import add_output
 
@@ -50,8 +50,7 @@ class IntervalHook(BaseHook):
     _may_report_late = False  # some steps late, so that the device does not idle while the host reads
 
     def __init__(self, interval: int, *, sync: bool):
-        if interval < 1:
-            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
+        check_least(1, interval=interval)
         self.interval = interval
         self.sync = sync
         self._means = RunningMeans()

@@ -1,4 +1,4 @@
-"""SavingHook: base class of hooks that save the state of a run at chosen steps."""
+"""SavingHook, the base class of hooks that save at chosen steps, and BackgroundErrorHook for other writers."""
 
 from __future__ import annotations
 
@@ -120,3 +120,33 @@ def equal_names(trainer: Engine) -> set[str]:
     """Return the names of weights that are equal on all ranks: those that are not sharded."""
     named = distributed.unwrap(trainer.model).named_parameters(remove_duplicate=False)
     return {clean_name(name) for name, parameter in named if not distributed.is_dtensor(parameter)}
+
+
+class BackgroundErrorHook(BaseHook):
+    """Hook that raises the error of a background write once every hook has seen the step in which the write ended.
+
+    Args:
+        writer: writes the checkpoints.
+    """
+
+    writes = True
+
+    def __init__(self, writer: RankWriter):
+        self._writer = writer
+
+    def on_after_step(self, trainer: Engine) -> None:
+        """Request the error to be raised, if a write has ended."""
+        if self._writer.ended(trainer.rank_notices(self._writer.notice)):
+            trainer.request_write(self._writer.wait)
+
+    def steps_ahead(self, trainer: Engine) -> int | None:
+        """Allow any number of steps; every step is checked while a checkpoint is being written."""
+        return 1 if self._writer.in_flight else None
+
+    def notice(self, trainer: Engine) -> Callable[[], float]:
+        """Send whether this rank is still writing."""
+        return self._writer.notice
+
+    def wait_for_writes(self) -> None:
+        """Wait for the background write."""
+        self._writer.wait()

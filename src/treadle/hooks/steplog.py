@@ -13,8 +13,8 @@ from torch import Tensor
 from treadle import distributed
 from treadle.device.on_the_way import OnTheWay
 from treadle.engine.hook import BaseHook
-from treadle.errors import ConfigError, NonFiniteError
-from treadle.errors.arguments import checked
+from treadle.errors import NonFiniteError
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.files import append_lines, continue_lines, file_in_workspace, to_json
 from treadle.hooks.tracking import Guard
 from treadle.means import read_scalars
@@ -163,8 +163,7 @@ class StepLogHook(BaseHook):
 
     @checked
     def __init__(self, path: str | Path = "steps.jsonl", interval: int = 100):
-        if interval < 1:
-            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
+        check_least(1, interval=interval)
         self.path = Path(path)
         self.interval = interval
         self._rows = StepRows()

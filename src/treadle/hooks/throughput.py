@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.engine.hook import BaseHook
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -34,8 +33,7 @@ class ThroughputHook(BaseHook):
 
     @checked
     def __init__(self, interval: int = 10):
-        if interval < 1:
-            raise ConfigError("must be at least 1 step", argument="interval", value=interval)
+        check_least(1, interval=interval)
         self.interval = interval
         self._reset()
 

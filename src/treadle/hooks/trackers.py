@@ -86,11 +86,7 @@ def _hook(tracker: TrackerChoice) -> BaseHook:
 
 
 class EpochRecordsHook(BaseHook):
-    """Hook that logs each epoch's record as ``epoch/...`` for trackers; nothing in step-based runs.
-
-    Example:
-        >>> hook = EpochRecordsHook()
-    """
+    """Hook that logs each epoch's record as ``epoch/...`` for trackers; nothing in step-based runs."""
 
     def on_after_epoch(self, trainer: Engine) -> None:
         """Log the numbers in the last record."""

@@ -21,10 +21,10 @@ from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned, enclosed_kept, try_override
 from treadle.engine.hook import BaseHook
+from treadle.engine.leaving import leave_on_signal
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.predictions import scored_weights
-from treadle.engine.rehearsal import try_evaluation
-from treadle.engine.session import leave_on_signal
+from treadle.engine.preflight import try_evaluation
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, to_json
@@ -100,6 +100,8 @@ class ValidationHook(BaseHook):
         if not self.loaders:
             raise ConfigError("it is an empty dict, so there is nothing to evaluate", argument="loader")
         for one in self.loaders.values():
+            if one is None or isinstance(one, (str, bytes)):
+                raise ConfigError("must be a DataLoader or another iterable of batches", argument="loader", value=one)
             refuse_dataset(one)
         first = next(iter(self.loaders))
         self.interval = interval

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from treadle import distributed
 from treadle.engine.hook import BaseHook, capturable, read_only
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_above, checked
 from treadle.hooks.thread_activity import stack_of, thread_activity
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class StuckRankHook(BaseHook):
 
     @checked
     def __init__(self, timeout: float = 300.0, interval: float | None = None):
-        if not timeout > 0:
-            raise ConfigError("must be more than 0 seconds", argument="timeout", value=timeout)
+        check_above(0, timeout=timeout)
         if interval is not None and not 0 < interval <= timeout:
             raise ConfigError(
                 f"must be more than 0 and at most the timeout, {timeout:g} seconds", argument="interval", value=interval

@@ -14,20 +14,15 @@ from treadle.device import get_device
 from treadle.distributed import is_sharded, local, reshard, unwrap
 from treadle.distributed.state_names import load_model_state, model_state
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least, check_within
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def check_average(decay: float, update_interval: int) -> None:
-    """Raise ConfigError for a decay or an interval outside its range.
-
-    Example:
-        >>> check_average(0.999, 1)
-    """
-    if not 0.0 <= decay <= 1.0:
-        raise ConfigError("the average needs 0 <= decay <= 1, for example 0.999", argument="decay", value=decay)
-    if update_interval < 1:
-        raise ConfigError("must be at least 1 applied step", argument="update_interval", value=update_interval)
+    """Raise ConfigError for a decay or an interval outside its range."""
+    check_within("[0, 1]", decay=decay)
+    check_least(1, update_interval=update_interval)
 
 
 class Ema(AveragedModel):

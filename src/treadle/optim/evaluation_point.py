@@ -24,11 +24,7 @@ def has_modes(optimizer: Any) -> bool:
 
 
 def into_training_point(optimizer: Any) -> None:
-    """Call ``train()`` of an optimizer that has ``train()`` and ``eval()``.
-
-    Example:
-        >>> into_training_point(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
-    """
+    """Call ``train()`` of an optimizer that has ``train()`` and ``eval()``."""
     if has_modes(optimizer):
         optimizer.train()
 

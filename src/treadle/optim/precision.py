@@ -41,9 +41,6 @@ def check_precision(name: Any, *, argument: str = "precision") -> None:
     Args:
         name: None, ``"bf16"`` or ``"fp16"``.
         argument: name of the argument.
-
-    Example:
-        >>> check_precision("bf16")
     """
     if name is not None and name not in get_args(PrecisionName):
         raise ConfigError(" is not known; use None, 'bf16' or 'fp16'", argument=argument, value=name)

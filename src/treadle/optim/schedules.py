@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from treadle.errors import ConfigError, nearest
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, check_within, checked
 
 logger = logging.getLogger("treadle.schedules")
 
@@ -88,9 +88,6 @@ def check_plateau(scheduler: Any, metric: str, mode: str) -> None:
 
     Raises:
         ConfigError: its mode is the opposite.
-
-    Example:
-        >>> check_plateau(None, "val_loss", "min")
     """
     if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
         raise ConfigError(
@@ -333,22 +330,10 @@ def check_warmup(warmup_steps: int, *, total_steps: int, min_scale: float) -> No
 
     Raises:
         ValueError: ``warmup_steps`` is negative, ``total_steps`` below 1 or ``min_scale`` outside 0 … 1.
-
-    Example:
-        >>> check_warmup(5, total_steps=20, min_scale=0.1)
     """
-    if warmup_steps < 0:
-        raise ConfigError(
-            f"={warmup_steps} must be 0 or more; 0 starts at the full learning rate", argument="warmup_steps"
-        )
-    if total_steps < 1:
-        raise ConfigError(
-            f"={total_steps} must be 1 or more; pass all updates, warm-up included", argument="total_steps"
-        )
-    if not 0.0 <= min_scale <= 1.0:
-        raise ConfigError(
-            f"={min_scale} must lie between 0 and 1; it is a fraction of the base learning rate", argument="min_scale"
-        )
+    check_least(0, warmup_steps=warmup_steps)
+    check_least(1, total_steps=total_steps)
+    check_within("[0, 1]", min_scale=min_scale)
     if warmup_steps >= total_steps:
         logger.warning(
             "warm-up of %d updates fills the whole run of %d: the learning rate never decays; "

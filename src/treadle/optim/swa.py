@@ -81,11 +81,7 @@ class Swa(Ema):
 
 
 def check_start(start: Any) -> None:
-    """Raise ConfigError unless the start is an applied step, >= 1.
-
-    Example:
-        >>> check_start(100)
-    """
+    """Raise ConfigError unless the start is an applied step, >= 1."""
     if isinstance(start, bool) or not isinstance(start, int) or start < 1:
         raise ConfigError("must be an applied step >= 1, such as 3/4 of the run", argument="start", value=start)
 

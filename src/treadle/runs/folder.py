@@ -158,9 +158,6 @@ def refuse_other_run(out: Path, face: str) -> None:
 
     Raises:
         ConfigError: the folder's run belongs to another pack or a configuration file.
-
-    Example:
-        >>> refuse_other_run(Path("no_such_run"), "spectra")
     """
     record = read_record(out)
     if record is None or (record.entries is None and record.face == face):

@@ -29,14 +29,13 @@ from treadle.faces.step import BaseTrainer
 from treadle.hooks.files import to_json
 from treadle.requirements import own_version
 from treadle.runs import folder as folders
-from treadle.runs.overrides import apply_overrides, leaves
 from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
 from treadle.runs.replay import Replayed, ReplayHook, ReplaySetup, checkpoints_of, run_to_step
 from treadle.runs.report import Report, Table, write_page
 from treadle.runs.results import Evaluation, Opened, Predictions, Results
 from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
 from treadle.runs.setting_names import settings_named
-from treadle.runs.settings import changes, with_values, without
+from treadle.runs.settings import apply_overrides, changes, leaves, with_values, without
 from treadle.runs.start_block import cpu_threads, device_line, print_block, without_epoch_lines
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ import numpy as np
 
 from treadle.datasets.splits import Rows
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least
 from treadle.runs.settings import check_seeds
 
 
@@ -35,12 +36,7 @@ class DataConfig:
                 value=self.val_fraction,
             )
         check_seeds(data__split_seed=self.split_seed)
-        if self.max_rows is not None and self.max_rows < 10:
-            raise ConfigError(
-                "must be None or at least 10, so that every part has rows",
-                argument="data.max_rows",
-                value=self.max_rows,
-            )
+        check_least(10, data__max_rows=self.max_rows)
 
     def rows_of(self, count: int) -> Rows:
         """Return the indices of the rows to take from a table of ``count`` rows.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_within, checked
 from treadle.spectra.arrays import centre
 
 
@@ -43,10 +43,7 @@ class SpectraAugmenter:
     def __init__(
         self, *, max_shift: float = 0.0, max_angle: float = 0.0, generator: torch.Generator | None = None
     ) -> None:
-        if not 0.0 <= max_shift < math.inf:
-            raise ConfigError(
-                f"={max_shift} must be 0 or more and finite; it is counted in channels", argument="max_shift"
-            )
+        check_within("[0, inf)", max_shift=max_shift)
         if not 0.0 <= max_angle <= math.pi:
             raise ConfigError(
                 f"={max_angle} must lie between 0 and pi; it is an angle in radians", argument="max_angle"

@@ -3,65 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from treadle.capture.compile import check_compile
 from treadle.engine.settings import check_capture
-from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors import refuse_unknown
+from treadle.errors.arguments import check_least, check_within, checked
 from treadle.faces.parallel import ParallelConfig, as_parallel, block_name
 from treadle.seed import as_seed
-
-_ALLOWED = {
-    "amp_dtype": ("bf16", "fp16"),
-    "loss_type": ("mse", "sse"),
-    "reduction": ("sum", "mean", "batch_mean"),
-    "selection": ("best", "last"),
-}
-
-
-_BOOLS = ("amp", "enable_tf32", "use_ema", "background_saves")
-_NUMBERS = ("grad_clip", "ema_decay", "early_stop_start_ratio", "early_stop_min_delta")
-_WHOLE = ("early_stop_patience", "accumulation_steps", "max_non_finite_grad_retries", "eval_seed")
-_MAY_BE_NONE = ("grad_clip", "early_stop_patience", "max_non_finite_grad_retries")
-
-
-def check_types(
-    settings: Any,
-    *,
-    bools: Iterable[str] = (),
-    numbers: Iterable[str] = (),
-    whole: Iterable[str] = (),
-    paths: Iterable[str] = (),
-    may_be_none: Collection[str] = (),
-) -> None:
-    """Raise ConfigError if a setting has the wrong type, or is None where that is not allowed."""
-    kinds: tuple[tuple[Iterable[str], Any, str], ...] = (
-        (bools, bool, "True or False"),
-        (numbers, Real, "a number"),
-        (whole, Integral, "a whole number"),
-        (paths, (str, os.PathLike), "a path"),
-    )
-    for fields, kind, words in kinds:
-        for field in fields:
-            value = getattr(settings, field)
-            # In Python True is a number, and "no" is truthy.
-            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-            if not fits and not (value is None and field in may_be_none):
-                raise ConfigError(f"must be {words}", argument=f"{type(settings).__name__}.{field}", value=value)
-
-
-def check_allowed(owner: str, field: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless ``value`` is one of the allowed values."""
-    if value not in allowed:
-        words = ", ".join(map(repr, allowed))
-        raise ConfigError(f"must be one of {words}", argument=f"{owner}.{field}", value=value)
 
 
 def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> dict[str, Any] | str | None:
@@ -78,6 +32,7 @@ def _plain_parallel(value: ParallelConfig | Mapping[str, Any] | str | None) -> d
     return plain
 
 
+@checked
 @dataclass
 class TrainerConfig:
     """Settings of :class:`SpectraTrainer`, validated on construction.
@@ -92,12 +47,11 @@ class TrainerConfig:
 
     out_dir: str | Path = "runs"
     """Folder for checkpoints, history and exports; created when training starts."""
-    device: str | None = None
+    device: torch.device | str | int | None = None
     """None selects CUDA, then MPS, then the CPU."""
     amp: bool = True
     """Mixed precision, on every device type."""
-    amp_dtype: str = "bf16"
-    """``"bf16"`` or ``"fp16"``."""
+    amp_dtype: Literal["bf16", "fp16"] = "bf16"
     enable_tf32: bool = False
     """Allow TF32 in matmul and cuDNN while ``fit`` runs."""
     grad_clip: float | None = 1.0
@@ -106,9 +60,8 @@ class TrainerConfig:
     """Average the weights (EMA); validation and exports use the average."""
     ema_decay: float = 0.999
     """EMA decay, in [0, 1]."""
-    loss_type: str = "mse"
-    """``"mse"`` or ``"sse"``."""
-    reduction: str = "mean"
+    loss_type: Literal["mse", "sse"] = "mse"
+    reduction: Literal["mean", "batch_mean", "sum"] = "mean"
     """``"mean"``: per masked element; ``"batch_mean"``: per spectrum; ``"sum"``."""
     early_stop_patience: int | None = 20
     """Epochs without improvement before training stops; None disables early stopping."""
@@ -118,7 +71,7 @@ class TrainerConfig:
     """Minimum improvement that counts."""
     resume_from: str | Path | None = "auto"
     """``"auto"``: the furthest intact checkpoint of the run, if any; a path must exist; None starts from scratch."""
-    selection: str = "best"
+    selection: Literal["best", "last"] = "best"
     """``"best"``: by validation loss, with early stopping; ``"last"``: a fixed budget."""
     accumulation_steps: int = 1
     """Micro-batches per optimizer step."""
@@ -129,7 +82,7 @@ class TrainerConfig:
     background_saves: bool = False
     """Copy the state at the end of an epoch and write it during the next one, one write at a time; costs host memory
     for one copy of the state. ``fit`` returns when everything is written."""
-    parallel: str | None = None
+    parallel: ParallelConfig | str | None = None
     """``"ddp"`` or ``"fsdp"`` distributes the model over the ranks started by torchrun; None does not distribute it.
     For more options pass ``parallel=ParallelConfig(...)`` to the trainer."""
     capture: bool | str = False
@@ -138,30 +91,14 @@ class TrainerConfig:
     """True compiles the model in place, ``"blocks"`` each of its repeated blocks; see ``treadle.compile_model``."""
 
     def __post_init__(self) -> None:
-        for field, allowed in _ALLOWED.items():
-            check_allowed("TrainerConfig", field, getattr(self, field), allowed)
-        check_types(self, bools=_BOOLS, numbers=_NUMBERS, whole=_WHOLE, paths=["out_dir"], may_be_none=_MAY_BE_NONE)
-        as_seed("TrainerConfig.eval_seed", self.eval_seed)
-        source = self.resume_from
-        self._check(
-            source is None or isinstance(source, (str, os.PathLike)), "resume_from", 'must be "auto", a path or None'
-        )
+        as_seed("eval_seed", self.eval_seed)
         as_parallel(self.parallel)
         check_capture(self.capture)
-        check_compile(self.compile, name="TrainerConfig.compile")
-        self._check(self.grad_clip is None or self.grad_clip >= 0, "grad_clip", "must be None or >= 0")
-        self._check(0 <= self.ema_decay <= 1, "ema_decay", "must lie in [0, 1]")
-        patience = self.early_stop_patience
-        self._check(patience is None or patience >= 1, "early_stop_patience", "must be None or >= 1 epoch")
-        self._check(0 <= self.early_stop_start_ratio <= 1, "early_stop_start_ratio", "must lie in [0, 1]")
-        self._check(self.early_stop_min_delta >= 0, "early_stop_min_delta", "must be >= 0")
-        self._check(self.accumulation_steps >= 1, "accumulation_steps", "must be >= 1")
-        retries = self.max_non_finite_grad_retries
-        self._check(retries is None or retries >= 0, "max_non_finite_grad_retries", "must be None or >= 0")
-
-    def _check(self, ok: bool, field: str, rule: str) -> None:
-        if not ok:
-            raise ConfigError(rule, argument=f"TrainerConfig.{field}", value=getattr(self, field))
+        check_compile(self.compile)
+        check_least(0, grad_clip=self.grad_clip, early_stop_min_delta=self.early_stop_min_delta)
+        check_least(0, max_non_finite_grad_retries=self.max_non_finite_grad_retries)
+        check_least(1, early_stop_patience=self.early_stop_patience, accumulation_steps=self.accumulation_steps)
+        check_within("[0, 1]", ema_decay=self.ema_decay, early_stop_start_ratio=self.early_stop_start_ratio)
 
     def __eq__(self, other: object) -> bool:
         """Return whether all settings are equal; a path equals its string, so ``from_dict(to_dict())`` is equal."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from treadle.errors import ConfigError
-from treadle.errors.arguments import check_least, checked
+from treadle.errors.arguments import check_least, check_within, checked
 
 
 def sine_positions(seq_len: int, d_model: int) -> Tensor:
@@ -139,8 +138,7 @@ class SpectrumEncoder(nn.Module):
             1, seq_len=seq_len, d_model=d_model, nhead=nhead, num_layers=num_layers, dim_feedforward=dim_feedforward,
             latent_dim=latent_dim,
         )  # fmt: skip
-        if not 0 <= dropout < 1:
-            raise ConfigError("must lie in [0, 1)", argument="dropout", value=dropout)
+        check_within("[0, 1)", dropout=dropout)
         self.seq_len = seq_len
         self.token_proj = nn.Linear(1, d_model, bias=False)
         self.cls_token = nn.Parameter(torch.empty(d_model))

@@ -29,9 +29,6 @@ class SpectraFolder(CheckpointFolder):
         writer: writes the files, possibly in the background.
         path: the folder.
         best: the rule that selects the best epoch, or None; reconstructed for a chemomae checkpoint without its state.
-
-    Example:
-        >>> # folder = SpectraFolder(engine, RankWriter(), Path("run"))
     """
 
     loss_settings = ("loss_type", "reduction", "loss_region")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from treadle.errors.arguments import checked
 from treadle.hooks.history import dump_records
 from treadle.optim.precision import Precision
 from treadle.seed import as_seed
-from treadle.spectra.config import check_allowed, check_types
 from treadle.spectra.task import SpectraTask, spectra_of
 
 _log = logging.getLogger("treadle.spectra")
 
 
+@checked
 @dataclass
 class TesterConfig:
     """Settings of :class:`Tester`; fields as in ``TrainerConfig``."""
@@ -37,33 +37,24 @@ class TesterConfig:
     __test__ = False  # otherwise pytest would collect it as a test
 
     out_dir: str | Path = "runs"
-    device: str | None = None
+    device: torch.device | str | int | None = None
     amp: bool = True
-    amp_dtype: str = "bf16"
-    loss_type: str = "mse"
-    reduction: str = "mean"
+    amp_dtype: Literal["bf16", "fp16"] = "bf16"
+    loss_type: Literal["mse", "sse"] = "mse"
+    reduction: Literal["mean", "batch_mean", "sum"] = "mean"
     fixed_visible: Tensor | None = None
     """bool (L,) or (B, L), True = visible; None lets the model draw masks with ``eval_seed``."""
     log_history: bool = True
-    history_filename: str = "test_history.json"
+    history_filename: str | Path = "test_history.json"
     eval_seed: int = 0
-    loss_region: str = "masked"
+    loss_region: Literal["masked", "all"] = "masked"
     """``"masked"``: hidden channels count; ``"all"``: all channels count."""
 
     def __post_init__(self) -> None:
-        check_types(self, bools=("amp", "log_history"), whole=("eval_seed",), paths=("out_dir", "history_filename"))
-        as_seed("TesterConfig.eval_seed", self.eval_seed)
+        as_seed("eval_seed", self.eval_seed)
         fixed = self.fixed_visible
-        if fixed is not None and not (
-            isinstance(fixed, Tensor) and fixed.dtype == torch.bool and fixed.dim() in (1, 2)
-        ):
-            raise ConfigError(
-                "must be a bool tensor (L,) or (B, L), True where it is seen", argument="TesterConfig.fixed_visible"
-            )
-        check_allowed("TesterConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
-        check_allowed("TesterConfig", "loss_type", self.loss_type, ("mse", "sse"))
-        check_allowed("TesterConfig", "loss_region", self.loss_region, ("masked", "all"))
-        check_allowed("TesterConfig", "reduction", self.reduction, ("sum", "mean", "batch_mean"))
+        if fixed is not None and not (fixed.dtype == torch.bool and fixed.dim() in (1, 2)):
+            raise ConfigError("must be a bool tensor (L,) or (B, L), True where it is seen", argument="fixed_visible")
 
 
 class Tester:
@@ -130,24 +121,21 @@ class Tester:
         return records
 
 
+@checked
 @dataclass
 class ExtractorConfig:
     """Settings of :class:`Extractor`."""
 
-    device: str | None = None
+    device: torch.device | str | int | None = None
     amp: bool = True
-    amp_dtype: str = "bf16"
+    amp_dtype: Literal["bf16", "fp16"] = "bf16"
     save_path: str | Path | None = None
     """``.npy``, ``.pt`` or ``.pth``; None writes nothing."""
     return_numpy: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self, bools=("amp", "return_numpy"), paths=("save_path",), may_be_none=("save_path",))
-        check_allowed("ExtractorConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         if self.save_path is not None and Path(self.save_path).suffix not in (".npy", ".pt", ".pth"):
-            raise ConfigError(
-                "must end in .npy, .pt or .pth", argument="ExtractorConfig.save_path", value=os.fspath(self.save_path)
-            )
+            raise ConfigError("must end in .npy, .pt or .pth", argument="save_path", value=os.fspath(self.save_path))
 
 
 class Extractor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, check_within, checked
 
 
 class MixedSpectra(Dataset[Tensor]):
@@ -31,12 +31,10 @@ class MixedSpectra(Dataset[Tensor]):
 
     @checked
     def __init__(self, spectra: Tensor, *, share: float = 0.7, neighbours: int = 10, repeats: int = 1) -> None:
-        if not 0 <= share <= 1:
-            raise ConfigError("must lie between 0 and 1", argument="share", value=share)
+        check_within("[0, 1]", share=share)
         if not 1 <= neighbours < len(spectra):
             raise ConfigError(f"must be 1 to {len(spectra) - 1}", argument="neighbours", value=neighbours)
-        if repeats < 1:
-            raise ConfigError("must be 1 or more", argument="repeats", value=repeats)
+        check_least(1, repeats=repeats)
         self.spectra, self.share, self.repeats = spectra, share, repeats
         far = torch.cdist(spectra, spectra)
         far.fill_diagonal_(torch.inf)

@@ -7,7 +7,7 @@ the encoder.
 from __future__ import annotations
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.spectra.encoder import SpectrumDecoder, SpectrumEncoder
 from treadle.spectra.masks import CountedMasksAutoencoder, check_blocks, check_mask_count, make_block_mask
 
@@ -68,11 +68,8 @@ class ChemoMAE(CountedMasksAutoencoder):
         super().__init__()
         check_blocks(seq_len, n_blocks)
         check_mask_count(n_mask, n_blocks)
-        sizes = {"d_model": d_model, "nhead": nhead, "num_layers": num_layers}
-        sizes |= {"dim_feedforward": dim_feedforward, "latent_dim": latent_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"={size} must be 1 or more; it is a size", argument=name)
+        check_least(1, d_model=d_model, nhead=nhead, num_layers=num_layers)
+        check_least(1, dim_feedforward=dim_feedforward, latent_dim=latent_dim)
         if d_model % nhead != 0:
             raise ConfigError(
                 f"={d_model} must be a multiple of nhead={nhead}, as every head gets an equal share; "

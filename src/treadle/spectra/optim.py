@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.optim.adamw import build_optimizer, build_warmup_cosine, split_by_decay
 
 __all__ = ["build_optimizer", "build_scheduler", "build_warmup_cosine", "split_by_decay"]
@@ -44,15 +43,8 @@ def build_scheduler(
         >>> scheduler.get_last_lr()
         [0.2, 0.2]
     """
-    for name, count, least in (
-        ("steps_per_epoch", steps_per_epoch, 1),
-        ("epochs", epochs, 1),
-        ("warmup_epochs", warmup_epochs, 0),
-    ):
-        if count < least:
-            raise ConfigError(
-                f"={count} must be {least} or more; the schedule is laid out over the whole run", argument=name
-            )
+    check_least(1, steps_per_epoch=steps_per_epoch, epochs=epochs)
+    check_least(0, warmup_epochs=warmup_epochs)
     return build_warmup_cosine(
         optimizer,
         warmup_steps=round(warmup_epochs * steps_per_epoch),

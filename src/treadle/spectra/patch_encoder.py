@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_least, checked
+from treadle.errors.arguments import check_least, check_within, checked
 from treadle.spectra.encoder import check_input, pack_visible
 from treadle.spectra.masks import check_patches
 
@@ -22,11 +22,7 @@ Representation = Literal["latent", "raw_latent", "normalized_latent", "cls"]
 
 
 def check_representation(name: str) -> None:
-    """Raise ConfigError unless ``name`` is one of the four representations.
-
-    Example:
-        >>> check_representation("cls")
-    """
+    """Raise ConfigError unless ``name`` is one of the four representations."""
     if name not in get_args(Representation):
         raise ConfigError(
             f"must be one of {', '.join(get_args(Representation))}", argument="representation", value=name
@@ -70,8 +66,7 @@ class PatchEncoder(nn.Module):
         super().__init__()
         check_patches(seq_len, n_patches, 0)
         check_least(1, d_model=d_model, nhead=nhead, num_layers=num_layers, latent_dim=latent_dim)
-        if not 0 <= dropout < 1:
-            raise ConfigError("must lie in [0, 1)", argument="dropout", value=dropout)
+        check_within("[0, 1)", dropout=dropout)
         self.seq_len, self.n_patches, self.patch_size = seq_len, n_patches, seq_len // n_patches
         self.d_model, self.latent_dim, self.latent_normalize = d_model, latent_dim, latent_normalize
         self.patch_proj = nn.Linear(self.patch_size, d_model)
@@ -167,8 +162,7 @@ class PatchDecoder(nn.Module):
     @checked
     def __init__(self, *, seq_len: int, latent_dim: int, num_layers: int = 2, hidden_dim: int | None = None) -> None:
         super().__init__()
-        if num_layers < 1:
-            raise ConfigError("must be at least 1", argument="num_layers", value=num_layers)
+        check_least(1, num_layers=num_layers)
         self.seq_len, self.latent_dim = seq_len, latent_dim
         widths = [latent_dim, *[hidden_dim or seq_len] * (num_layers - 1), seq_len]
         layers: list[nn.Module] = []

@@ -10,7 +10,6 @@ Z = latent width.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.distributed.state_names import check_model_state, load_model_state
 from treadle.errors import CheckpointError, ConfigError, refuse_unknown
+from treadle.errors.arguments import check_argument, check_whole, check_within
 from treadle.spectra.masks import CountedMasksAutoencoder, check_patches, make_patch_mask
 from treadle.spectra.patch_encoder import PatchDecoder, PatchEncoder, Representation
 
@@ -59,9 +59,7 @@ class PatchMAEConfig:
     def __post_init__(self) -> None:
         sizes = ("seq_len", "n_patches", "d_model", "nhead", "num_layers", "latent_dim", "decoder_num_layers")
         for name in (*sizes, *(["dim_feedforward"] if self.dim_feedforward is not None else [])):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError("must be a whole number of 1 or more", argument=name, value=value)
+            check_whole(1, **{name: getattr(self, name)})
         if type(self.n_mask) is not int:
             raise ConfigError("must be a whole number of patches", argument="n_mask", value=self.n_mask)
         check_patches(self.seq_len, self.n_patches, self.n_mask)
@@ -69,9 +67,8 @@ class PatchMAEConfig:
             raise ConfigError(f"must be a multiple of nhead={self.nhead}", argument="d_model", value=self.d_model)
         if type(self.latent_normalize) is not bool:
             raise ConfigError("must be True or False", argument="latent_normalize", value=self.latent_normalize)
-        number = isinstance(self.dropout, (int, float)) and not isinstance(self.dropout, bool)
-        if not (number and math.isfinite(self.dropout) and 0 <= self.dropout <= 1):
-            raise ConfigError("must lie in [0, 1]", argument="dropout", value=self.dropout)
+        check_argument("dropout", self.dropout, float)
+        check_within("[0, 1]", dropout=self.dropout)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as plain values."""

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument, checked
+from treadle.errors.arguments import check_argument, check_least, check_within, checked
 from treadle.spectra.arrays import Spectra, as_array, as_float64, centre, device_of, like, per_row, take, write_into
 from treadle.spectra.augment import SpectraAugmenter
 from treadle.spectra.estimator import Estimator
@@ -50,8 +50,7 @@ class SNVScaler(Estimator):
 
     def __init__(self, eps: float = 1e-12, copy: bool = True, transform_stats: bool = False) -> None:
         check_argument("eps", eps, float)
-        if not eps >= 0.0:
-            raise ConfigError(f"={eps} must be 0 or more; it is added to the standard deviation", argument="eps")
+        check_least(0, eps=eps)
         self.eps = eps
         self.copy = copy
         self.transform_stats = transform_stats
@@ -59,7 +58,8 @@ class SNVScaler(Estimator):
     _learns, _transforms = False, True
 
     def fit(self, X: object = None, y: object = None) -> SNVScaler:
-        """Return self; a no-op for pipelines."""
+        """Return self; a no-op for pipelines, but for sparse rows, which are refused."""
+        as_array(X, "X")
         return self
 
     def fit_transform(self, X: Spectra, y: object = None) -> Any:
@@ -221,8 +221,7 @@ def cosine_fps_downsample(
         raise ValueError(f"X has shape {tuple(work_NL.shape)} but must be (N, L) with at least one row")
     if not bool(torch.isfinite(work_NL).all()):
         raise ValueError("X holds NaN or infinity, which have no distance; drop or repair those rows first")
-    if not 0.0 < ratio < math.inf:
-        raise ConfigError(f"={ratio} must be above 0 and finite; it is the share of rows to keep", argument="ratio")
+    check_within("(0, inf)", ratio=ratio)
     n_rows = work_NL.shape[0]
     if init_index is None:
         generator = None if seed is None else torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.spectra.arrays import check_complete
 from treadle.spectra.encoder import EncoderLayer, check_input, sine_positions
 from treadle.spectra.masks import (
@@ -259,11 +259,8 @@ class ResidualMAE(MaskedAutoencoder):
         super().__init__()
         check_blocks(seq_len, n_blocks)
         check_mask_count(n_mask, n_blocks)
-        sizes = {"d_model": d_model, "nhead": nhead, "num_layers": num_layers, "decoder_layers": decoder_layers}
-        sizes |= {"dim_feedforward": dim_feedforward, "latent_dim": latent_dim, "patch": patch}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ConfigError(f"={size} must be 1 or more; it is a size", argument=name)
+        check_least(1, d_model=d_model, nhead=nhead, num_layers=num_layers, decoder_layers=decoder_layers)
+        check_least(1, dim_feedforward=dim_feedforward, latent_dim=latent_dim, patch=patch)
         for name, whole, part in (("d_model", d_model, nhead), ("seq_len", seq_len, patch)):
             if whole % part:
                 raise ConfigError(f"={whole} must be a multiple of {part}, the parts are equal", argument=name)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from treadle.runs.settings import at_least, between, check_seeds, without
+from treadle.errors.arguments import check_least, check_within
+from treadle.runs.settings import check_seeds, without
 from treadle.runs.split import DataConfig
 from treadle.spectra.config import TrainerConfig
 
@@ -58,7 +59,7 @@ class ModelConfig:
     training."""
 
     def __post_init__(self) -> None:
-        between(0, 1, model__dropout=self.dropout)
+        check_within("[0, 1]", model__dropout=self.dropout)
 
 
 @dataclass
@@ -71,7 +72,7 @@ class OptimizerConfig:
     """Decoupled weight decay of the weight matrices."""
 
     def __post_init__(self) -> None:
-        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+        check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
 
 
 @dataclass
@@ -84,8 +85,8 @@ class ScheduleConfig:
     """Fraction of the learning rate at the last step."""
 
     def __post_init__(self) -> None:
-        at_least(0, schedule__warmup_epochs=self.warmup_epochs)
-        between(0, 1, schedule__min_lr_scale=self.min_lr_scale)
+        check_least(0, schedule__warmup_epochs=self.warmup_epochs)
+        check_within("[0, 1]", schedule__min_lr_scale=self.min_lr_scale)
 
 
 def _trainer_config() -> TrainerConfig:
@@ -123,7 +124,7 @@ class SpectraConfig:
     """Fields of ``TrainerConfig``."""
 
     def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        check_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
         check_seeds(seed=self.seed)
 
     @classmethod

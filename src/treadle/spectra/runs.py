@@ -68,7 +68,8 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
 
     def parallel(self, config: SpectraConfig) -> str | None:
         """Return the setting that distributes the model over ranks."""
-        return config.trainer.parallel
+        parallel = config.trainer.parallel
+        return parallel if isinstance(parallel, str) else None
 
     def prepare(self, run: Run[SpectraConfig]) -> SpectraData:
         """Load and scale the spectra."""

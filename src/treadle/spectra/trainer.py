@@ -22,28 +22,47 @@ from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device, moved
 from treadle.distributed.state_names import model_state
+from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
 from treadle.engine.settings import check_capture
 from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_whole, checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
-from treadle.faces.epochs import numbers_of
+from treadle.faces.epochs import EpochTrainer, numbers_of
 from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader, results_by_name
 from treadle.faces.parallel import ParallelConfig
-from treadle.hooks.background import BackgroundErrorHook
 from treadle.hooks.ema import EmaHook
 from treadle.hooks.history import HistoryHook
+from treadle.hooks.saving import BackgroundErrorHook
 from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.ema import Ema
 from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
-from treadle.spectra.epochs import SpectraEpochs
 from treadle.spectra.files import Selection, SpectraFolder
 from treadle.spectra.task import Augmenter, SpectraTask, spectra_of
+
+
+class SpectraEpochs(EpochTrainer):
+    """Epoch driver whose records always contain every validation loss; None, as in the file, until it is measured.
+
+    Args:
+        engine: runs the steps.
+        best: selects the best epoch and stops early; None does neither.
+        losses: keys of the validation losses in a record.
+    """
+
+    def __init__(self, engine: Engine, *, best: BestRule | None = None, losses: Sequence[str] = ("val_loss",)):
+        super().__init__(engine, best=best)
+        self._losses = losses
+
+    def train_record(self, means: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``train_loss``, and None for each validation loss."""
+        return {**super().train_record(means), **dict.fromkeys(self._losses)}
+
 
 _log = logging.getLogger("treadle.spectra")
 _epoch_log = logging.getLogger("treadle.spectra.epochs")
@@ -104,6 +123,8 @@ class SpectraTrainer(EpochFace):
     ):
         check_loader(train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
+        if cfg is not None and not isinstance(cfg, TrainerConfig):
+            raise ConfigError("must be a TrainerConfig(...), or None for its defaults", argument="cfg", value=cfg)
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self.model, self.optimizer, self.device = place(
             model, optimizer, device=_one_device(device, self.cfg.device), scheduler=scheduler,
@@ -229,10 +250,7 @@ class SpectraTrainer(EpochFace):
             ConfigError: ``epochs`` is not an integer >= 0.
             CheckpointError: another process is training in ``out_dir``, or none of its checkpoints is intact.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 0:
-            raise ConfigError(
-                "must be a whole number of epochs >= 0, counted from the start", argument="epochs", value=epochs
-            )
+        check_whole(0, epochs=epochs)
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
         with speaking(self._engine), self._folder.training(), self._writer, tf32(self.cfg.enable_tf32):
@@ -317,7 +335,7 @@ class SpectraTrainer(EpochFace):
         return self.epoch + 1
 
 
-def _one_device(argument: torch.device | str | int | None, setting: str | None) -> torch.device:
+def _one_device(argument: torch.device | str | int | None, setting: torch.device | str | int | None) -> torch.device:
     if argument is not None and setting is not None and get_device(argument) != get_device(setting):
         raise ConfigError(f" and cfg.device={setting!r} differ; give one of them", argument="device", value=argument)
     return get_device(setting if argument is None else argument)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 
 IGNORED = -100
 """Label of an ignored position, as in torch's cross-entropy and transformers."""
@@ -72,8 +71,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
     @checked
     def __init__(self, tokens_N: Tensor, length: int, *, pad_id: int = 0):
-        if length < 2:
-            raise ConfigError("must be at least 2, a token to read and one to predict", argument="length", value=length)
+        check_least(2, length=length)
         if len(tokens_N) < 2:
             raise ValueError(
                 f"tokens_N has {len(tokens_N)} tokens: it must have at least 2, there is nothing to predict"

@@ -5,7 +5,6 @@ Shapes: B rows, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from treadle.engine.evaluation import evaluation_mode
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, check_within, checked
 
 
 @checked
@@ -59,13 +58,9 @@ def sample_tokens(
         raise ConfigError(
             f"shape {tuple(prompt_BT.shape)}, must be (rows, tokens) with at least one token", argument="prompt_BT"
         )
-    if not 0 <= temperature < math.inf:
-        raise ConfigError("must be finite and at least 0", argument="temperature", value=temperature)
-    for name, value, least in (("num_tokens", num_tokens, 0), ("context", context, 1)):
-        if value < least:
-            raise ConfigError(f"must be at least {least}", argument=name, value=value)
-    if top_k is not None and top_k < 1:
-        raise ConfigError("must be at least 1, or None for all tokens", argument="top_k", value=top_k)
+    check_within("[0, inf)", temperature=temperature)
+    check_least(0, num_tokens=num_tokens)
+    check_least(1, context=context, top_k=top_k)
     device = next((parameter.device for parameter in model.parameters()), prompt_BT.device)
     tokens_BT = prompt_BT.cpu()
     with evaluation_mode(model):

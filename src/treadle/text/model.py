@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, check_within, checked
 from treadle.text.extras import import_extra
 from treadle.text.packing import skip_packing_check
 
@@ -45,9 +45,7 @@ def build_gpt2(
     sizes = {
         "vocab_size": vocab_size, "n_positions": n_positions, "n_embd": n_embd, "n_layer": n_layer, "n_head": n_head,
     }  # fmt: skip
-    for name, value in sizes.items():
-        if value < 1:
-            raise ConfigError("must be at least 1", argument=name, value=value)
+    check_least(1, **sizes)
     if n_embd % n_head:
         raise ConfigError(f"must be a multiple of n_head={n_head!r}", argument="n_embd", value=n_embd)
     _check_dropout(dropout)
@@ -88,8 +86,7 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
     Example:
         >>> # add_lora(model, r=4).print_trainable_parameters()
     """
-    if r < 1:
-        raise ConfigError("must be at least 1", argument="r", value=r)
+    check_least(1, r=r)
     _check_dropout(dropout)
     peft = import_extra("peft")
     config = peft.LoraConfig(
@@ -107,5 +104,4 @@ def add_lora(model: Any, *, r: int = 8, alpha: float = 16, dropout: float = 0.05
 
 
 def _check_dropout(dropout: float) -> None:
-    if not 0 <= dropout < 1:
-        raise ConfigError("must be at least 0 and below 1", argument="dropout", value=dropout)
+    check_within("[0, 1)", dropout=dropout)

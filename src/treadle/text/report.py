@@ -6,21 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
 from treadle.functional import Trainer
+from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, label_axes, new_figure, save_figure, style_axes
 from treadle.runs.report import Picture, Report, Table
 from treadle.runs.results import Results
 from treadle.runs.start_block import precision_line
 from treadle.text.generation import sample_texts
 from treadle.text.ngrams import bits_per_byte, ngram_losses
-from treadle.text.pictures import plot_losses
 from treadle.text.run_config import TextConfig
 from treadle.text.run_data import Part, TextData
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _EXCERPT_LINES = 14
 _CHOSEN_BY = "validation, which chose the epoch"
@@ -207,3 +210,62 @@ def _table(title: str, scores: Mapping[str, Mapping[str, float]]) -> Table:
         for name, row in scores.items()
     ]
     return Table(["", "nats per token", "perplexity", "bits per byte"], rows, title=title, width=24, about_first=False)
+
+
+_History = Mapping[str, Sequence[Any]]
+
+
+def plot_losses(base: _History, lora: _History, *, metrics: Mapping[str, Any], path: Path) -> Path:
+    """Plot training and validation loss by epoch of both trainings, with the n-gram baselines as lines.
+
+    Args:
+        base: history of the first training: ``epoch``, ``train_loss``, ``eval_loss``.
+        lora: history of the fine-tuning.
+        metrics: contents of ``metrics.json``.
+        path: output file, ending in ``.png``.
+
+    Returns:
+        The path.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = new_figure(10.0, 4.4)
+    left, right = figure.subplots(1, 2)
+    _curves(left, base, metrics["best_epoch"])
+    _levels(left, {f"{name}s counted": score["loss"] for name, score in metrics["baselines"].items()})
+    label_axes(left, x="epoch", y="loss, nats per token", title="GPT-2 on the manual")
+    _curves(right, lora, metrics["lora"]["best_epoch"])
+    counted = metrics["lora"]["baselines"]
+    _levels(right, {"before LoRA": metrics["lora"]["before"]["loss"], "bigrams counted": counted["bigram"]["loss"]})
+    label_axes(right, x="epoch", title="LoRA on the topics about statements")
+    for axes in (left, right):
+        axes.legend(frameon=False, fontsize=9)
+    return save_figure(figure, path)
+
+
+def _curves(axes: Axes, history: _History, best_epoch: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    style_axes(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    epochs, val = list(history["epoch"]), list(history["eval_loss"])
+    line: dict[str, Any] = {"linewidth": 1.8, "marker": "o", "markersize": 3.5}
+    axes.plot(epochs, history["train_loss"], color=BLUE, label="training, with dropout", **line)
+    axes.plot(epochs, val, color=ORANGE, label="validation", **line)
+    if best_epoch in epochs:
+        best = val[epochs.index(best_epoch)]
+        axes.plot([best_epoch], [best], "o", color=ORANGE, markersize=9, fillstyle="none")
+        axes.annotate(
+            f"{best:.2f}", (best_epoch, best), xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9,
+            color=INK,
+        )  # fmt: skip
+
+
+def _levels(axes: Axes, levels: Mapping[str, float]) -> None:
+    for name, level in levels.items():
+        axes.axhline(level, color=MUTED, linewidth=1.0, linestyle="--")
+        axes.annotate(
+            f"{name}: {level:.2f}", (1.0, level), xycoords=("axes fraction", "data"), xytext=(0, 3),
+            textcoords="offset points", ha="right", fontsize=9, color=MUTED,
+        )  # fmt: skip

@@ -12,8 +12,9 @@ import torch
 from treadle.capture.compile import check_compile
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least, check_within
 from treadle.faces.parallel import as_parallel
-from treadle.runs.settings import at_least, between, check_seeds
+from treadle.runs.settings import check_seeds
 
 _SCHEDULE = ("epochs", "schedule.warmup_steps", "schedule.min_lr_scale")
 _LORA = ("lora.r", "lora.alpha", "lora.dropout", "lora.lr", "lora.val_fraction", "lora.test_fraction")
@@ -65,8 +66,8 @@ class DataConfig:
     """Use only this many of the shortest topics; None uses all 79."""
 
     def __post_init__(self) -> None:
-        at_least(2, data__block_length=self.block_length)
-        at_least(1, data__max_topics=self.max_topics)
+        check_least(2, data__block_length=self.block_length)
+        check_least(1, data__max_topics=self.max_topics)
         _check_test_fraction("data", self.test_fraction)
         check_seeds(data__split_seed=self.split_seed)
 
@@ -95,7 +96,7 @@ class OptimizerConfig:
     """Decoupled weight decay of the weight matrices."""
 
     def __post_init__(self) -> None:
-        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+        check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
 
 
 @dataclass
@@ -108,8 +109,8 @@ class ScheduleConfig:
     """Fraction of the learning rate at the last step."""
 
     def __post_init__(self) -> None:
-        at_least(0, schedule__warmup_steps=self.warmup_steps)
-        between(0, 1, schedule__min_lr_scale=self.min_lr_scale)
+        check_least(0, schedule__warmup_steps=self.warmup_steps)
+        check_within("[0, 1]", schedule__min_lr_scale=self.min_lr_scale)
 
 
 @dataclass
@@ -142,8 +143,8 @@ class TrainingConfig:
             raise ConfigError(
                 "must be none, bf16 or fp16", argument="training.mixed_precision", value=self.mixed_precision
             )
-        at_least(0, training__grad_clip=self.grad_clip)
-        at_least(
+        check_least(0, training__grad_clip=self.grad_clip)
+        check_least(
             1, training__accumulation_steps=self.accumulation_steps,
             training__checkpoint_interval=self.checkpoint_interval,
         )  # fmt: skip
@@ -171,10 +172,9 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         _check_test_fraction("lora", self.test_fraction)
-        at_least(1, lora__epochs=self.epochs, lora__r=self.r)
-        at_least(0, lora__lr=self.lr, lora__alpha=self.alpha)
-        if not 0 <= self.dropout < 1:
-            raise ConfigError("must be at least 0 and below 1", argument="lora.dropout", value=self.dropout)
+        check_least(1, lora__epochs=self.epochs, lora__r=self.r)
+        check_least(0, lora__lr=self.lr, lora__alpha=self.alpha)
+        check_within("[0, 1)", lora__dropout=self.dropout)
 
 
 @dataclass
@@ -195,8 +195,8 @@ class SamplesConfig:
     """Seed of the sampling generator."""
 
     def __post_init__(self) -> None:
-        at_least(1, samples__count=self.count, samples__num_tokens=self.num_tokens, samples__top_k=self.top_k)
-        at_least(0, samples__temperature=self.temperature)
+        check_least(1, samples__count=self.count, samples__num_tokens=self.num_tokens, samples__top_k=self.top_k)
+        check_least(0, samples__temperature=self.temperature)
         check_seeds(samples__seed=self.seed)
 
 
@@ -230,7 +230,7 @@ class TextConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
 
     def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
+        check_least(1, epochs=self.epochs, batch_size=self.batch_size, threads=self.threads)
         check_seeds(seed=self.seed)
 
     @classmethod

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from treadle.astro.grammar import SequenceGrammar
+from treadle.astro.generation import SequenceGrammar
 from treadle.astro.model import CausalTransformerLM
 from treadle.astro.sequences import encode_sequence
 from treadle.astro.vocab import build_vocab_spec

@@ -187,7 +187,7 @@ def test_scalars_stand_last_as_often_as_asked(fitted):
     for share, expected in ((0.0, [sequence["tokens"] for sequence in sequences]), (1.0, moved)):
         shown = ScalarDropout(sequences, vocab, share=0.0, scalars_last=share)
         assert all(torch.equal(shown[row]["tokens"], tokens) for row, tokens in enumerate(expected))
-    with pytest.raises(ConfigError, match=r"scalars_last=1\.5: must be a probability"):
+    with pytest.raises(ConfigError, match=r"scalars_last=1\.5: must lie in"):
         ScalarDropout([], vocab, scalars_last=1.5)
 
 

@@ -57,7 +57,7 @@ def test_every_option_has_a_text_and_those_of_one_name_the_same_one():
 
 def test_numbers_out_of_range_and_folders_in_place_of_files_are_refused(tmp_path, capsys):
     assert treadle("predict", tmp_path, "--batch-size", 0) == 2
-    assert "batch_size=0: must be a whole number of at least 1" in capsys.readouterr().err
+    assert "batch_size=0: must be a whole number >= 1" in capsys.readouterr().err
     assert treadle("report", tmp_path, "--out", tmp_path) == 2
     assert f"--out {tmp_path}: is a folder; give a file" in capsys.readouterr().err
 

@@ -8,8 +8,7 @@ import pytest
 
 from treadle.config.sections import from_nested
 from treadle.errors import ConfigError
-from treadle.runs.overrides import apply_overrides, leaves
-from treadle.runs.settings import with_values
+from treadle.runs.settings import apply_overrides, leaves, with_values
 from treadle.spectra.run_config import FLAGS, SpectraConfig
 
 

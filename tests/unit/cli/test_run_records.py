@@ -18,8 +18,7 @@ from treadle.checkpoint import load_checkpoint, save_checkpoint
 from treadle.checkpoint.lock import holder, run_lock
 from treadle.checkpoint.safe.inspect import glance, inspect_path
 from treadle.cli.runpage import summary
-from treadle.cli.runpage.axes import RunAxes
-from treadle.cli.runpage.curves import MOST_POINTS, constants_of, series_of
+from treadle.cli.runpage.curves import MOST_POINTS, RunAxes, constants_of, series_of
 from treadle.cli.runpage.files import as_epochs, read_lines, read_tail, runs_below
 from treadle.cli.runpage.records import read_run
 from treadle.cli.runpage.sessions import Timeline, read_sessions

@@ -21,7 +21,7 @@ from treadle.astro.run_config import FREE, AstroRunConfig
 from treadle.astro.run_data import split_surveys
 from treadle.checkpoint import load_checkpoint
 from treadle.engine.observers import observing
-from treadle.runs.overrides import leaves
+from treadle.runs.settings import leaves
 
 TINY = [
     "data.max_rows=60", "tokens.v_image=4", "tokens.patch_size=16", "tokens.scalar_bins=3", "tokens.v_spectra=4",

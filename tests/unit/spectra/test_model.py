@@ -298,8 +298,8 @@ def test_odd_width_with_sine_positions() -> None:
         ({"n_mask": 9}, r"n_mask=9 must lie between 0 and n_blocks=8"),
         ({"n_mask": -1}, r"n_mask=-1 must lie between 0 and n_blocks=8"),
         ({"d_model": 18}, r"d_model=18 must be a multiple of nhead=4"),
-        ({"num_layers": 0}, r"num_layers=0 must be 1 or more"),
-        ({"latent_dim": 0}, r"latent_dim=0 must be 1 or more"),
+        ({"num_layers": 0}, r"num_layers=0: must be at least 1"),
+        ({"latent_dim": 0}, r"latent_dim=0: must be at least 1"),
         ({"dropout": 1.5}, r"dropout"),
     ],
 )

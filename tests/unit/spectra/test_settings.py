@@ -43,13 +43,13 @@ def test_none_is_refused_where_it_has_no_meaning(settings, field):
     ],
 )  # fmt: skip
 def test_what_is_no_path_is_refused_when_it_is_given(settings, field):
-    with pytest.raises(ConfigError, match=rf"{settings.__name__}\.{field}=3: must be a path"):
+    with pytest.raises(ConfigError, match=f"^{field}=3: must be a path"):
         settings(**{field: 3})
 
 
 @pytest.mark.parametrize("settings", [TrainerConfig, TesterConfig])
 def test_a_seed_that_torch_has_not_is_refused_before_training(settings):
-    with pytest.raises(ConfigError, match=rf"{settings.__name__}\.eval_seed={2**64}: must be from"):
+    with pytest.raises(ConfigError, match=f"^eval_seed={2**64}: must be from"):
         settings(eval_seed=2**64)
     assert settings(eval_seed=-1).eval_seed == -1
 

@@ -255,7 +255,7 @@ def test_a_fixed_visible_mask_is_used_by_the_tester(tmp_path):
 
 @pytest.mark.parametrize("fixed", [[True, False], torch.ones(32), torch.ones(1, 2, 32, dtype=torch.bool)])
 def test_a_fixed_mask_of_another_kind_is_refused_when_it_is_given(fixed):
-    with pytest.raises(ConfigError, match=r"TesterConfig\.fixed_visible"):
+    with pytest.raises(ConfigError, match=r"^fixed_visible"):
         TesterConfig(fixed_visible=fixed)
 
 
@@ -279,11 +279,11 @@ def test_a_damaged_test_history_is_named_and_kept(tmp_path):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"reduction": "median"}, "'sum', 'mean', 'batch_mean'"),
-        ({"amp_dtype": "fp8"}, "'bf16', 'fp16'"),
+        ({"reduction": "median"}, "'mean' or 'batch_mean' or 'sum'"),
+        ({"amp_dtype": "fp8"}, "'bf16' or 'fp16'"),
         ({"grad_clip": -1.0}, "grad_clip"),
         ({"early_stop_patience": 0}, "early_stop_patience"),
-        ({"selection": "first"}, "'best', 'last'"),
+        ({"selection": "first"}, "'best' or 'last'"),
     ],
 )
 def test_wrong_settings_are_refused_when_they_are_made(values, words):
@@ -369,10 +369,10 @@ def test_a_scheduler_of_another_optimizer_is_refused(tmp_path):
 )  # fmt: skip
 def test_settings_of_another_type_are_refused_when_they_are_made(values):
     (field,) = values
-    with pytest.raises(ConfigError, match=rf"TrainerConfig\.{field}="):
+    with pytest.raises(ConfigError, match=f"^{field}="):
         TrainerConfig(**values)
     if field in ("amp", "eval_seed"):
-        with pytest.raises(ConfigError, match=rf"TesterConfig\.{field}="):
+        with pytest.raises(ConfigError, match=f"^{field}="):
             TesterConfig(**values)
 
 
@@ -400,7 +400,7 @@ def test_nan_validation_counts_as_no_improvement(tmp_path):
 
 @pytest.mark.parametrize("epochs", ["3", 2.5, True, -1])
 def test_what_is_no_number_of_epochs_is_refused(tmp_path, epochs):
-    with pytest.raises(treadle.ConfigError, match=f"epochs={epochs!r}: must be a whole number of epochs >= 0"):
+    with pytest.raises(treadle.ConfigError, match=f"epochs={epochs!r}: must be a whole number >= 0"):
         make(tmp_path).fit(epochs)
     assert files(tmp_path) == []
 

@@ -96,9 +96,6 @@ def check_target(target: str, arguments: Sequence[str], steps: int) -> None:
 
     Raises:
         ConfigError: a value is out of range, there is no such script, or a setting is invalid.
-
-    Example:
-        >>> check_target("spectra", ["epochs=3"], 30)
     """
     if steps < 3:
         raise ConfigError(f"--steps {steps}: must be at least 3, so that there is a typical one")

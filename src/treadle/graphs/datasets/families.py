@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import check_argument, check_whole, check_within
 
 __all__ = ["FAMILIES", "check_graph_params", "draw_graph"]
 
@@ -136,11 +137,10 @@ def check_graph_params(family: str, params: Mapping[str, Any]) -> None:
     refuse_unknown(f"graph_params of {family}", params, known)
     for name, value in params.items():
         if name in ("p", "p_in", "p_out", "radius"):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-                raise ConfigError(" must be a number from 0 to 1", argument=f"graph_params.{name}", value=value)
+            check_argument(f"graph_params.{name}", value, float)
+            check_within("[0, 1]", **{f"graph_params.{name}": value})
         elif name in ("m", "k", "degree"):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(" must be a whole number of at least 1", argument=f"graph_params.{name}", value=value)
+            check_whole(1, **{f"graph_params.{name}": value})
         else:
             _check_size(name, value)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from treadle.errors import ConfigError
+from treadle.errors.arguments import check_least
 from treadle.graphs.encodings.graphs import one_thread
 
 __all__ = ["count_workers", "parallel_map"]
@@ -39,10 +39,7 @@ def count_workers(num_workers: int | None) -> int:
         >>> count_workers(0)
         0
     """
-    if num_workers is not None and num_workers < 0:
-        raise ConfigError(
-            f"={num_workers} must be 0 (this process) or more, or None for one per core", argument="num_workers"
-        )
+    check_least(0, num_workers=num_workers)
     if multiprocessing.current_process().daemon:
         return 0
     if num_workers is not None:

@@ -14,6 +14,7 @@ import torch
 from torch_geometric.data import Data
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_whole
 from treadle.graphs.datasets.base import Source, tenths
 from treadle.graphs.datasets.families import check_graph_params, draw_graph, graph_params_of
 from treadle.graphs.datasets.packed import GraphSplit, pack
@@ -39,12 +40,8 @@ def load_synthetic(
     seed: int = 42,
 ) -> Source:
     """Generate graphs of one family with one task; the first 80 % are for training. Nothing is written to disk."""
-    if isinstance(num_graphs, bool) or not isinstance(num_graphs, int) or num_graphs < 10:
-        raise ConfigError(
-            " must be a whole number of at least 10: a tenth is the test set", argument="num_graphs", value=num_graphs
-        )
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(" must be a whole number of at least 0", argument="seed", value=seed)
+    check_whole(10, num_graphs=num_graphs)
+    check_whole(0, seed=seed)
     family = name.removeprefix("synthetic_")
     params = graph_params_of(family, graph_params or {})
     check_graph_params(family, params)

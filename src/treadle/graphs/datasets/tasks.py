@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors.arguments import check_argument, check_whole, check_within
 from treadle.graphs.datasets.base import Described
 from treadle.graphs.encodings import core_numbers, hop_distances
 
@@ -196,12 +197,10 @@ def make_task(name: str, params: Mapping[str, Any]) -> SyntheticTask:
     least = {"num_classes": 2, "max_distance": 2, "diffusion_steps": 0, "local_threshold": 0}
     for key, value in params.items():
         if key == "rate":
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-                raise ConfigError(" must be a number above 0, at most 1", argument="task_params.rate", value=value)
-        elif key != "scope" and (isinstance(value, bool) or not isinstance(value, int) or value < least.get(key, 1)):
-            raise ConfigError(
-                f" must be a whole number of at least {least.get(key, 1)}", argument=f"task_params.{key}", value=value
-            )
+            check_argument("task_params.rate", value, float)
+            check_within("(0, 1]", task_params__rate=value)
+        elif key != "scope":
+            check_whole(least.get(key, 1), **{f"task_params.{key}": value})
     task: SyntheticTask = kind(**params)
     return task
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.graphs.encodings.config import (
     NodePEConfig,
     PEConfig,
@@ -201,8 +201,7 @@ class RandomSignFlip:
 
     @checked
     def __init__(self, columns: int):
-        if columns < 0:
-            raise ConfigError(f"={columns}: must be 0 or more; pass flip_columns of the settings", argument="columns")
+        check_least(0, columns=columns)
         self.columns = columns
 
     def __call__(self, data: Any) -> Any:

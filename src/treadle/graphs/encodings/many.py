@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.graphs.encodings.compute import GraphEncoding
 from treadle.graphs.encodings.config import PEConfig, PEConfigLike, parse_pe_config
 from treadle.graphs.encodings.graphs import PlainGraphs, check_graph, one_thread
@@ -92,8 +91,7 @@ def encode_graphs(
         (torch.Size([4, 20]), torch.Size([16, 32]))
     """
     settings = parse_pe_config(config)
-    if num_workers < 0:
-        raise ConfigError(f"={num_workers}: must be 0 or more", argument="num_workers")
+    check_least(0, num_workers=num_workers)
     for number, (edge_index, num_nodes) in enumerate(graphs):
         check_graph(edge_index, num_nodes, where=f"graph {number}: ")
     sizes = torch.tensor([num_nodes for _, num_nodes in graphs], dtype=torch.long)

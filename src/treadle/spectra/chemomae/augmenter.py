@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_within, checked
 
 Range = tuple[float, float]
 
@@ -50,9 +50,7 @@ class SpectraAugmenterConfig:
     """Norms up to this value count as zero."""
 
     def __post_init__(self) -> None:
-        for name in ("shift_prob", "noise_prob"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError("must lie in [0, 1]", argument=name, value=getattr(self, name))
+        check_within("[0, 1]", shift_prob=self.shift_prob, noise_prob=self.noise_prob)
         for name in ("shift_delta_range", "noise_angle_deg_range"):
             ends = getattr(self, name)
             if len(ends) != 2 or not all(map(math.isfinite, ends)) or ends[0] > ends[1]:
@@ -60,8 +58,7 @@ class SpectraAugmenterConfig:
         low, high = self.noise_angle_deg_range
         if low < 0.0 or high > 180.0:
             raise ConfigError("must lie in [0, 180]", argument="noise_angle_deg_range", value=(low, high))
-        if not (math.isfinite(self.eps) and self.eps > 0.0):
-            raise ConfigError("must be finite and above 0", argument="eps", value=self.eps)
+        check_within("(0, inf)", eps=self.eps)
 
 
 class SpectraAugmenter(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 from treadle.spectra import preprocessing
 from treadle.spectra.arrays import take
 from treadle.spectra.clustering.elbow import curvature_elbow
@@ -55,8 +55,7 @@ def cosine_fps_downsample(
     """
     if seed is not None and generator is not None:
         raise ConfigError("seed and generator exclude each other; give one", argument="generator")
-    if ratio < 0:
-        raise ConfigError("must be >= 0", argument="ratio", value=ratio)
+    check_least(0, ratio=ratio)
     if X.ndim != 2:
         raise ValueError(f"X has shape {tuple(X.shape)} but must be (N, C)")
     count = len(X)

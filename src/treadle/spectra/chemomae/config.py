@@ -14,7 +14,6 @@ from treadle.device import moved
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.spectra import config as own_config
-from treadle.spectra.config import check_allowed, check_types
 
 FILES = ("history_file", "checkpoint_dir", "raw_weights_file", "ema_weights_file")
 
@@ -109,15 +108,11 @@ class TrainerConfig:
     """Restore the random state of a checkpoint when resuming."""
 
     def __post_init__(self) -> None:
-        bools = ("model_artifacts", "progress", "verbose", "restore_rng")
-        check_types(self, bools=bools, paths=FILES, may_be_none=FILES)
-        check_allowed("TrainerConfig", "loss_region", self.loss_region, ("masked", "all"))
         if empty := [name for name in FILES if str(getattr(self, name)).strip() in ("", ".")]:
-            raise ConfigError("must be a name or None", argument=f"TrainerConfig.{empty[0]}", value="")
+            raise ConfigError("must be a name or None", argument=empty[0], value="")
         if self.checkpoint_dir is None and self.resume_from is not None:
             raise ConfigError(
-                "=None leaves nothing to resume from; pass resume_from=None too",
-                argument="TrainerConfig.checkpoint_dir",
+                "=None leaves nothing to resume from; pass resume_from=None too", argument="checkpoint_dir"
             )
         self.settings(torch.device("cpu"))
 

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_within, checked
 from treadle.spectra.encoder import sine_positions
 from treadle.spectra.originals import decays_0
 
@@ -79,8 +79,7 @@ class EMACallback:
 
     @checked
     def __init__(self, model: nn.Module, decay: float = 0.999):
-        if not 0 <= decay <= 1:
-            raise ConfigError("must lie in [0, 1]", argument="decay", value=decay)
+        check_within("[0, 1]", decay=decay)
         self.decay = float(decay)
         self.shadow: dict[str, Tensor] = {}
         self.register(model)
@@ -132,8 +131,7 @@ class EarlyStopping:
 
     @checked
     def __init__(self, patience: int = 20, min_delta: float = 0.0, start_epoch_ratio: float = 0.5):
-        if not 0 <= start_epoch_ratio <= 1:
-            raise ConfigError("must lie in [0, 1]", argument="start_epoch_ratio", value=start_epoch_ratio)
+        check_within("[0, 1]", start_epoch_ratio=start_epoch_ratio)
         self._rule = BestRule("val_loss", "min", min_delta, patience)
         self.start_epoch_ratio = start_epoch_ratio
         self.started = False

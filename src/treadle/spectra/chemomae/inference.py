@@ -22,7 +22,6 @@ from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.optim.precision import Precision
 from treadle.spectra import inference
-from treadle.spectra.config import check_allowed, check_types
 from treadle.spectra.patch_encoder import Representation, check_representation
 from treadle.spectra.task import Augmenter, PreparedSpectra, SpectraTask, spectra_of
 from treadle.task import Rng, StepOutput, Totals
@@ -89,9 +88,6 @@ class ExtractorConfig:
 
     def __post_init__(self) -> None:
         check_representation(self.representation)
-        check_types(self, bools=("amp", "progress"), paths=("save_path",), may_be_none=("save_path",))
-        check_allowed("ExtractorConfig", "output_type", self.output_type, ("tensor", "numpy"))
-        check_allowed("ExtractorConfig", "amp_dtype", self.amp_dtype, ("bf16", "fp16"))
         if self.output_dtype not in _TYPES:
             raise ConfigError(f"must be one of {', '.join(map(str, _TYPES))}", argument="output_dtype")
         array = self.output_type == "numpy" or Path(self.save_path or "x").suffix.lower() == ".npy"

@@ -81,11 +81,7 @@ class HookedTask(OwnMasksTask):
 
 
 class ExtensionHook(BaseHook):
-    """Hook that stores the state of a :class:`Trainer` subclass in checkpoints.
-
-    Example:
-        >>> # ExtensionHook(trainer)
-    """
+    """Hook that stores the state of a :class:`Trainer` subclass in checkpoints."""
 
     implicit = True
 

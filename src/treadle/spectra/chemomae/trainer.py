@@ -33,12 +33,11 @@ from treadle.spectra.chemomae.overrides import (
     OwnMasksTask,
     StepExtension,
 )
-from treadle.spectra.epochs import SpectraEpochs
 from treadle.spectra.files import Selection, SpectraFolder
 from treadle.spectra.originals import is_original
 from treadle.spectra.patches import PatchMAE
 from treadle.spectra.task import LOSSES, Augmenter, SpectraTask, spectra_of
-from treadle.spectra.trainer import SpectraTrainer
+from treadle.spectra.trainer import SpectraEpochs, SpectraTrainer
 
 _log = logging.getLogger("treadle.spectra")
 

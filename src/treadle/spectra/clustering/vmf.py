@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument
-from treadle.spectra.estimator import Estimator
+from treadle.errors.arguments import check_argument, check_least
 
+from ._directions import Directions
 from ._em import Parameters, Scorer, expect, maximise, start
 from ._rows import (
     DeviceLike,
@@ -26,9 +26,7 @@ from ._rows import (
     compute_dtype,
     make_generator,
     normalised,
-    resolve_device,
 )
-from ._sampling import sample_directions
 from ._store import load_plain, save_atomic
 from .bessel import bessel_ratio, log_normalizer
 
@@ -88,7 +86,7 @@ def _check_kappa(kappa: float | Tensor) -> tuple[Tensor, torch.device]:
     return kappa64, given.device
 
 
-class VMFMixture(Estimator):
+class VMFMixture(Directions):
     """Mixture of K von Mises-Fisher distributions on unit rows, fitted by EM.
 
     The log-likelihood never decreases by more than rounding. kappa solves ratio(kappa) = R, the mean length of the rows
@@ -108,8 +106,8 @@ class VMFMixture(Estimator):
         mus: (K, D) unit mean directions.
         kappas: (K,) concentrations, >= 0.
         logpi: (K,) logarithms of the weights. All three are on the device in the dtype of X, or float32.
-        loglik_history_: log-likelihood of the rows at each iteration of `fit`.
-        n_iter_: number of iterations.
+        loglik_history_: log-likelihood of the rows at each iteration; set by `fit`.
+        n_iter_: number of iterations; set by `fit`.
 
     Raises:
         ValueError: a setting is out of range, a row is zero or not finite, d differs, or K > N.
@@ -134,18 +132,14 @@ class VMFMixture(Estimator):
         self.n_components = check_count("n_components", n_components)
         self.d = None if d is None else check_count("d", d, least=2)
         check_argument("tol", tol, float)
-        if not tol >= 0:
-            raise ConfigError(" must be >= 0; pass for example tol=1e-4.", argument="tol", value=tol)
+        check_least(0, tol=tol)
         if init not in ("kmeans++", "random"):
             raise ConfigError(' must be "kmeans++" or "random"; pass one of them.', argument="init", value=init)
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
         self.init = init
-        self.device = resolve_device(device)
+        self.device = device
         self.random_state = random_state
-        self.loglik_history_: list[float] = []
-        self.n_iter_ = 0
-        self._parameters: Parameters | None = None
 
     @property
     def mus(self) -> Tensor:
@@ -164,16 +158,19 @@ class VMFMixture(Estimator):
 
     def fit(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> VMFMixture:
         """Fit the mixture to X (N, D), with at most `chunk` rows on the device at once; return self."""
-        rows = self._rows(X, chunk, self.d)
+        rows = UnitRows(X, device=self.device, chunk=chunk)
+        if self.d is not None and rows.d != self.d:
+            raise ConfigError(f"X has D={rows.d} columns, but d={self.d}; build a new mixture for other rows.")
         if self.n_components > rows.n:
             raise ConfigError(
                 f"={self.n_components} must be at most the number of rows, N={rows.n}; "
                 "ask for fewer components or pass more rows.",
                 argument="n_components",
             )
-        check_count("X.shape[1]", rows.d, least=2)
+        if rows.d < 2:
+            raise ConfigError("has 1 feature(s) (n_features = 1), must have 2 or more", argument="X")
         parameters = start(rows, self.n_components, init=self.init, generator=make_generator(self.random_state))
-        self.loglik_history_ = []
+        self.loglik_history_: list[float] = []
         for iteration in range(1, self.max_iter + 1):
             loglik, counts_K, sums_KD = expect(rows, parameters)
             self.loglik_history_.append(loglik)
@@ -181,31 +178,28 @@ class VMFMixture(Estimator):
             if iteration > 1 and loglik - self.loglik_history_[-2] < self.tol * rows.n:
                 break
             parameters = maximise(parameters, counts_K, sums_KD, rows.n)
-        self._parameters = Parameters(*(t.to(rows.out_dtype).to(self.device) for t in parameters))
+        self._keep(Parameters(*(t.to(rows.out_dtype).to(self.device) for t in parameters)))
         return self
 
     def fit_predict(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> Tensor:
         """Fit X (N, D) and return its labels (N,), like `fit` followed by `predict`."""
         return self.fit(X, chunk=chunk).predict(X, chunk=chunk)
 
-    def __sklearn_is_fitted__(self) -> bool:
-        return self._parameters is not None
-
     def predict(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
         """Return the most probable component of each row: (N,) int64, on the device of X."""
-        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
+        rows, scorer = self._fitted_rows(X, chunk), self._scorer()
         labels = [scorer(block_BD).argmax(dim=1).to(rows.home) for _, block_BD in rows.blocks()]
         return torch.cat(labels)
 
     def predict_proba(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
         """Return the probability of each component for each row: (N, K), rows sum to 1, on the device of X."""
-        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
+        rows, scorer = self._fitted_rows(X, chunk), self._scorer()
         blocks = (torch.softmax(scorer(block_BD), dim=1) for _, block_BD in rows.blocks())
         return torch.cat([block_BK.to(rows.out_dtype).to(rows.home) for block_BK in blocks])
 
     def loglik(self, X: RowsLike, *, chunk: int | None = None, average: bool = False) -> float:
         """Return the log-likelihood of X in nats: the sum over rows, or the mean with `average`."""
-        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
+        rows, scorer = self._fitted_rows(X, chunk), self._scorer()
         total = 0.0
         for _, block_BD in rows.blocks():
             total += float(torch.logsumexp(scorer(block_BD), dim=1).sum())
@@ -259,22 +253,47 @@ class VMFMixture(Estimator):
         tensors = [payload[name] for name in ("mus", "kappas", "logpi")]
         if compute_dtype(model.device) == torch.float32:
             tensors = [tensor.float() for tensor in tensors]
-        model._parameters = Parameters(*(tensor.to(model.device) for tensor in tensors))
+        model._keep(Parameters(*(tensor.to(model.device) for tensor in tensors)))
         return model
 
-    def _rows(self, X: RowsLike, chunk: int | None, d: int | None) -> UnitRows:
-        """Return the unit rows of X, checked to have ``d`` columns unless it is None."""
-        rows = UnitRows(X, device=self.device, chunk=chunk)
-        if d is not None and rows.d != d:
-            raise ValueError(f"X has D={rows.d} columns, but d={d}; build a new mixture for other rows.")
-        return rows
+    def _keep(self, parameters: Parameters) -> None:
+        self._parameters, self._directions_KD = parameters, parameters.mus_KD
 
     def _fitted(self) -> Parameters:
-        if self._parameters is None:
-            raise RuntimeError("VMFMixture holds no parameters yet; call fit(X) or use VMFMixture.load(path).")
+        self._fitted_directions()
         return self._parameters
 
     def _scorer(self) -> Scorer:
         mus_KD, kappas_K, logpi_K = (tensor.cpu().double() for tensor in self._fitted())
         # The stored directions are rounded to the dtype of X; kappa would amplify the error of their length.
         return Scorer(Parameters(normalised(mus_KD), kappas_K, logpi_K), self.device)
+
+
+def sample_directions(mus_nD: Tensor, kappas_n: Tensor, *, generator: torch.Generator) -> Tensor:
+    """Draw one sample (n, D) per mean direction and concentration; kappa = 0 gives uniform directions."""
+    cosine_n1 = _sample_cosines(kappas_n, mus_nD.shape[1], generator=generator)[:, None]
+    tangent_nD = torch.randn(mus_nD.shape, generator=generator, dtype=torch.float64, device="cpu")
+    tangent_nD = tangent_nD - (tangent_nD * mus_nD).sum(dim=1, keepdim=True) * mus_nD
+    sine_n1 = (1 - cosine_n1**2).clamp(min=0.0).sqrt()
+    return normalised(cosine_n1 * mus_nD + sine_n1 * normalised(tangent_nD))
+
+
+def _sample_cosines(kappas_n: Tensor, d: int, *, generator: torch.Generator) -> Tensor:
+    """Draw the cosine of each sample to its mean direction, by rejection from Wood's envelope."""
+    b_n = (d - 1) / (2 * kappas_n + torch.sqrt(4 * kappas_n**2 + (d - 1) ** 2))
+    centre_n = (1 - b_n) / (1 + b_n)
+    limit_n = kappas_n * centre_n + (d - 1) * torch.log(4 * b_n / (1 + b_n) ** 2)  # 1 - centre^2
+    cosine_n = torch.empty_like(kappas_n)
+    waiting_M = torch.arange(len(kappas_n), device="cpu")
+    while len(waiting_M) > 0:
+        b_M, centre_M, kappa_M = b_n[waiting_M], centre_n[waiting_M], kappas_n[waiting_M]
+        # (1 + first coordinate of a uniform direction in R^d) / 2 follows Beta((d-1)/2, (d-1)/2).
+        normal_MD = torch.randn(len(waiting_M), d, generator=generator, dtype=torch.float64, device="cpu")
+        beta_M = (1 + normal_MD[:, 0] / torch.linalg.vector_norm(normal_MD, dim=1)) / 2
+        value_M = (1 - (1 + b_M) * beta_M) / (1 - (1 - b_M) * beta_M)
+        uniform_M = torch.rand(len(waiting_M), generator=generator, dtype=torch.float64, device="cpu")
+        log_density_M = kappa_M * value_M + (d - 1) * torch.log1p(-centre_M * value_M)
+        accepted_M = log_density_M - limit_n[waiting_M] >= torch.log(uniform_M)
+        cosine_n[waiting_M[accepted_M]] = value_M[accepted_M]
+        waiting_M = waiting_M[~accepted_M]
+    return cosine_n

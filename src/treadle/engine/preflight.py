@@ -1,4 +1,4 @@
-"""Trials before the first step of what a run needs later: schedule, evaluation, folders, state."""
+"""Checks before the first step, and trials of what a run needs later: schedule, evaluation, folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
@@ -20,16 +22,23 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from treadle.checkpoint.introspection import has_state
+from treadle.checkpoint.introspection import has_state, is_users_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
+from treadle.engine.failure import noting_batch
+from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
+from treadle.engine.hook import BaseHook
 from treadle.engine.masks import warn_of_masks
 from treadle.engine.metrics import EpochMetrics
+from treadle.engine.names import uncalled_methods
+from treadle.engine.objects_part import warn_of_lost
 from treadle.errors import ConfigError
 from treadle.nested import flatten_nested_dict
-from treadle.optim.schedules import scheduler_state
+from treadle.optim.evaluation_point import into_training_point
+from treadle.optim.optimizer import check_scheduler, is_of_torch, uncovered_parameters
+from treadle.optim.schedules import check_plateau, scheduler_state
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, as_step_output, update_of
 
@@ -42,9 +51,6 @@ def refuse_fsdp_1(model: nn.Module) -> None:
 
     Raises:
         ConfigError: a module of the model is wrapped in it.
-
-    Example:
-        >>> refuse_fsdp_1(nn.Linear(1, 1))
     """
     for name, module in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
@@ -223,7 +229,7 @@ def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> 
             metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
             if metrics:
                 metrics.reset()
-            with engine.precision.autocast():
+            with engine.precision.autocast(), noting_batch(batches[0], "the evaluation, tried before step 1"):
                 output = as_step_output(task.step(engine.model, batches[0]), training=False)
             records = ["/".join(path) for path in flatten_nested_dict(output.records or {})]
             if not metrics or output.outputs is None:
@@ -236,3 +242,117 @@ def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> 
             return None if measured is None else [*records, *measured]
         finally:
             cursor.close()
+
+
+def into_training_mode(engine: Engine) -> None:
+    """Put every module into training mode, and warn about layers with frozen running statistics.
+
+    A model entirely in eval mode was loaded for inference; no part of it was frozen on purpose.
+    """
+    model = engine.model
+    frozen = [
+        (name, module)
+        for name, module in (model.named_modules() if model.training else ())
+        if not module.training and getattr(module, "running_mean", None) is not None
+    ]
+    engine.state.modules.begin(model)
+    into_training_point(engine.optimizer)
+    thawed = [clean_name(name) for name, module in frozen if module.training]
+    if thawed:
+        engine.logger.warning(
+            "model: %d layers with running statistics were in eval mode (first: %s) and are in training mode now, as "
+            "every module is when training starts; to keep them frozen, override train() of the model",
+            len(thawed), thawed[0],
+        )  # fmt: skip
+
+
+def check_added_hooks(engine: Engine) -> None:
+    """Raise for a hook that was added too late for what it declares.
+
+    Raises:
+        ConfigError: it keeps averages, or has a plan for non-finite gradients.
+    """
+    late = [hook for hook in engine.hooks if all(hook is not asked for asked in engine.declared.hooks)]
+    for hook in late:
+        if type(hook).averages is not BaseHook.averages or type(hook).refusal_plan is not BaseHook.refusal_plan:
+            raise ConfigError(
+                f"{hook.state_key} was added after a run, a state or an evaluation had asked the hooks what "
+                "they declare, so it would do nothing; pass it with the others, before all of these",
+                argument="hooks",
+            )
+
+
+def check_before_training(engine: Engine) -> None:
+    """Raise or warn about what would silently train a wrong model.
+
+    Raises:
+        ConfigError: a lazy parameter is not initialised, the optimizer needs a closure or holds no parameter of the
+            model, or the scheduler belongs to another optimizer.
+    """
+    lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
+            "run one batch through the model before building the optimizer",
+            argument="model",
+        )
+    check_scheduler(engine.lr_scheduler, engine.optimizer)
+    if engine.target.score_epoch is None:
+        check_plateau(engine.lr_scheduler, "train_loss", "min")
+    warn_of_lost(engine)
+    engine.state.objects.collect()  # raises now, not at the first save, for a state that no checkpoint can hold
+    refuse_hidden_tensors(engine.optimizer)
+    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_of_torch(engine.optimizer):
+        try_optimizer(engine.optimizer)
+    try_schedule(engine)
+    try_folders(engine)
+    _warn_of_uncalled(engine)
+    wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"a {type(engine.optimizer).__name__} needs a closure that runs the model several times per step; "
+            "here a step runs it once. Use an optimizer whose step() needs no closure",
+            argument="optimizer",
+        )
+    _warn_of_half_sums(engine)
+    uncovered = uncovered_parameters(engine.model, engine.optimizer)
+    engine.stray_parameters = [parameter for _, parameter in uncovered]
+    groups = [group for optimizer in engine.state.objects.optimizers() for group in optimizer.param_groups]
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    names = [name for name, parameter in uncovered if id(parameter) not in held]
+    if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
+        raise ConfigError(
+            f"none of the {len(names)} trainable parameters of the model is in it, so nothing would be trained; build "
+            "it over model.parameters() of the model that you pass, after the model was moved, wrapped or loaded",
+            argument="optimizer",
+        )
+    if names:
+        engine.logger.warning(
+            "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
+            len(names), ", ".join(names[:10]),
+        )  # fmt: skip
+
+
+_OF_A_TASK = ("step", "weights", "new_metrics", "prepare_batch", "replayed", "with_metrics", "state_dict",
+              "load_state_dict")  # fmt: skip
+
+
+def _warn_of_uncalled(engine: Engine) -> None:
+    """Warn about methods of the user's task with misspelt names."""
+    kind = type(engine.task)
+    if is_users_class(kind) and not engine.progress.step and not engine.state.num_runs:
+        for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
+            engine.logger.warning("%s", warning)
+
+
+def _warn_of_half_sums(engine: Engine) -> None:
+    """Warn if gradients of several micro-batches accumulate in a dtype that drops small ones."""
+    half = {torch.bfloat16, torch.float16}
+    kinds = {p.dtype for group in engine.optimizer.param_groups for p in group["params"] if p.dtype in half}
+    if kinds and engine.settings.accumulation_steps > 1:
+        kind = str(kinds.pop()).removeprefix("torch.")
+        engine.logger.warning(
+            "weights are %s and so are their gradients, so the sum over %d micro-batches loses small ones (256 + 1 is "
+            "256 in bfloat16); keep the weights in float32 and use mixed precision, or accumulate over fewer",
+            kind, engine.settings.accumulation_steps,
+        )  # fmt: skip

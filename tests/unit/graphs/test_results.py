@@ -1,4 +1,4 @@
-"""Costs, tables over seeds, sweeps that go on, and what a result was made with."""
+"""Costs, tables over seeds, and what a result was made with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from treadle.errors import ConfigError
-from treadle.graphs import environment, profiling, results, sweeps
-from treadle.graphs.results import Spread
+from treadle.graphs import environment, profiling, results
+from treadle.population import Summary
 
 
 def test_operations_are_counted_and_the_model_is_left_as_it_was():
@@ -60,7 +60,7 @@ def test_runs_become_rows_rows_become_means_and_these_tables(tmp_path):
     rows = results.load_results(tmp_path, settings=["pe.node.type"])
     assert rows[0] == {"run": "run0", "seed": 0, "pe.node.type": "lap_pe", "mae": 0.25, "roc_auc": 0.75}
     table = results.aggregate_by_seed(rows, ["pe.node.type"], ["mae", "roc_auc"])
-    assert table[0]["mae"] == Spread(0.5, pytest.approx(math.sqrt(0.125)), 2)
+    assert table[0]["mae"] == Summary(0.5, pytest.approx(math.sqrt(0.125)), 2)
     results.export_table(table, tmp_path / "table.csv")
     assert (tmp_path / "table.csv").read_text().splitlines()[2] == "none,0.375,,1,0.625,,1"
     results.export_table(table, tmp_path / "table.tex")
@@ -78,54 +78,6 @@ def test_runs_become_rows_rows_become_means_and_these_tables(tmp_path):
     ):
         with pytest.raises(ConfigError, match=word):
             call()
-
-
-def test_a_sweep_goes_on_with_what_has_no_result(tmp_path):
-    calls = []
-
-    def run(settings, folder):
-        calls.append(settings["seed"])
-        if settings["seed"] == 2 and calls.count(2) == 1:
-            raise RuntimeError("power cut")
-        return {"loss": settings["seed"] / 2}
-
-    sweep = sweeps.seed_sweep({"pe": "mspe"}, [1, 2, 3])
-    with pytest.raises(RuntimeError, match="power cut"):
-        sweeps.run_sweep(sweep, run, tmp_path)
-    found = sweeps.run_sweep(sweep, run, tmp_path)
-    assert calls == [1, 2, 2, 3]
-    assert [entry["result"]["loss"] for entry in found] == [0.5, 1.0, 1.5]
-    assert found[0]["settings"] == {"pe": "mspe", "seed": 1}
-    with pytest.raises(ConfigError, match="twice"):
-        sweeps.run_sweep([{"a": 1}, {"a": 1}], run, tmp_path)
-
-
-def test_a_failed_run_can_be_passed_over_and_is_tried_again(tmp_path, caplog):
-    def run(settings, folder):
-        if settings["a"] == fails:
-            raise RuntimeError("no")
-        return {}
-
-    fails = 1
-    assert len(sweeps.run_sweep([{"a": 1}, {"a": 2}], run, tmp_path, keep_going=True)) == 1
-    assert "the run with {'a': 1} failed" in caplog.text
-    fails = 0
-    assert len(sweeps.run_sweep([{"a": 1}, {"a": 2}], run, tmp_path, keep_going=True)) == 2
-
-
-def test_draws_depend_on_seed_and_number_alone_and_keep_to_their_ranges():
-    space = {"lr": (1e-5, 1e-1), "width": (8, 64), "dropout": (0.0, 0.5), "pe": ["lap", "rwse"]}
-    draws = sweeps.random_sweep(space, 40, seed=3)
-    assert draws[:5] == sweeps.random_sweep(space, 5, seed=3)
-    assert draws != sweeps.random_sweep(space, 40, seed=4)
-    assert all(8 <= draw["width"] <= 64 and isinstance(draw["width"], int) for draw in draws)
-    assert sum(draw["lr"] < 1e-3 for draw in draws) > 10  # half of the decades
-    assert len(sweeps.grid_sweep({"a": [1, 2], "b": ["x", "y", "z"]})) == 6
-    for wrong in ({"a": (2, 1)}, {"a": []}, {"a": "text"}):
-        with pytest.raises(ConfigError):
-            sweeps.random_sweep(wrong, 1)
-    with pytest.raises(ConfigError):
-        sweeps.grid_sweep({"a": "text"})
 
 
 def test_the_commit_and_the_versions_are_told(tmp_path):

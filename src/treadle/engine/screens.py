@@ -1,0 +1,181 @@
+"""Screens for one line of progress: a bar of rich, or a line that is written over itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from treadle.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_BAR_WIDTH = 24
+_LEAST_BAR = 8
+_NOTEBOOK = 200  # characters
+
+
+class Screen(Protocol):
+    """Live display of one line."""
+
+    def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
+        """Replace the line.
+
+        Args:
+            parts: texts in their order, each with its rank; where room is short, high ranks are left out first.
+            step: steps done.
+            total: steps in all, if known.
+        """
+
+    def print_above(self, text: str) -> None:
+        """Print a line of the log above the live line."""
+
+    def stop(self) -> None:
+        """Leave the line as it is, and the terminal as it was."""
+
+
+def open_screen(console: Console | None, text: str) -> Screen | None:
+    """Open the display that a console allows.
+
+    Args:
+        console: console of rich; None uses stderr.
+        text: shown until the first update.
+
+    Returns:
+        The display; None where nothing can be redrawn, as in a file or a pipe.
+
+    Raises:
+        MissingExtraError: rich is not installed.
+    """
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MissingExtraError(f"ProgressBarHook needs rich ({error}): pip install 'treadle[cli]'") from error
+    if console is None:
+        # rich takes FORCE_COLOR for a terminal, and a bar is of no use in a log file.
+        console = Console(stderr=True, force_terminal=None if is_terminal(sys.stderr) else False)
+    if not (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
+        return None
+    if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+        return RedrawnLine(console.file, width=_NOTEBOOK)  # rich would show a warning and nothing else
+    return RichBar(console, text)
+
+
+class RichBar:
+    """Bar of rich that is drawn by its updates alone: a thread would take time from the training.
+
+    Args:
+        console: where it is drawn.
+        text: shown until the first update.
+    """
+
+    def __init__(self, console: Console, text: str):
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = console
+        self._bar = BarColumn(bar_width=_BAR_WIDTH, style="bright_black", complete_style="cyan", finished_style="green")
+        description = TextColumn("{task.description}", markup=False)
+        self._progress = Progress(self._bar, description, console=console, auto_refresh=False)
+        self._task = self._progress.add_task(text, total=None)
+        self._progress.start()
+
+    def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
+        """Replace the line; what the text leaves over is the bar's, and the text never wraps."""
+        text = fitting(parts, self._console.width - _LEAST_BAR - 1)
+        self._bar.bar_width = max(_LEAST_BAR, min(_BAR_WIDTH, self._console.width - 1 - len(text)))
+        self._progress.update(self._task, completed=step, total=total, description=text)
+        self._progress.refresh()
+
+    def print_above(self, text: str) -> None:
+        """Print a line of the log above the bar."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Leave the last state of the bar on the terminal."""
+        self._progress.stop()
+
+
+class RedrawnLine:
+    """A line that is written over itself, which every notebook shows as one.
+
+    Args:
+        stream: where it is written.
+        width: characters that fit; None asks the terminal.
+    """
+
+    def __init__(self, stream: IO[str], *, width: int | None = None):
+        self._stream = stream
+        self._asked = width
+        self._text = ""
+        self._width = 0
+
+    @property
+    def width(self) -> int:
+        return shutil.get_terminal_size().columns if self._asked is None else self._asked
+
+    def print_above(self, text: str) -> None:
+        """Print a line of the log, and the live line again below it."""
+        self._stream.write(f"\r{text.ljust(self._width)}\n{self._text}")
+        self._stream.flush()
+
+    def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
+        """Write the line over the last one."""
+        text = fitting(parts, self.width - 1)
+        self._stream.write(f"\r{text.ljust(self._width)}")
+        self._stream.flush()
+        self._text, self._width = text, len(text)
+
+    def stop(self) -> None:
+        """End the line."""
+        if self._width:
+            self._stream.write("\n")
+
+
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal; False without a stream or without ``isatty``."""
+    return bool(getattr(stream, "isatty", bool)())
+
+
+def fitting(parts: list[tuple[int, str]], room: int) -> str:
+    """Join strings in order, dropping those of the highest rank until the line fits.
+
+    Example:
+        >>> fitting([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
+        'loss 1 eta 3'
+    """
+    kept = list(parts)
+    while len(kept) > 1 and len(" ".join(text for _, text in kept)) > room:
+        kept.remove(max(kept, key=lambda part: part[0]))
+    return " ".join(text for _, text in kept)[: max(room, 1)]
+
+
+@contextlib.contextmanager
+def work_bar(name: str, unit: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal.
+
+    Args:
+        name: name of the work.
+        unit: name of the items counted.
+        console: console on which the bar is drawn; nothing is drawn without a terminal.
+
+    Returns:
+        A context manager that yields a function of two counts, done and total.
+
+    Raises:
+        ImportError: rich is not installed.
+
+    Example:
+        >>> from rich.console import Console
+        >>> with work_bar("encodings", "graphs", Console(quiet=True)) as progress:
+        ...     progress(1, 2)
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn(name), BarColumn(_BAR_WIDTH), MofNCompleteColumn(), TextColumn(unit))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
