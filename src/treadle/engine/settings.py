@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,3 +106,19 @@ def check_capture(capture: Any) -> Capture:
     if capture is True or capture is False or capture == "auto":
         return capture  # type: ignore[no-any-return]
     raise ConfigError("use True, False or 'auto'", argument="capture", value=capture)
+
+
+_OF_A_STEP = (
+    "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", "accumulation_steps",
+    "gradient_accumulation_steps", "grad_accum_steps", "scheduler_interval", "scheduler_step_per_batch", "loss_type",
+    "reduction",
+)  # fmt: skip
+"""Settings of the faces that change what a step computes, and that nothing else compares."""
+
+
+def other_settings(saved: Any, given: Any) -> list[str]:
+    """Return the settings of a step that a checkpoint has in another value than this run."""
+    if not isinstance(saved, Mapping) or not isinstance(given, Mapping):
+        return []
+    return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in _OF_A_STEP
+            if saved.get(name) != given.get(name) and (name in saved or name in given)]  # fmt: skip

@@ -27,7 +27,7 @@ from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
 from treadle.engine.schedule_moves import ScheduleMoves
-from treadle.engine.settings import MOVABLE, EngineSettings
+from treadle.engine.settings import MOVABLE, EngineSettings, other_settings
 from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
 from treadle.errors import CheckpointError
@@ -249,7 +249,7 @@ class RunState:
         """
         saved = Saved.for_engine(engine, tree)
         self._load(engine, saved, PARTS, warns=True)
-        others = _other_settings(tree.get("config"), engine.config)
+        others = other_settings(tree.get("config"), engine.config)
         if others:
             engine.logger.warning(
                 "resumed with other settings than the checkpoint's: %s; from here on the run is another",
@@ -319,19 +319,3 @@ class RunState:
     def record_scored(self, weights: str | None) -> None:
         """Record which weights an evaluation scored, ``"model"`` or ``"ema"``."""
         self.scored = weights
-
-
-_OF_A_STEP = (
-    "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", "accumulation_steps",
-    "gradient_accumulation_steps", "grad_accum_steps", "scheduler_interval", "scheduler_step_per_batch", "loss_type",
-    "reduction",
-)  # fmt: skip
-"""Settings of the faces that change what a step computes, and that nothing else compares."""
-
-
-def _other_settings(saved: Any, given: Any) -> list[str]:
-    """Return the settings of a step that a checkpoint has in another value than this run."""
-    if not isinstance(saved, Mapping) or not isinstance(given, Mapping):
-        return []
-    return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in _OF_A_STEP
-            if saved.get(name) != given.get(name) and (name in saved or name in given)]  # fmt: skip
