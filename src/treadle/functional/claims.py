@@ -54,9 +54,7 @@ def warn_of_claims(
         elif kind == "batch_size" and sizes and value not in sizes:
             text = f"the loader has batch_size={size} and keeps it; build it with the config's"
         elif kind == "seed" and value != seed:
-            text = (
-                f"torch was seeded with {seed}; call treadle.set_seed({value}) before the model is made"
-            )
+            text = f"torch was seeded with {seed}; call treadle.set_seed({value}) before the model is made"
         elif kind == "max_eval_samples" and samples is not None and samples > value:
             text = f"the evaluation's loader has {samples} samples and all count; shorten its data set to the config's"
         if text is not None:
