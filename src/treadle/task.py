@@ -176,15 +176,18 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
     loss = output.loss
     if loss is None:
         return output
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor):
+        fix = "float() and .item() cut it off from the weights" if isinstance(loss, Real) else "return the loss alone"
+        raise ConfigError(f"expected a 0-d tensor or None, got {type(loss).__name__}; {fix}", argument="loss")
+    if loss.dim() != 0:
         raise ConfigError(
-            f"expected a 0-d tensor or None, got {shape}; reduce it, for example with .mean()", argument="loss"
+            f"expected a 0-d tensor or None, got {tuple(loss.shape)}; reduce it, for example with .mean()",
+            argument="loss",
         )
     if training and not loss.requires_grad:
         raise ConfigError(
             f"a tensor of shape {tuple(loss.shape)} that does not require grad cannot train; "
-            "was it detached or computed under no_grad?",
+            "was it detached or computed under no_grad, or are all parameters frozen?",
             argument="loss",
         )
     return output

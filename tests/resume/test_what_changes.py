@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler as lrs
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import Augmented, MeanSquare, Snapshots, differences, scalar_engine, small_model, through_a_file
-from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, set_seed
+from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, Trainer, set_seed
 from treadle.graphs import get_scheduler
 from treadle.hooks import EmaHook
 from treadle.spectra import build_warmup_cosine
@@ -289,3 +289,35 @@ def test_another_device_and_kernels_that_may_vary_are_said(before, now, determin
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     engine.load_state_dict(tree)
     assert (said in caplog.text) if said else caplog.messages == []
+
+
+def trained(folder, epochs, *, rows=32, workers=0, **settings):
+    set_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), device="cpu", progress=False, **settings)
+    data = TensorDataset(torch.ones(rows, 2), torch.ones(rows, 1))
+    trainer.train(DataLoader(data, 8, num_workers=workers), epochs, save_dir=folder, resume_from="auto")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, None),
+        ({"rows": 64}, "resumed with another loader: an epoch had 4 micro-batches and now has 8"),
+        ({"rows": 16}, "resumed with another loader: an epoch had 4 micro-batches and now has 2"),
+        ({"workers": 1}, "resumed with another loader: num_workers was 0 and is now 1"),
+        ({"max_grad_norm": 1.0}, "other settings than the checkpoint's: max_grad_norm=None (here 1.0)"),
+        ({"mixed_precision": "bf16"}, "mixed_precision=None (here 'bf16')"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1 (here 2)"),
+        ({"log_interval": 7}, None),
+    ],
+    ids=str,
+)
+def test_what_changes_between_two_epochs_is_said(changed, said, tmp_path, caplog):
+    trained(tmp_path, 1)
+    caplog.clear()
+    trained(tmp_path, 2, **changed)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (said is not None)
+    assert said is None or said in warnings[0]

@@ -633,7 +633,7 @@ def test_a_second_train_that_trains_nothing_says_so(caplog):
     trainer.train(points_loader(), 1)
     caplog.clear()
     trainer.train(points_loader(), 1)
-    found = [record.levelno for record in caplog.records if "counts from the start" in record.getMessage()]
+    found = [record.levelno for record in caplog.records if "nothing to do" in record.getMessage()]
     assert found == [logging.WARNING]
 
 

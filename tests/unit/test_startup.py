@@ -59,6 +59,6 @@ def test_a_finished_run_says_one_line_and_no_block(tmp_path, caplog):
     trainer = Fit(0, workspace=tmp_path, device="cpu")
     trainer.train()
     assert [record.getMessage() for record in caplog.records] == [
-        "nothing to do: at step 0, epoch 0 the target, step 0 of the whole run, is reached"
+        "nothing to do: at step 0, epoch 0 the target, step 0 of the whole run, is reached; a larger one trains on"
     ]
     assert list(tmp_path.iterdir()) == []

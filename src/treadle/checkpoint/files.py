@@ -69,8 +69,14 @@ def reported(target: Path | str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
+        cause = _system_error(error)
+        file = next((one for one in Path(target).parents if one.is_file()), None)
+        if isinstance(cause, (NotADirectoryError, FileExistsError)) and file is not None:
+            raise CheckpointError(
+                f"{str(target)!r} was not written: {str(file)!r} is a file; choose a folder"
+            ) from error
         raise CheckpointError(
-            f"{str(target)!r} was not written: {first_line(_system_error(error))}. Existing files are intact; "
+            f"{str(target)!r} was not written: {first_line(cause)}. Existing files are intact; "
             "free some space or choose another folder"
         ) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -133,17 +133,32 @@ class _Whole:
 
 
 def show_table(table: report.Table, console: Console) -> None:
-    """Print a table of a report with its notes."""
-    shown = Table(title=table.title or None, title_justify="left", box=None, pad_edge=False)
-    first, *others = table.columns
-    shown.add_column(first, min_width=table.width)
-    for name in others:
-        shown.add_column(name, justify="right")
-    for row in table.rows:
-        shown.add_row(*row)
-    print_table(shown, console)
+    """Print a table of a report with its notes; a terminal that is too narrow gets its columns in several parts."""
+    chosen: list[int] = []
+    title: str | None = table.title or None
+    for column in range(1, len(table.columns)):
+        if chosen and console.is_terminal and _width(_shown(table, [*chosen, column]), console) > console.width:
+            print_table(_shown(table, chosen, title), console)
+            chosen, title = [], None
+        chosen.append(column)
+    print_table(_shown(table, chosen, title), console)
     for note in table.notes:
         console.print(note, soft_wrap=True)
+
+
+def _shown(table: report.Table, columns: Sequence[int], title: str | None = None) -> Table:
+    """Return the names of the rows and some of the other columns."""
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    shown.add_column(table.columns[0], min_width=table.width)
+    for column in columns:
+        shown.add_column(table.columns[column], justify="right")
+    for row in table.rows:
+        shown.add_row(row[0], *(row[column] for column in columns))
+    return shown
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update_width(_WIDEST), table).maximum
 
 
 def show_report(found: report.Report, out: Path, console: Console | None = None) -> None:

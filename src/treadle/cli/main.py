@@ -57,9 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_in_any_locale()
     try:
         from treadle.cli.app import app
+
+        app(args=None if argv is None else list(argv), prog_name="treadle")
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.stderr.write(f"treadle: the command line needs {error.name}: pip install 'treadle[cli]'\n")
         sys.exit(1)
-    app(args=None if argv is None else list(argv), prog_name="treadle")
+    except KeyboardInterrupt:  # before the command has begun, as while its modules are loaded
+        sys.exit(130)

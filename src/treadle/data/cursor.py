@@ -17,7 +17,7 @@ from treadle.checkpoint.schema import from_plain
 from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.amount import Amount, batches_in
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
-from treadle.data.elastic import ResumePoint, find_place, mismatches, refuse_other_workers
+from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
@@ -206,6 +206,10 @@ class Cursor:
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
             "objects": self._objects.collect(),
         }
+        if self._loaded is not None:
+            source = self._the_source()
+            now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers}
+            self.warn(changes_between_epochs(self._loaded, now), topic="resumed position")
         self._loaded = None  # a checkpoint of the start of the epoch: from here on the position differs
         self._iterator = self._iterate(skip=0, state=None)
 

@@ -115,12 +115,32 @@ def refuse_other_workers(saved: Mapping[str, Any], now: Mapping[str, Any], *, lo
         )
 
 
+def changes_between_epochs(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return messages on how the loader differs from the checkpoint's at the start of an epoch.
+
+    Args:
+        saved: the ``data`` entry of the checkpoint, between two epochs.
+        now: the same keys of the attached loader: ``kind``, ``length``, ``num_workers``.
+
+    Example:
+        >>> now = {"kind": "replayed", "length": 4, "num_workers": 0}
+        >>> changes_between_epochs({"kind": "replayed", "length": 8}, now)[0][:61]
+        'resumed with another loader: an epoch had 8 micro-batches and'
+    """
+    return [f"resumed with another loader: {sentence}" for sentence in _differences(saved, now)]
+
+
 def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: ResumePoint) -> list[str]:
     """Return messages on how the loader differs from the checkpoint's; arguments as above."""
+    words = _differences(saved, {**now, "length": now["length"] if place.exact else saved.get("length")})
+    return [f"resume inside an epoch is not exact: {sentence}" for sentence in words]
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     words = []
     if saved.get("kind") not in (None, now["kind"]):
         words.append(f"the checkpoint's loader was of kind {saved['kind']!r}, this one is {now['kind']!r}")
-    if place.exact and saved.get("length") not in (None, now["length"]):
+    if saved.get("length") not in (None, now["length"]):
         words.append(
             f"an epoch had {saved['length']} micro-batches and now has {now['length']}: another batch size, data set "
             "or number of ranks"
@@ -136,4 +156,4 @@ def mismatches(saved: Mapping[str, Any], now: Mapping[str, Any], place: ResumePo
             f"num_workers was {workers} and is now {now['num_workers']}: items draw their random numbers from the "
             "main process with 0 workers and from their own seeds with more"
         )
-    return [f"resume inside an epoch is not exact: {sentence}" for sentence in words]
+    return words

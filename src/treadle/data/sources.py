@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -336,6 +337,14 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
         raise ConfigError(
             f"a {type(loader).__name__} is a data set, whose items are single samples and no batches; pass "
             "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
+            argument=argument,
+        )
+    if isinstance(loader, Mapping):
+        raise ConfigError("is a dict, whose keys would be taken for batches; pass one loader", argument=argument)
+    if isinstance(loader, (Tensor, np.ndarray)) and loader.ndim <= 2:
+        raise ConfigError(
+            f"is a {type(loader).__name__} of shape {tuple(loader.shape)}, and each row would be taken for a batch; "
+            "pass DataLoader(TensorDataset(...), batch_size=...), or a TensorLoader",
             argument=argument,
         )
     if isinstance(loader, tuple) and len(loader) > 1 and all(isinstance(item, Tensor) and item.ndim for item in loader):

@@ -20,8 +20,8 @@ from treadle.engine.masks import warn_of_masks
 from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
 from treadle.errors import NonFiniteError
-from treadle.means import RunningMeans
-from treadle.nested import map_nested_tensor
+from treadle.means import RunningMeans, Total, Weighted
+from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
@@ -31,7 +31,7 @@ from treadle.task import StepOutput, add_output
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
-_PLAIN = (float, int, str, type(None))
+_NUMBERS = (float, int)
 _OTHER_NAMES = {"non_finite_grad_retries": "retries", "non_finite_grad_retry_count": "retries"}
 
 
@@ -143,16 +143,28 @@ class Attempt:
             add_output(means, output)
 
 
+def _refuse_other_than_numbers(records: Mapping[str, Any]) -> None:
+    """Raise TypeError for a value in nested records that is no number."""
+    for path, value in flatten_nested_dict(records).items():
+        as_number(("records", *path), value.value if isinstance(value, (Total, Weighted)) else value)
+
+
 def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return detached records: flat ones directly, nested ones by the rules for nested values."""
+    """Return detached records: flat ones directly, nested ones by the rules for nested values.
+
+    Raises:
+        TypeError: a value is no number, before the step changes a weight.
+    """
     flat: dict[str, Any] = {}
     for name, value in (records or {}).items():
         kind = type(value)
         if kind is Tensor:
-            flat[name] = value.detach()
-        elif kind in _PLAIN:
+            flat[name] = value.detach() if value.dim() == 0 else as_number(("records", name), value)
+        elif kind in _NUMBERS:
             flat[name] = value
         else:
+            if kind not in (Total, Weighted, dict):  # which are read where they are added up
+                _refuse_other_than_numbers(records)
             return map_nested_tensor(Tensor.detach, records)
     return flat
 

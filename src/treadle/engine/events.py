@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.hook import STEP_EVENTS, BaseHook, listeners
+from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -59,7 +60,13 @@ class Events:
         self._listening = {}
 
     def serve(self, engine: Engine, event: str, records: Mapping[str, Any], *, dry_run: bool) -> None:
-        """Call ``on_log`` or ``on_log_images`` of every hook, and mark the records as served."""
+        """Call ``on_log`` or ``on_log_images`` of every hook, and mark the records as served.
+
+        Raises:
+            ConfigError: the records are no dict.
+        """
+        if not isinstance(records, Mapping):
+            raise ConfigError("must be a dict, such as {'val': {'loss': 0.5}}", argument="records", value=records)
         self.served = True
         self.emit(engine, event, records, dry_run)
 

@@ -71,6 +71,22 @@ def _note_batches(engine: Engine, error: BaseException) -> None:
     error.add_note(f"{NOTE} {engine.step}, epoch {engine.epoch + 1}; what the loader gave: {shapes}")
 
 
+@contextlib.contextmanager
+def noting_batch(batch: Any, place: str) -> Iterator[None]:
+    """Add the shapes of a batch to an error that leaves the block, as a note, unless it is one of this library's.
+
+    Example:
+        >>> with noting_batch([1.0], "evaluation"):
+        ...     pass
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, TreadleError) and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"in {place}; what the loader gave: {shapes_of(batch)}")
+        raise
+
+
 def shapes_of(value: Any) -> str:
     """Return a short description of the types and shapes in a batch.
 
@@ -80,7 +96,10 @@ def shapes_of(value: Any) -> str:
         '(float32 (4, 3), {label: int64 (4,), name: str})'
     """
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        kind = "" if type(value).__module__.split(".")[0] == "torch" else f"{type(value).__name__} "
+        return f"{kind}{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if not isinstance(value, Mapping) and callable(getattr(value, "to_dict", None)):  # as of a graph
+        return f"{type(value).__name__} {shapes_of(dict(value.to_dict()))}"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {shapes_of(part)}' for key, part in value.items())}}}"
     if isinstance(value, (list, tuple)):

@@ -227,7 +227,7 @@ class Engine(EngineBase):
     def _log_nothing_to_do(self) -> None:
         """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
         level = logging.WARNING if self.state.num_runs else logging.INFO
-        text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached"
+        text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached; a larger one trains on"
         self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle import distributed
+from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 
 
@@ -163,11 +165,20 @@ class LearningRates:
         self._copies: list[Any] = []
 
     def read(self, optimizer: Optimizer) -> list[Any]:
-        """Return the current rate of each parameter group."""
+        """Return the current rate of each parameter group.
+
+        Raises:
+            ConfigError: one is not finite.
+        """
         rates = [group["lr"] for group in optimizer.param_groups]
         for rate in rates:
             if isinstance(rate, Tensor):
                 break
+            if not math.isfinite(rate):
+                raise ConfigError(
+                    "a learning rate must be finite; the weights are still those of the step before. Look at the "
+                    "optimizer's arguments and at the schedule", argument="lr", value=rate,
+                )  # fmt: skip
         else:
             return rates
         state = [(id(rate), rate._version) if isinstance(rate, Tensor) else rate for rate in rates]

@@ -243,6 +243,12 @@ class RunState:
         """
         saved = Saved.for_engine(engine, tree)
         self._load(engine, saved, PARTS, warns=True)
+        others = _other_settings(tree.get("config"), engine.config)
+        if others:
+            engine.logger.warning(
+                "resumed with other settings than the checkpoint's: %s; from here on the run is another",
+                ", ".join(others), extra={"topic": "other settings"},
+            )  # fmt: skip
         self._refuse_what_differs(engine, saved)
         self.loaded = True
         self.origin.moved(Reach(engine.progress.step, engine.epoch))
@@ -307,3 +313,19 @@ class RunState:
     def record_scored(self, weights: str | None) -> None:
         """Record which weights an evaluation scored, ``"model"`` or ``"ema"``."""
         self.scored = weights
+
+
+_OF_A_STEP = (
+    "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", "accumulation_steps",
+    "gradient_accumulation_steps", "grad_accum_steps", "scheduler_interval", "scheduler_step_per_batch", "loss_type",
+    "reduction",
+)  # fmt: skip
+"""Settings of the faces that change what a step computes, and that nothing else compares."""
+
+
+def _other_settings(saved: Any, given: Any) -> list[str]:
+    """Return the settings of a step that a checkpoint has in another value than this run."""
+    if not isinstance(saved, Mapping) or not isinstance(given, Mapping):
+        return []
+    return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in _OF_A_STEP
+            if saved.get(name) != given.get(name) and (name in saved or name in given)]  # fmt: skip

@@ -52,6 +52,12 @@ def state_options(asked: StateDictOptions | None) -> StateOptions:
     """
     if asked is None:
         return StateOptions()
+    if isinstance(asked, type) or not hasattr(asked, "full_state_dict"):
+        raise ConfigError(
+            "must be torch.distributed.checkpoint.state_dict.StateDictOptions(...), or None",
+            argument="state_dict_options",
+            value=asked,
+        )
     for name, reason in _REFUSED.items():
         value = getattr(asked, name)
         if value != getattr(type(asked), name):

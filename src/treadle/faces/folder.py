@@ -73,6 +73,8 @@ class CheckpointFolder:
 
     def use(self, path: str | Path | None) -> None:
         """Set the folder, resolved now, since a callback may change the working directory; None for no folder."""
+        if path is not None and Path(path).exists() and not Path(path).is_dir():
+            raise ConfigError("is a file; give a folder", argument=self._argument, value=str(path))
         trial = self.engine.settings.limits.fast_dev_run
         before, self.path = self.path, None if path is None or trial else Path(path).absolute()
         self.engine.workspace = self.path

@@ -33,6 +33,19 @@ def check_loader(loader: Any, argument: str) -> None:
         )
 
 
+def check_batches(loader: Any, argument: str) -> None:
+    """Raise ConfigError for what is not one loader.
+
+    Example:
+        >>> check_batches([[0.5, 1.5]], "loader")
+    """
+    if isinstance(loader, Mapping):
+        raise ConfigError("is a dict of loaders; pass one of them", argument=argument)
+    if loader is None:
+        raise ConfigError("must be a DataLoader or another iterable of batches", argument=argument, value=None)
+    check_loader(loader, argument)
+
+
 def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
     """Raise ConfigError for a loader, or one of a dict, that cannot be evaluated, and for an empty dict.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,6 +62,10 @@ _OVERRIDABLE = (
     "forward", "train_step", "evaluate", "log", "log_images",
     "build_eval_data_loader", "build_predict_data_loader", "predict_step",  # for the commands evaluate and predict
 )  # fmt: skip
+_BUILT = {
+    "data_loader": "build_data_loader", "model": "build_model", "optimizer": "build_optimizer",
+    "lr_scheduler": "build_lr_scheduler", "hooks": "build_hooks",
+}  # fmt: skip
 _ARGUMENTS = {**dict.fromkeys(_OVERRIDABLE[:6], (0,)), "forward": (1,), "train_step": (1,)}
 
 
@@ -174,7 +179,7 @@ class BaseTrainer(Engine):
         self.max_steps, self.trackers = max_steps, trackers
         self.compile_setting = check_compile(compile)
         self.checkpointing_setting = check_checkpointing(gradient_checkpointing)
-        self._given_hooks = check_hooks(hooks)
+        self._given_hooks = check_hooks(hooks, warns=False)
         with_trackers([], trackers)  # raises for an unknown name
         # Absolute, so that a hook given `trainer.workspace / "checkpoints"` does not nest it below the workspace again.
         self.workspace, self._remote = local_workspace(workspace)
@@ -350,6 +355,7 @@ class BaseTrainer(Engine):
             refuse_signatures(self, _ARGUMENTS)
             for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
                 self.logger.warning("%s", warning)
+            self._warn_of_idle_attributes()
             announce_building(self)
             # A helper that a subclass calls itself shares the name by chance.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
@@ -367,12 +373,17 @@ class BaseTrainer(Engine):
         self.model = checkpoint_model(self._built("build_model"), self.checkpointing_setting)
         compile_model(self.model, self.compile_setting)
         self.optimizer = self._built("build_optimizer")
+        if not hasattr(self.optimizer, "param_groups"):
+            raise ConfigError(
+                f"{type(self).__name__}.build_optimizer() returned a {type(self.optimizer).__name__}; return one "
+                "optimizer. A schedule comes from build_lr_scheduler; docs/guide/several-optimizers.md steps several"
+            )
         self.lr_scheduler = self.build_lr_scheduler()
         self.grad_scaler = self.build_grad_scaler()
         self.precision = Precision(self.precision.name, self.device, scaler=self.grad_scaler)
         hooks = self._built("build_hooks")
         if self._given_hooks:
-            hooks = [*check_hooks(hooks), *self._given_hooks]
+            hooks = [*check_hooks(hooks, warns=False), *self._given_hooks]
         hooks = with_trackers(hooks, self.trackers)
         if self._remote is not None:
             hooks = [self._remote, *hooks]
@@ -386,6 +397,24 @@ class BaseTrainer(Engine):
                 f"{type(self).__name__}._run_step: nothing calls it; override train_step(group), which returns what "
                 "super().train_step(group) does, or use on_before_step and on_after_step of a hook"
             )
+
+    def _warn_of_idle_attributes(self) -> None:
+        """Warn of parts that were assigned before they are built, and of arguments in the body of a subclass."""
+        kind = type(self)
+        for name, method in _BUILT.items():
+            if getattr(self, name) is not None and name in vars(self):
+                self.logger.warning(
+                    "%s.%s: assigned before training, and replaced by what %s() returns; return it there",
+                    kind.__name__, name, method,
+                )  # fmt: skip
+        arguments = inspect.signature(BaseTrainer.__init__).parameters
+        for owner in kind.__mro__[: kind.__mro__.index(BaseTrainer)]:
+            for name in sorted((arguments.keys() | _BUILT.keys()) & vars(owner).keys()):
+                if not callable(vars(owner)[name]) and not hasattr(vars(owner)[name], "__get__"):
+                    self.logger.warning(
+                        "%s.%s: an attribute of the class is not read; %s", owner.__name__, name,
+                        f"return it from {_BUILT[name]}()" if name in _BUILT else f"pass {name}= to the constructor",
+                    )  # fmt: skip
 
     def _refuse_replaced_parts(self) -> None:
         for name, kind in _PARTS.items():

@@ -33,7 +33,7 @@ from treadle.faces.loaders import (
 )
 from treadle.functional.claims import warn_of_claims
 from treadle.functional.driver import PREFIX, FaceEpochs, MetricRule
-from treadle.functional.settings import TrainingSettings
+from treadle.functional.settings import EVERY_EPOCH, TrainingSettings
 from treadle.optim.optimizer import can_be_fused, decay_groups, move_optimizer_state
 from treadle.optim.schedules import follow_shape
 
@@ -228,10 +228,6 @@ def check_call(
         check_argument(name, path, str | Path | None)
     train_loader, eval_loader = loaders
     check_loader(train_loader, "train_dataloader")
-    if isinstance(train_loader, Mapping):
-        raise ConfigError(
-            "a dict of loaders can be evaluated and not trained on; pass one", argument="train_dataloader"
-        )
     if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
         raise ConfigError(
             "must be a whole number of epochs >= 0, counted from the start", argument="num_epochs", value=num_epochs
@@ -251,6 +247,20 @@ def check_call(
     evaluates = trainer._is_own("evaluate") or trainer._is_own("eval_step") or trainer._eval_task.metrics
     if eval_loader is None and evaluates:
         _log.info("eval_dataloader=None: no epoch is evaluated; metrics and evaluate() serve calls of your own")
+
+
+def warn_of_idle_files(settings: TrainingSettings, save_dir: Any, *, save_freq: Any, metric: str | None) -> None:
+    """Warn about settings of files that a call without a folder, or without a metric, does not write.
+
+    Example:
+        >>> warn_of_idle_files(TrainingSettings(), None, save_freq=EVERY_EPOCH, metric="loss")
+    """
+    limits = [name for name in ("save_total_limit", "save_top_k") if getattr(settings, name) is not None]
+    given = [*limits, *(["save_freq"] if save_freq and save_freq is not EVERY_EPOCH else [])]
+    if save_dir is None and given and not settings.fast_dev_run:
+        _log.warning("%s: nothing is written without save_dir; pass save_dir= to train()", ", ".join(given))
+    elif metric is None and "save_top_k" in limits:
+        _log.warning("save_top_k=%d: no epoch is the best with best_model_metric=None", settings.save_top_k)
 
 
 def check_callback(callback: Any) -> None:
@@ -354,7 +364,6 @@ def rule_for(
         raise ConfigError(
             f"no epoch's record will have it; they have {', '.join(known)}", argument="best_model_metric", value=metric
         )
-    _warn_of_direction(name, mode)
     make = partial(MetricRule, name, mode or mode_over(name.removeprefix(PREFIX), loaders), min_delta, patience)
     try:
         make()  # validates the values now
@@ -365,6 +374,7 @@ def rule_for(
                 argument="best_model_metric", value=name,
             ) from None  # fmt: skip
         raise error.renamed(_OURS.get(error.argument or "", str(error.argument))) from None
+    _warn_of_direction(name, mode)
     return make
 
 
@@ -420,17 +430,9 @@ def unused_names(trainer: Any, base: type) -> list[str]:
     return [*uncalled_methods(type(trainer), base, known=_ARGUMENTS, foreign=_FOREIGN), *set_on_it]
 
 
-def say_if_finished(epochs: FaceEpochs, num_epochs: int) -> None:
-    """Log how to continue training if nothing is left to do."""
-    done = epochs.engine.epoch
-    level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
+def say_if_stopped_early(epochs: FaceEpochs) -> None:
+    """Log how to train on, where early stopping has ended the run; of a reached target the engine does."""
     if epochs.finished:
-        _log.log(
-            level, "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on", done
-        )
-    elif done >= num_epochs:
-        _log.log(
-            level,
-            "%d epochs are completed and num_epochs=%d counts from the start: pass a larger one to train on",
-            done, num_epochs,
-        )  # fmt: skip
+        level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
+        text = "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on"
+        _log.log(level, text, epochs.engine.epoch)

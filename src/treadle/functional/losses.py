@@ -10,13 +10,47 @@ from torch import Tensor, nn
 
 from treadle.data.host_copies import host_of
 from treadle.distributed import unwrap
-from treadle.errors import ConfigError
+from treadle.engine.failure import shapes_of
+from treadle.errors import ConfigError, TreadleError
 from treadle.functional.batches import num_samples
 from treadle.optim.loss_weights import as_count
 
 _PER_ELEMENT = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 _PER_LABEL = (nn.CrossEntropyLoss, nn.NLLLoss)
 _IGNORED = -100  # ignored label of models that compute their own loss
+
+
+_RULES: tuple[tuple[tuple[type, ...], str], ...] = (
+    (_PER_LABEL, "outputs (N, C, ...) and targets (N, ...) of int64 from 0 to C - 1, or probabilities (N, C, ...)"),
+    (_PER_ELEMENT, "outputs and floating targets of one shape"),
+)
+
+
+def refuse_broadcast(loss_fn: Any, outputs: Any, targets: Any) -> None:
+    """Raise ConfigError where a loss of torch would compare a column with a row, each output with every target.
+
+    Example:
+        >>> refuse_broadcast(nn.MSELoss(), torch.zeros(4, 1), torch.zeros(4, 1))
+    """
+    if not isinstance(loss_fn, _PER_ELEMENT) or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return
+    given, wanted = tuple(outputs.shape), tuple(targets.shape)
+    rows = given[0] if given else 0
+    if rows > 1 and (given, wanted) in (((rows, 1), (rows,)), ((rows,), (rows, 1))):
+        raise ConfigError(
+            f"outputs have shape {given} and targets {wanted}, which {type(loss_fn).__name__} would broadcast to "
+            f"({rows}, {rows}); give both one shape, such as targets[:, None] or outputs.squeeze(1)",
+            argument="targets",
+        )
+
+
+def explain_loss_error(error: Exception, loss_fn: Any, outputs: Any, targets: Any) -> None:
+    """Add to an error of a loss function, as a note, the shapes that it was given, and what one of torch takes."""
+    if isinstance(error, TreadleError) or not hasattr(error, "add_note"):  # before Python 3.11
+        return
+    rule = next((f"; it takes {rule}" for kinds, rule in _RULES if isinstance(loss_fn, kinds)), "")
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    error.add_note(f"loss_fn={name} was given outputs {shapes_of(outputs)} and targets {shapes_of(targets)}{rule}")
 
 
 def model_loss(outputs: Any) -> Tensor | None:

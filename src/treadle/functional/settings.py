@@ -15,9 +15,10 @@ from treadle.capture.checkpointing import Checkpointing, check_checkpointing
 from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
-from treadle.errors import ConfigError, nearest, refuse_unknown
+from treadle.errors import ConfigError, refuse_unknown
 from treadle.errors.arguments import check_argument
 from treadle.faces.build import EngineArguments
+from treadle.functional.other_names import where_it_is
 from treadle.functional.user_config import UserConfig
 from treadle.optim.precision import PrecisionName
 from treadle.optim.schedules import ScheduleShape
@@ -297,7 +298,7 @@ def config_of(config: Any) -> UserConfig:
 def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     for name in keywords:
         if name not in known:
-            raise ConfigError(f"no such argument of the trainer; {nearest(name, known)}", argument=name)
+            raise ConfigError(f"no such argument of the trainer; {where_it_is(name, known)}", argument=name)
     return dict(keywords)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from treadle.engine.evaluation import results_of
 from treadle.engine.metrics import EpochMetrics
 from treadle.functional.batches import num_samples, split_batch
-from treadle.functional.losses import counted_labels, model_loss, num_counted
+from treadle.functional.losses import counted_labels, model_loss, num_counted, refuse_broadcast
 from treadle.functional.row_counts import RowCounts
 from treadle.means import Total, Weighted
 from treadle.nested import map_nested_tensor
@@ -44,6 +44,8 @@ class TrainerTask:
         trainer = self.trainer
         inputs, targets = trainer._prepare_batch(batch)
         outputs = trainer._forward_pass(inputs)
+        if _kind(inputs, targets) not in self._gave_own_loss and not trainer._overrides("_compute_loss"):
+            refuse_broadcast(trainer.loss_fn, outputs, targets)
         loss = trainer._compute_loss(outputs, targets)
         if trainer._counts_on_host:  # before anything is moved, so that counting needs no device sync
             counted_inputs, counted_targets = split_batch(batch)

@@ -24,11 +24,10 @@ from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import replaces, takes
 from treadle.engine.settings import Capture
 from treadle.engine.voice import speaking
-from treadle.errors import ConfigError
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
-from treadle.faces.loaders import EvalLoaders
+from treadle.faces.loaders import EvalLoaders, check_batches
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
 from treadle.functional.checks import (
@@ -39,16 +38,17 @@ from treadle.functional.checks import (
     known_keys,
     optimizer_for,
     rule_for,
-    say_if_finished,
+    say_if_stopped_early,
     scheduler_for,
     set_length,
+    warn_of_idle_files,
     warn_of_idle_interval,
 )
 from treadle.functional.claims import read_claims
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
-from treadle.functional.losses import loss_weight, missing_loss, model_loss
+from treadle.functional.losses import explain_loss_error, loss_weight, missing_loss, model_loss
 from treadle.functional.own_hooks import own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
@@ -235,7 +235,11 @@ class Trainer(EpochFace):
             return own.float()
         if self.loss_fn is None or targets is None:
             raise missing_loss(self.loss_fn, outputs)
-        loss: Tensor = in_full_precision(self.loss_fn, outputs, targets, self.device)
+        try:
+            loss: Tensor = in_full_precision(self.loss_fn, outputs, targets, self.device)
+        except Exception as error:
+            explain_loss_error(error, self.loss_fn, outputs, targets)
+            raise
         return loss
 
     def _loss_weight(self, inputs: Any, outputs: Any, targets: Any) -> float | Tensor:
@@ -335,16 +339,22 @@ class Trainer(EpochFace):
             loaders=eval_dataloader, known=self._known_keys(eval_dataloader),
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
-        self._folder.use(*self._run_defaults.files(save_dir, save_freq))
+        self._use_folder(save_dir, save_freq, best_model_metric)
         breaking = self._folder.saving_what_an_evaluation_breaks(self._epochs)
         with speaking(self._engine), self._folder.training(), breaking:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
-            say_if_finished(self._epochs, num_epochs)
+            say_if_stopped_early(self._epochs)
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
         return self.history
+
+    def _use_folder(self, save_dir: str | Path | None, save_freq: int | None, metric: str | None) -> None:
+        """Set the folder of a call of ``train``, and warn about settings of files that are not written."""
+        folder, every = self._run_defaults.files(save_dir, save_freq)
+        warn_of_idle_files(self.settings, folder, save_freq=save_freq, metric=metric)
+        self._folder.use(folder, every)
 
     def _known_keys(self, loaders: EvalLoaders | None) -> list[str] | None:
         has_metrics = bool(self._eval_task.metrics)
@@ -404,8 +414,7 @@ class Trainer(EpochFace):
         Raises:
             ConfigError: the loader is empty.
         """
-        if isinstance(dataloader, Mapping):
-            raise ConfigError("is a dict of loaders; call evaluate with one of them", argument="dataloader")
+        check_batches(dataloader, "dataloader")
         return self._epochs.measure(dataloader)
 
     def predict(self, dataloader: Iterable[Any]) -> Any:
@@ -421,6 +430,7 @@ class Trainer(EpochFace):
         Raises:
             ConfigError: the loader is empty, or the batches' outputs differ in more than dimension 0.
         """
+        check_batches(dataloader, "dataloader")
         return self._epochs.predict(dataloader, lambda batch: self._forward_pass(self._prepare_batch(batch)[0]))
 
     # -- files ----------------------------------------------------------------------------------------------------

@@ -53,6 +53,11 @@ def loss_and_metrics(
     loss_logits = getattr(loss_fn, "from_logits", None)
     if metrics is None:
         metrics = get_metrics(task_type, classes or 2, from_logits=loss_logits is not False)
+    if not all(callable(getattr(metrics, name, None)) for name in ("update", "compute", "reset")):
+        raise ConfigError(
+            "must have update, compute and reset, as what get_metrics(task_type) returns", argument="metrics",
+            value=metrics,
+        )  # fmt: skip
     metric_logits = getattr(metrics, "from_logits", None)
     if None not in (loss_logits, metric_logits) and loss_logits != metric_logits:
         raise ConfigError(

@@ -103,6 +103,11 @@ class GraphEpochs(SelectingEpochs):
         self._opened = time.perf_counter()
         return value
 
+    def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
+        """Evaluate one batch before step 1, where the loader counts every graph once by itself."""
+        with self._task.counting_once(val_loader):
+            return self._try_batch(val_loader, self._task)
+
     def evaluate(self, loader: Iterable[Any], *, mask: str = "val_mask") -> dict[str, Any]:
         """Return the weighted mean loss and the metrics over a loader, each graph counted once.
 

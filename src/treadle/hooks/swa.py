@@ -76,6 +76,15 @@ class SwaHook(AveragingHook):
     def _made(self, model: nn.Module) -> Swa:
         return Swa(model, start=self.start, update_interval=self.update_interval, device=self.device)
 
+    def on_before_train(self, trainer: Engine) -> None:
+        """Warn of a start beyond the run."""
+        super().on_before_train(trainer)
+        if trainer.total_steps is not None and self.start > trainer.total_steps:
+            trainer.logger.warning(
+                "SwaHook: start=%d is beyond the %d steps of this run, so nothing is averaged", self.start,
+                trainer.total_steps,
+            )  # fmt: skip
+
     def on_after_step(self, trainer: Engine) -> None:
         """Compute the BatchNorm statistics after the last step, so that its checkpoint has them."""
         if trainer.is_last_step:

@@ -17,11 +17,12 @@ _log = logging.getLogger("treadle.hooks")
 _EVENTS = [name for name in vars(BaseHook) if name.startswith("on_")]
 
 
-def check_hooks(hooks: Any) -> list[BaseHook]:
+def check_hooks(hooks: Any, *, warns: bool = True) -> list[BaseHook]:
     """Return hooks as a list, and warn about methods with misspelt event names, which nothing would call.
 
     Args:
         hooks: a sequence of hooks.
+        warns: False leaves the warning to a later look at the same hooks.
 
     Raises:
         ConfigError: it is not a list or tuple, or an item is not a hook.
@@ -41,7 +42,8 @@ def check_hooks(hooks: Any) -> list[BaseHook]:
                 argument=f"hooks[{number}]",
             )
         _refuse_uncallable_events(hook)
-        _warn_of_misspelt_events(hook)
+        if warns:
+            _warn_of_misspelt_events(hook)
     return list(hooks)
 
 

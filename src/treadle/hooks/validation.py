@@ -100,6 +100,8 @@ class ValidationHook(BaseHook):
         if not self.loaders:
             raise ConfigError("it is an empty dict, so there is nothing to evaluate", argument="loader")
         for one in self.loaders.values():
+            if one is None or isinstance(one, (str, bytes)):
+                raise ConfigError("must be a DataLoader or another iterable of batches", argument="loader", value=one)
             refuse_dataset(one)
         first = next(iter(self.loaders))
         self.interval = interval

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import inspect
 import math
+import os
 import re
 import threading
 import time
@@ -23,7 +24,7 @@ from treadle.errors import ConfigError
 from treadle.hooks.bar import ProgressBarHook, RunProgress
 from treadle.means import read_scalars
 from treadle.nested import flatten_nested_dict
-from treadle.seed import set_seed
+from treadle.seed import as_seed, set_seed
 
 Status = Literal["finished", "paused", "stopped", "failed"]
 Make = Callable[..., Any]
@@ -131,8 +132,8 @@ def call_factory(make: Make, member: Member) -> Callable[[], Any]:
         )
     if "workspace" in names or takes_any:
         given.setdefault("workspace", member.folder)
-    if isinstance(given.get("seed"), int):
-        set_seed(given["seed"])
+    if given.get("seed") is not None:
+        set_seed(as_seed("seed", given["seed"]))
     made = make(**given)
     train = made if not hasattr(made, "train") and callable(made) else getattr(made, "train", None)
     if train is None or not callable(train):
@@ -248,6 +249,10 @@ def numbers_in(records: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in kept.items() if type(value) in (int, float)}
 
 
+_OWNERS: dict[str, Path] = {}
+"""The folder of the member that has trained in a workspace, in this process."""
+
+
 class Watching:
     """Observer of a member's engines, in the thread that trains it.
 
@@ -258,13 +263,13 @@ class Watching:
 
     def __init__(self, member: Member, turn: Turn):
         self.hook = MemberHook(member, turn)
-        self._folder = member.folder
+        self._folder = member.folder.absolute()
         self._thread = threading.get_ident()
 
     def before_building(self, engine: Engine) -> None:
         """Set the workspace of a trainer without one to the member's folder."""
         if threading.get_ident() == self._thread and engine.workspace is None:
-            engine.workspace = self._folder.absolute()
+            engine.workspace = self._folder
 
     def before_running(self, engine: Engine) -> None:
         """Append the hook and remove progress bars, which would overwrite each other."""
@@ -272,6 +277,16 @@ class Watching:
             others = [hook for hook in engine.hooks if not isinstance(hook, (ProgressBarHook, RunProgress))]
             engine.hooks = [*others, self.hook]
             self.hook.engine = engine
+            self._refuse_shared(engine.workspace)
+
+    def _refuse_shared(self, workspace: Path | None) -> None:
+        if workspace is not None and _OWNERS.setdefault(os.path.realpath(workspace), self._folder) != self._folder:
+            raise ConfigError(
+                f"{self._folder.name} would write into the folder of {_OWNERS[os.path.realpath(workspace)].name}; give "
+                "the trainer the workspace that make gets",
+                argument="workspace",
+                value=str(workspace),
+            )
 
 
 class _OfThread(threading.local):

@@ -92,9 +92,18 @@ class Population:
                 raise ConfigError(f"must be a whole number >= {least}", argument=name, value=value)
         if together is not None and not (isinstance(together, int) and 1 <= together <= MAX_STREAMS):
             raise ConfigError(f"must be from 1 to {MAX_STREAMS}, or None", argument="together", value=together)
+        if isinstance(settings, (str, Mapping)):
+            raise ConfigError(
+                "must be a list with a dict for each member, such as [{'lr': 0.1}, {'lr': 0.01}]",
+                argument="settings", value=settings,
+            )  # fmt: skip
+        if gpus is not None and not workers:
+            raise ConfigError("belongs to worker processes; pass workers= too", argument="gpus", value=gpus)
         if workers:
             check_picklable(make)
         self.out = Path(out).absolute()
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError("is a file; give a folder", argument="out", value=str(out))
         self.members = [self._place(each) for each in with_seeds(settings, seeds)]
         self._make = make
         self._workers = _workers(workers, gpus, together=together, turn=turn, threads=threads) if workers else []

@@ -56,8 +56,9 @@ class Row:
             'seed=0: finished at step 20, epoch 2, in 1.2 s; val_loss 0.5'
         """
         numbers = " ".join(f"{key} {value:.4g}" for key, value in list(self.metrics.items())[:4])
-        end = self.error if self.error is not None else numbers
-        return f"{self.name}: {self.status} at step {self.step}, epoch {self.epoch}, in {self.seconds:.1f} s; {end}"
+        end = self.error or numbers
+        reached = f"{self.status} at step {self.step}, epoch {self.epoch}, in {self.seconds:.1f} s"
+        return f"{self.name}: {reached}; {end}" if end else f"{self.name}: {reached}"
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.seed import as_seed
 
 
 def grid(**values: Iterable[Any]) -> list[dict[str, Any]]:
@@ -108,7 +109,9 @@ def with_seeds(settings: Sequence[Mapping[str, Any]], seeds: Iterable[int] | Non
     """
     if seeds is None:
         return [dict(each) for each in settings]
-    given = list(seeds)
+    if isinstance(seeds, int):
+        raise ConfigError(f"must be several whole numbers, such as range({seeds})", argument="seeds", value=seeds)
+    given = [as_seed("seeds", seed) for seed in seeds]
     both = next((each for each in settings if "seed" in each), None)
     if both is not None:
         raise ConfigError(f": settings {both!r} have a seed already; give seeds in one of them", argument="seeds")

@@ -25,14 +25,17 @@ def unmasked(X: NDArray[Any]) -> NDArray[Any]:
 
 
 def as_array(X: Any, name: str) -> Any:
-    """Return a pandas or polars table as a NumPy array; anything else unchanged.
+    """Return a pandas or polars table, or an object with ``__array__``, as a NumPy array; anything else unchanged.
 
     Raises:
         TypeError: ``X`` is sparse.
     """
     if callable(getattr(X, "toarray", None)):
         raise TypeError(f"{name} is sparse ({type(X).__name__}); pass {name}.toarray()")
-    return X.to_numpy() if callable(getattr(X, "to_numpy", None)) else X
+    if callable(getattr(X, "to_numpy", None)):
+        return X.to_numpy()
+    is_own = isinstance(X, np.ndarray | np.generic | Tensor) or not hasattr(X, "__array__")
+    return X if is_own else np.asarray(X)
 
 
 def as_float64(X: object, name: str) -> Tensor:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any, TypeVar
+import sys
+from typing import Any, TypeVar, cast
 
 from treadle.errors import ConfigError
 
 Self = TypeVar("Self", bound="Estimator")
+
+
+def not_fitted(message: str) -> RuntimeError:
+    """Return the error of an estimator without fitted values; where scikit-learn is loaded, its NotFittedError too."""
+    exceptions = sys.modules.get("sklearn.exceptions")
+    if exceptions is None:
+        return RuntimeError(message)
+    reduced = {"__reduce__": lambda self: (not_fitted, (message,))}  # as the class cannot be imported
+    kind = type("NotFittedError", (RuntimeError, exceptions.NotFittedError), reduced)
+    return cast(RuntimeError, kind(message))
 
 
 class Estimator:
@@ -64,6 +75,7 @@ class Estimator:
             transformer_tags=TransformerTags() if self._transforms else None,
             classifier_tags=None,
             regressor_tags=None,
-            input_tags=InputTags(),
+            input_tags=InputTags(allow_nan=not self._learns),
+            no_validation=not self._learns,
             requires_fit=self._learns,
         )

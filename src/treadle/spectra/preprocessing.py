@@ -58,7 +58,8 @@ class SNVScaler(Estimator):
     _learns, _transforms = False, True
 
     def fit(self, X: object = None, y: object = None) -> SNVScaler:
-        """Return self; a no-op for pipelines."""
+        """Return self; a no-op for pipelines, but for sparse rows, which are refused."""
+        as_array(X, "X")
         return self
 
     def fit_transform(self, X: Spectra, y: object = None) -> Any:

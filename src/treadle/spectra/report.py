@@ -299,7 +299,7 @@ def _few_labels_table(curves: Mapping[str, FewLabels]) -> Table:
     )
     return Table(
         ["labelled dwarfs", *map(str, sizes)], rows, width=30,
-        title="Error of the spectral type in sub-types, by nearest neighbours among the labelled dwarfs, but for the "
+        title="Error of the spectral type in sub-types, by nearest neighbours among the labelled dwarfs or by "
         "regression; mean of the draws ± standard error",
         notes=[headline, f"The latent compared with the best baseline: {spoken}."],
     )  # fmt: skip

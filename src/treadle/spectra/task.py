@@ -112,13 +112,18 @@ class SpectraTask:
         if given.uncertain:
             return self._uncertain_step(model, given, x, seen)
         if self.fixed_visible is not None:
-            x_recon, _, visible_mask = model(seen, self._visible_for(x))
+            result = model(seen, self._visible_for(x))
         elif given.visible_mask is None:
-            x_recon, _, visible_mask = model(seen)
+            result = model(seen)
         else:
             visible_mask = moved(given.visible_mask, self.device)
             counted = {} if given.visible_count is None else {"visible_count": given.visible_count}
-            x_recon, _, visible_mask = model(seen, visible_mask, **counted)
+            result = model(seen, visible_mask, **counted)
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            raise ConfigError(
+                f"returned a {type(result).__name__}, must return (x_recon, z, visible_mask)", argument="model"
+            )
+        x_recon, _, visible_mask = result
         mask = self.counted(visible_mask)
         loss = self.loss_fn(x_recon, x, mask, reduction=self.reduction)
         if self.reduction == "sum":

@@ -123,6 +123,8 @@ class SpectraTrainer(EpochFace):
     ):
         check_loader(train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
+        if cfg is not None and not isinstance(cfg, TrainerConfig):
+            raise ConfigError("must be a TrainerConfig(...), or None for its defaults", argument="cfg", value=cfg)
         self.cfg = TrainerConfig() if cfg is None else dataclasses.replace(cfg)
         self.model, self.optimizer, self.device = place(
             model, optimizer, device=_one_device(device, self.cfg.device), scheduler=scheduler,

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from command_kit import treadle
 from run_page_kit import make_run
-from treadle.cli.console import print_table, show_report
+from treadle.cli.console import print_table, show_report, show_table
 from treadle.cli.main import write_in_any_locale
+from treadle.runs import report
 from treadle.spectra.report import results
 
 SCORE = {"mean": 0.723, "std": 0.122}
@@ -39,6 +40,19 @@ def test_a_table_loses_nothing_on_a_narrow_terminal(width):
     assert [line.rstrip() for line in printed(width).splitlines()] == [
         line.rstrip() for line in printed(200).splitlines()
     ]
+
+
+def test_a_narrow_terminal_gets_the_columns_of_a_table_in_parts():
+    rows = [[f"model {row}", *(f"{row}.{column} ± 0.038" for column in range(6))] for row in range(2)]
+    table = report.Table(["labels", *map(str, range(6))], rows, title="Errors", width=12)
+    shown = {}
+    for width in (40, 200):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        show_table(table, console)
+        shown[width] = console.file.getvalue()
+    assert max(len(line.rstrip()) for line in shown[40].splitlines()) <= 40
+    assert sorted(shown[40].split()) == sorted([*shown[200].split(), *2 * ["labels", "model", "0", "model", "1"]])
+    assert shown[40].count("Errors") == 1
 
 
 def test_a_table_that_fits_is_as_wide_as_its_columns():

@@ -59,7 +59,7 @@ def test_a_data_set_is_no_loader_of_the_step_face_either(data):
 def test_lists_of_loaders_are_refused_and_dicts_are_not_trained_on(data):
     trainer, loader = make(), DataLoader(data, 8)
     untouched(trainer, "eval_dataloader: is a list of loaders.*dict", lambda: trainer.train(loader, 1, [loader]))
-    untouched(trainer, "train_dataloader: a dict of loaders", lambda: trainer.train({"a": loader}, 1))
+    untouched(trainer, "train_dataloader: is a dict, whose keys", lambda: trainer.train({"a": loader}, 1))
     untouched(trainer, r"eval_dataloader\['a'\]: it is empty", lambda: trainer.train(loader, 1, {"a": []}))
     untouched(trainer, "needs a name for each", lambda: trainer.train(loader, 1, {}))
 

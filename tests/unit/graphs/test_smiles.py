@@ -154,3 +154,14 @@ def test_scaffolds_go_to_one_part_each_and_the_largest_to_training():
     assert (len(train), len(val), len(test)) == (80, 10, 10)
     assert set(range(80)) == set(train.tolist())
     assert math.isclose(len(val), 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "is empty; its first line"), ("smiles;y\nCCO;1\n", "separated by ';'"), ("smiles\ty\nCCO\t1\n", r"'\\t'")],
+)
+def test_what_is_no_comma_separated_file_is_named(text, message, tmp_path):
+    file = tmp_path / "molecules.csv"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        get_dataset("smiles_csv", file=file)

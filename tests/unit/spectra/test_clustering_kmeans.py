@@ -241,7 +241,7 @@ def test_data_that_do_not_fit_are_refused() -> None:
         model.fit(torch.eye(5).bool())
     with pytest.raises(RuntimeError, match="fit"):
         model.predict(torch.eye(5))
-    with pytest.raises(ValueError, match="D=4"):
+    with pytest.raises(ValueError, match="4 features"):
         model.fit(torch.eye(5)).predict(torch.eye(4))
 
 

@@ -231,7 +231,7 @@ def test_data_that_do_not_fit_are_refused() -> None:
         VMFMixture(4, device="cpu").fit(torch.eye(3))
     with pytest.raises(ValueError, match="d=5"):
         VMFMixture(2, d=5, device="cpu").fit(torch.eye(3))
-    with pytest.raises(ValueError, match=r"X.shape\[1\]=1"):
+    with pytest.raises(ValueError, match=r"1 feature"):
         VMFMixture(2, device="cpu").fit(torch.ones(3, 1))
     with pytest.raises(RuntimeError, match="fit"):
         VMFMixture(2, device="cpu").predict(torch.eye(3))
@@ -244,5 +244,5 @@ def test_data_that_do_not_fit_are_refused() -> None:
     model = VMFMixture(2, device="cpu").fit(blobs())
     with pytest.raises(ValueError, match="n=0"):
         model.sample(0)
-    with pytest.raises(ValueError, match="D=3"):
+    with pytest.raises(ValueError, match="3 features"):
         model.loglik(torch.eye(3))

@@ -122,7 +122,7 @@ def test_a_mixture_keeps_its_settings_when_it_is_fitted_and_is_fitted_anew_to_ot
     assert mixture.fit(wide).get_params() == before
     assert base.clone(mixture).fit(narrow).predict(narrow).shape == (len(wide),)
     assert mixture.fit(narrow).mus.shape == (2, 4)
-    with pytest.raises(ValueError, match="X has D=6 columns, but d=4"):
+    with pytest.raises(ValueError, match="X has 6 features, but VMFMixture is expecting 4"):
         mixture.predict(wide)
     with pytest.raises(ValueError, match="X has D=4 columns, but d=6"):
         VMFMixture(n_components=2, d=6).fit(narrow)

@@ -107,9 +107,9 @@ def _notes(runs: Sequence[RunRecords], rows: Sequence[RunSummary]) -> list[str]:
         same = ", ".join(f"{key} {words.number(value)}" for key, value in constants_of(run).items())
         if len(runs) == 1 and len(read_sessions(run.sessions)) > 1:
             notes.append("A vertical dotted line: a later process resumed the run there.")
-        notes += [f"{run.name}, the same in every epoch: {same}."] if same and len(runs) <= 3 else []
+        notes += [f"{run.name}, equal in every epoch: {same}."] if same and len(runs) <= 3 else []
     if len(runs) > 1 and any(run.epochs for run in runs):
-        notes.append("Dots joined by a dotted line: validation. A star: the best epoch.")
+        notes.append("Dots on a dotted line: validation. Star: best epoch.")
     return notes
 
 

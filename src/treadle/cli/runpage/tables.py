@@ -89,7 +89,7 @@ def checkpoints(runs: Sequence[RunRecords]) -> str:
                 run.name, one.name + also, words.number(one.step), words.number(one.epoch), words.size(one.size),
                 words.date(one.written), one.problem or one.kind,
             ])  # fmt: skip
-    head = ["run", "file", "step", "epoch", "size", "written", "what it is"]
+    head = ["run", "file", "step", "epoch", "size", "written", "kind"]
     return section("Checkpoints", _of_runs(runs, head, rows, numbers=range(2, 5)), wide=True)
 
 

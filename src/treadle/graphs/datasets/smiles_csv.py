@@ -25,7 +25,7 @@ from treadle.graphs.datasets.molecules import (
 )
 from treadle.graphs.datasets.packed import GraphSplit, pack
 
-__all__ = ["load_smiles_csv", "read_smiles_csv", "read_smiles_to_predict"]
+__all__ = ["load_smiles_csv", "read_smiles_to_predict"]
 
 _log = logging.getLogger("treadle.graphs")
 
@@ -63,15 +63,9 @@ def load_smiles_csv(
         if value not in known:
             raise ConfigError(nearest(str(value), known), argument=argument, value=value)
     if file is None:
-        raise ConfigError(
-            f"{name!r} needs a file of molecules, such as file='molecules.csv'", argument="file", value=file
-        )
-    columns, rows, lines = _read_table(Path(file), smiles)
-    if smiles is None:
-        smiles = _smiles_among(columns, Path(file), "dataset.smiles")
-    others = [column for column in columns if column != smiles]
-    asked = [targets] if isinstance(targets, str) else targets
-    chosen = _chosen(others if asked is None else list(asked), others, f"{str(file)!r}", smiles)
+        raise ConfigError(f"{name!r} needs a file of molecules, such as file='new.csv'", argument="file", value=file)
+    smiles, columns, rows, lines = _read_table(Path(file), smiles, "dataset.smiles")
+    chosen = _chosen(targets, [column for column in columns if column != smiles], f"{str(file)!r}", smiles)
     values = [
         [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
     ]
@@ -96,8 +90,9 @@ def load_smiles_csv(
     return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
 
 
-def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -> list[str]:
+def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: str, smiles: str) -> list[str]:
     """Return the target columns, or raise ConfigError if one is missing or there are none."""
+    chosen = [targets] if isinstance(targets, str) else list(columns if targets is None else targets)
     for column in chosen:
         if column not in columns:
             raise ConfigError(
@@ -106,15 +101,6 @@ def _chosen(chosen: list[str], columns: Sequence[str], file: str, smiles: str) -
     if not chosen:
         raise ConfigError(f"targets: {file} has no column but {smiles!r}; name a file with targets")
     return chosen
-
-
-def read_smiles_csv(path: Path, *, smiles: str = "smiles") -> tuple[list[str], list[Mapping[str, Any]]]:
-    """Read the column names and the rows of a file with a SMILES column.
-
-    Raises:
-        ConfigError: the file is missing, has no such column, or a row has too few fields.
-    """
-    return _read_table(path, smiles)[:2]
 
 
 def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list[Mapping[str, Any]], list[int]]:
@@ -130,9 +116,7 @@ def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list
     """
     if path.suffix in (".smi", ".txt"):
         return _read_lines(path)
-    columns, rows, lines = _read_table(path, smiles)
-    if smiles is None:
-        smiles = _smiles_among(columns, path, "--smiles-column")
+    smiles, _, rows, lines = _read_table(path, smiles, "--smiles-column")
     if not rows:
         raise ConfigError(f"{str(path)!r} has a line of names and no molecules; add a row for each")
     return smiles, rows, lines
@@ -163,7 +147,10 @@ def _read_lines(path: Path) -> tuple[str, list[Mapping[str, Any]], list[int]]:
     return "smiles", [{"smiles": text} for _, text in filled], [line for line, _ in filled]
 
 
-def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping[str, Any]], list[int]]:
+def _read_table(
+    path: Path, smiles: str | None, setting: str
+) -> tuple[str, list[str], list[Mapping[str, Any]], list[int]]:
+    """Return the SMILES column, all columns, the rows and their lines; ``setting`` is what names the column."""
     rows: list[Mapping[str, Any]] = []
     lines: list[int] = []
     try:
@@ -177,6 +164,13 @@ def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping
         raise ConfigError(
             f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
         ) from error
+    if not columns:
+        raise ConfigError("is empty; its first line has the names of the columns", argument="file", value=str(path))
+    other = next((mark for mark in ";\t|" if len(columns) == 1 and mark in columns[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"its fields are separated by {other!r}, and must be by ','", argument="file", value=str(path)
+        )
     if smiles is not None and smiles not in columns:
         raise ConfigError(
             f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
@@ -186,7 +180,7 @@ def _read_table(path: Path, smiles: str | None) -> tuple[list[str], list[Mapping
             raise ConfigError(
                 f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
             )
-    return columns, rows, lines
+    return smiles or _smiles_among(columns, path, setting), columns, rows, lines
 
 
 def _number(text: str, column: str, line: int, task: str) -> float:

@@ -107,11 +107,15 @@ class UnitRows:
 
     def __init__(self, X: RowsLike, *, device: torch.device, chunk: int | None) -> None:
         self._rows_ND = as_tensor(X).detach()
-        if self._rows_ND.ndim != 2 or 0 in self._rows_ND.shape:
-            shape = tuple(self._rows_ND.shape)
-            raise ValueError(f"X has shape {shape}, but must be (N, D) with N >= 1 and D >= 1; reshape it.")
-        dtype = self._rows_ND.dtype
-        if dtype.is_complex or dtype == torch.bool:
+        shape, dtype = tuple(self._rows_ND.shape), self._rows_ND.dtype
+        if self._rows_ND.ndim != 2:
+            raise ValueError(f"X has shape {shape}, but must be (N, D). Reshape your data to rows.")
+        if 0 in shape:
+            missing = f"0 sample(s) (shape={shape})" if shape[0] == 0 else f"0 feature(s) (shape={shape})"
+            raise ValueError(f"X has {missing} while a minimum of 1 is required.")
+        if dtype.is_complex:
+            raise ValueError(f"X has dtype {dtype}: Complex data not supported; pass its modulus, X.abs().")
+        if dtype == torch.bool:
             raise ValueError(f"X has dtype {dtype}, but must hold real numbers; convert it with X.float().")
         self.n, self.d = self._rows_ND.shape
         self.device = device

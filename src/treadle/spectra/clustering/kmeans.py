@@ -14,8 +14,8 @@ from torch import Tensor
 
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_argument, check_least
-from treadle.spectra.estimator import Estimator
 
+from ._directions import Directions
 from ._rows import (
     DeviceLike,
     RowsLike,
@@ -24,7 +24,6 @@ from ._rows import (
     check_count,
     compute_dtype,
     make_generator,
-    resolve_device,
     unit_rows,
 )
 from ._seeding import kmeans_plus_plus
@@ -34,7 +33,7 @@ _KIND = "treadle.spectra.CosineKMeans"
 _EXACT = 1e-12  # below this mean distance, every row coincides with its centroid
 
 
-class CosineKMeans(Estimator):
+class CosineKMeans(Directions):
     """Spherical k-means, which minimises J = mean(1 - cos(row, its centroid)).
 
     Initialised with k-means++ by cosine distance; a centroid is the normalised mean of its rows; an empty cluster takes
@@ -51,7 +50,7 @@ class CosineKMeans(Estimator):
     Attributes:
         centroids: (K, D) unit rows on the device, in the dtype of X (at least float32); set by `fit`.
         inertia_: J of these exact centroids on the rows passed to `fit`.
-        n_iter_: number of iterations.
+        n_iter_: number of iterations; set by `fit`.
 
     Raises:
         ValueError: a count is below 1, tol is negative, a row is zero or not finite, or K > N.
@@ -76,18 +75,13 @@ class CosineKMeans(Estimator):
         check_least(0, tol=tol)
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
-        self.device = resolve_device(device)
+        self.device = device
         self.random_state = random_state
-        self.inertia_ = float("nan")
-        self.n_iter_ = 0
-        self._centroids_KD: Tensor | None = None
 
     @property
     def centroids(self) -> Tensor:
         """(K, D) unit rows; raises RuntimeError before `fit` or `load_centroids`."""
-        if self._centroids_KD is None:
-            raise RuntimeError("centroids: there are none yet; call fit(X) or load_centroids(path) first.")
-        return self._centroids_KD
+        return self._fitted_directions()
 
     def fit(self, X: RowsLike, chunk: int | None = None, *, y: object = None) -> CosineKMeans:
         """Fit the centroids to X (N, D), with at most `chunk` rows on the device at once; return self.
@@ -118,9 +112,9 @@ class CosineKMeans(Estimator):
             centroids_KD = _update(centroids_KD, sums_KD, counts_K)
             if bool(empty_K.any()):
                 centroids_KD[empty_K] = _farthest_rows(rows, centroids_KD, empty_K)
-        self._centroids_KD = centroids_KD.to(rows.out_dtype)
+        self._directions_KD = centroids_KD.to(rows.out_dtype)
         # Computed again, since the last update (at max_iter) and the dtype of the result both affect it.
-        self.inertia_ = assign_and_sum(rows, unit_rows(self._centroids_KD, device=self.device))[0]
+        self.inertia_ = assign_and_sum(rows, unit_rows(self._directions_KD, device=self.device))[0]
         return self
 
     @overload
@@ -145,12 +139,8 @@ class CosineKMeans(Estimator):
         Returns:
             labels (N,) int64, or (labels, distances), on the device of X.
         """
-        rows = UnitRows(X, device=self.device, chunk=chunk)
+        rows = self._fitted_rows(X, chunk)
         centroids_KD = unit_rows(self.centroids, device=self.device)
-        if rows.d != centroids_KD.shape[1]:
-            raise ValueError(
-                f"X has D={rows.d} columns, but the centroids have {centroids_KD.shape[1]}; pass rows of that width."
-            )
         labels_N = torch.empty(rows.n, dtype=torch.int64, device=rows.home)
         width = len(centroids_KD) if return_dist else 0
         distances_NK = torch.empty(rows.n, width, dtype=rows.out_dtype, device=rows.home)
@@ -165,12 +155,9 @@ class CosineKMeans(Estimator):
         """Fit X (N, D) and return its labels (N,), like `fit` followed by `predict`."""
         return self.fit(X, chunk).predict(X, chunk=None if np.ndim(chunk) else chunk)  # type: ignore[arg-type]
 
-    def __sklearn_is_fitted__(self) -> bool:
-        return self._centroids_KD is not None
-
     def score(self, X: RowsLike, y: object = None) -> float:
         """Return the negative mean of 1 - cos between the rows of X (N, D) and their centroids; higher is better."""
-        rows = UnitRows(X, device=self.device, chunk=None)
+        rows = self._fitted_rows(X, None)
         return -float(assign_and_sum(rows, unit_rows(self.centroids, device=self.device))[0])
 
     def save_centroids(self, path: str | os.PathLike[str]) -> None:
@@ -206,7 +193,7 @@ class CosineKMeans(Estimator):
         self.n_components = len(centroids_KD)
         if compute_dtype(self.device) == torch.float32:
             centroids_KD = centroids_KD.float()
-        self._centroids_KD = centroids_KD.to(self.device)
+        self._directions_KD = centroids_KD.to(self.device)
         self.inertia_ = float(payload["inertia"])
         return self
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_argument, check_least
-from treadle.spectra.estimator import Estimator
 
+from ._directions import Directions
 from ._em import Parameters, Scorer, expect, maximise, start
 from ._rows import (
     DeviceLike,
@@ -26,7 +26,6 @@ from ._rows import (
     compute_dtype,
     make_generator,
     normalised,
-    resolve_device,
 )
 from ._store import load_plain, save_atomic
 from .bessel import bessel_ratio, log_normalizer
@@ -87,7 +86,7 @@ def _check_kappa(kappa: float | Tensor) -> tuple[Tensor, torch.device]:
     return kappa64, given.device
 
 
-class VMFMixture(Estimator):
+class VMFMixture(Directions):
     """Mixture of K von Mises-Fisher distributions on unit rows, fitted by EM.
 
     The log-likelihood never decreases by more than rounding. kappa solves ratio(kappa) = R, the mean length of the rows
@@ -107,8 +106,8 @@ class VMFMixture(Estimator):
         mus: (K, D) unit mean directions.
         kappas: (K,) concentrations, >= 0.
         logpi: (K,) logarithms of the weights. All three are on the device in the dtype of X, or float32.
-        loglik_history_: log-likelihood of the rows at each iteration of `fit`.
-        n_iter_: number of iterations.
+        loglik_history_: log-likelihood of the rows at each iteration; set by `fit`.
+        n_iter_: number of iterations; set by `fit`.
 
     Raises:
         ValueError: a setting is out of range, a row is zero or not finite, d differs, or K > N.
@@ -139,11 +138,8 @@ class VMFMixture(Estimator):
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
         self.init = init
-        self.device = resolve_device(device)
+        self.device = device
         self.random_state = random_state
-        self.loglik_history_: list[float] = []
-        self.n_iter_ = 0
-        self._parameters: Parameters | None = None
 
     @property
     def mus(self) -> Tensor:
@@ -162,16 +158,19 @@ class VMFMixture(Estimator):
 
     def fit(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> VMFMixture:
         """Fit the mixture to X (N, D), with at most `chunk` rows on the device at once; return self."""
-        rows = self._rows(X, chunk, self.d)
+        rows = UnitRows(X, device=self.device, chunk=chunk)
+        if self.d is not None and rows.d != self.d:
+            raise ConfigError(f"X has D={rows.d} columns, but d={self.d}; build a new mixture for other rows.")
         if self.n_components > rows.n:
             raise ConfigError(
                 f"={self.n_components} must be at most the number of rows, N={rows.n}; "
                 "ask for fewer components or pass more rows.",
                 argument="n_components",
             )
-        check_count("X.shape[1]", rows.d, least=2)
+        if rows.d < 2:
+            raise ConfigError("has 1 feature(s) (n_features = 1), must have 2 or more", argument="X")
         parameters = start(rows, self.n_components, init=self.init, generator=make_generator(self.random_state))
-        self.loglik_history_ = []
+        self.loglik_history_: list[float] = []
         for iteration in range(1, self.max_iter + 1):
             loglik, counts_K, sums_KD = expect(rows, parameters)
             self.loglik_history_.append(loglik)
@@ -179,31 +178,28 @@ class VMFMixture(Estimator):
             if iteration > 1 and loglik - self.loglik_history_[-2] < self.tol * rows.n:
                 break
             parameters = maximise(parameters, counts_K, sums_KD, rows.n)
-        self._parameters = Parameters(*(t.to(rows.out_dtype).to(self.device) for t in parameters))
+        self._keep(Parameters(*(t.to(rows.out_dtype).to(self.device) for t in parameters)))
         return self
 
     def fit_predict(self, X: RowsLike, y: object = None, *, chunk: int | None = None) -> Tensor:
         """Fit X (N, D) and return its labels (N,), like `fit` followed by `predict`."""
         return self.fit(X, chunk=chunk).predict(X, chunk=chunk)
 
-    def __sklearn_is_fitted__(self) -> bool:
-        return self._parameters is not None
-
     def predict(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
         """Return the most probable component of each row: (N,) int64, on the device of X."""
-        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
+        rows, scorer = self._fitted_rows(X, chunk), self._scorer()
         labels = [scorer(block_BD).argmax(dim=1).to(rows.home) for _, block_BD in rows.blocks()]
         return torch.cat(labels)
 
     def predict_proba(self, X: RowsLike, *, chunk: int | None = None) -> Tensor:
         """Return the probability of each component for each row: (N, K), rows sum to 1, on the device of X."""
-        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
+        rows, scorer = self._fitted_rows(X, chunk), self._scorer()
         blocks = (torch.softmax(scorer(block_BD), dim=1) for _, block_BD in rows.blocks())
         return torch.cat([block_BK.to(rows.out_dtype).to(rows.home) for block_BK in blocks])
 
     def loglik(self, X: RowsLike, *, chunk: int | None = None, average: bool = False) -> float:
         """Return the log-likelihood of X in nats: the sum over rows, or the mean with `average`."""
-        rows, scorer = self._rows(X, chunk, self._fitted().mus_KD.shape[1]), self._scorer()
+        rows, scorer = self._fitted_rows(X, chunk), self._scorer()
         total = 0.0
         for _, block_BD in rows.blocks():
             total += float(torch.logsumexp(scorer(block_BD), dim=1).sum())
@@ -257,19 +253,14 @@ class VMFMixture(Estimator):
         tensors = [payload[name] for name in ("mus", "kappas", "logpi")]
         if compute_dtype(model.device) == torch.float32:
             tensors = [tensor.float() for tensor in tensors]
-        model._parameters = Parameters(*(tensor.to(model.device) for tensor in tensors))
+        model._keep(Parameters(*(tensor.to(model.device) for tensor in tensors)))
         return model
 
-    def _rows(self, X: RowsLike, chunk: int | None, d: int | None) -> UnitRows:
-        """Return the unit rows of X, checked to have ``d`` columns unless it is None."""
-        rows = UnitRows(X, device=self.device, chunk=chunk)
-        if d is not None and rows.d != d:
-            raise ValueError(f"X has D={rows.d} columns, but d={d}; build a new mixture for other rows.")
-        return rows
+    def _keep(self, parameters: Parameters) -> None:
+        self._parameters, self._directions_KD = parameters, parameters.mus_KD
 
     def _fitted(self) -> Parameters:
-        if self._parameters is None:
-            raise RuntimeError("VMFMixture holds no parameters yet; call fit(X) or use VMFMixture.load(path).")
+        self._fitted_directions()
         return self._parameters
 
     def _scorer(self) -> Scorer:

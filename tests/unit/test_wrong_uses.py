@@ -1,0 +1,350 @@
+"""Wrong uses of the faces that are refused or named before step 1, or before the step that they would spoil."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from treadle import (
+    BaseTrainer,
+    CheckpointError,
+    CheckpointingHook,
+    ConfigError,
+    Population,
+    SwaHook,
+    Trainer,
+    ValidationHook,
+)
+from treadle.spectra import SpectraTrainer, TrainerConfig
+
+
+def rows(width: int = 4, *, targets: torch.Tensor | None = None) -> DataLoader:
+    x = torch.linspace(-1, 1, 16 * width).reshape(16, width)
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True) if targets is None else targets), 4)
+
+
+def trainer_of(model: nn.Module | None = None, loss=None, **options) -> Trainer:
+    model = model or nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Trainer(model, optimizer, loss or nn.MSELoss(), device="cpu", progress=False, **options)
+
+
+class Steps(BaseTrainer):
+    lr = 0.1
+
+    def __init__(self, max_steps: int = 6, **options):
+        super().__init__(max_steps, device="cpu", progress=False, **options)
+
+    def build_data_loader(self):
+        return rows()
+
+    def build_model(self):
+        return nn.Linear(4, 1)
+
+    def build_optimizer(self):
+        return torch.optim.SGD(self.model.parameters(), lr=self.lr)
+
+    def forward(self, input):
+        return nn.functional.mse_loss(self.model(input[0]), input[1]), {}
+
+
+def weights(trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def notes(error: BaseException) -> str:
+    return " ".join(getattr(error, "__notes__", []))
+
+
+def test_an_error_of_the_first_evaluation_names_it_and_the_batch_before_step_1():
+    trainer = trainer_of()
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+        trainer.train(rows(), 1, eval_dataloader=rows(5))
+    assert "the evaluation, tried before step 1; what the loader gave: (float32 (4, 5), float32 (4, 1))" in notes(
+        raised.value
+    )
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "advice"),
+    [(lambda o, t: float((o - t).square().mean()), "cut it off"), (lambda o, t: ((o - t).mean(), 1), "loss alone")],
+)
+@pytest.mark.filterwarnings("ignore:Converting a tensor")
+def test_a_loss_that_is_no_tensor_gets_advice_that_fits(loss, advice):
+    with pytest.raises(ConfigError, match=advice):
+        trainer_of(loss=loss).train(rows(), 1)
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_named():
+    with pytest.raises(ConfigError, match="all parameters frozen"):
+        trainer_of(nn.Linear(4, 1).requires_grad_(False)).train(rows(), 1)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf])
+def test_a_rate_that_is_not_finite_moves_no_weight(rate):
+    class Wrong(Steps):
+        lr = rate
+
+    trainer = Wrong()
+    trainer.prepare()
+    before = weights(trainer)
+    with pytest.raises(ConfigError, match=f"lr={rate}: a learning rate must be finite"):
+        trainer.train()
+    assert all(map(torch.equal, weights(trainer), before))
+
+
+def test_a_schedule_that_gives_nan_ends_the_run_before_the_step_that_it_would_spoil():
+    class Wrong(Steps):
+        def build_lr_scheduler(self):
+            return torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: math.nan if step == 3 else 1.0)
+
+    trainer = Wrong()
+    with pytest.raises(ConfigError, match="lr=nan"):
+        trainer.train()
+    assert trainer.applied_steps == 3
+    assert all(weight.isfinite().all() for weight in weights(trainer))
+
+
+@pytest.mark.parametrize("records", [{"a": "text"}, {"a": torch.ones(3)}, {"a": None}], ids=repr)
+def test_a_record_that_is_no_number_is_named_before_the_step_is_applied(records):
+    class Wrong(Steps):
+        def forward(self, input):
+            return super().forward(input)[0], records
+
+    trainer = Wrong()
+    with pytest.raises(TypeError, match="records/a"):
+        trainer.train()
+    assert trainer.applied_steps == 0
+
+
+@pytest.mark.parametrize("shapes", [((16, 1), (16,)), ((16,), (16, 1))])
+@pytest.mark.filterwarnings("error")
+def test_a_column_of_outputs_against_a_row_of_targets_is_refused(shapes):
+    outputs, targets = shapes
+    model = nn.Sequential(nn.Linear(4, 1), nn.Unflatten(1, outputs[1:] or (1,)))
+    if not outputs[1:]:
+        model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    with pytest.raises(ConfigError, match=r"MSELoss would broadcast to \(4, 4\)"):
+        trainer_of(model).train(rows(targets=torch.zeros(targets)), 1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_single_row_and_an_own_loss_may_have_other_shapes():
+    one = DataLoader(TensorDataset(torch.ones(1, 4), torch.ones(1)), 1)
+
+    class Reshapes(Trainer):
+        def _compute_loss(self, outputs, targets):
+            return super()._compute_loss(outputs.squeeze(1), targets)
+
+    trainer_of(loss=lambda outputs, targets: (outputs.mean() - targets.mean()) ** 2).train(one, 1)
+    model = nn.Linear(4, 1)
+    trainer = Reshapes(model, torch.optim.SGD(model.parameters(), 0.1), nn.MSELoss(), device="cpu", progress=False)
+    trainer.train(rows(targets=torch.zeros(16)), 1)
+    assert trainer.step == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "note"),
+    [
+        (nn.CrossEntropyLoss(), torch.zeros(16, 1), "targets (N, ...) of int64 from 0 to C - 1"),
+        (nn.BCEWithLogitsLoss(), torch.zeros(16, 3, dtype=torch.int64), "floating targets of one shape"),
+        (nn.CrossEntropyLoss(), torch.full((16,), 7), "outputs float32 (4, 3) and targets int64 (4,)"),
+    ],
+)
+def test_an_error_of_the_loss_names_shapes_and_what_it_takes(loss, targets, note):
+    with pytest.raises((RuntimeError, IndexError)) as raised:
+        trainer_of(nn.Linear(4, 3), loss).train(rows(targets=targets), 1)
+    assert note in notes(raised.value)
+
+
+def test_an_array_is_not_shown_as_a_tensor():
+    array = torch.ones(4, 4).numpy()
+    with pytest.raises(TypeError) as raised:
+        trainer_of().train([(array, array)], 1)
+    assert "(ndarray float32 (4, 4), ndarray float32 (4, 4))" in notes(raised.value)
+
+
+DATA_SET = rows().dataset
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+@pytest.mark.parametrize("loader", [None, "rows", DATA_SET, torch.ones(3, 4), {"near": rows()}], ids=type)
+def test_what_is_no_loader_is_neither_evaluated_nor_predicted(method, loader):
+    with pytest.raises(ConfigError, match=r"^dataloader"):
+        getattr(trainer_of(), method)(loader)
+
+
+@pytest.mark.parametrize("loader", [torch.ones(4, 4), torch.ones(4, 4).numpy(), {"train": rows()}], ids=type)
+def test_what_is_no_loader_trains_no_step_face(loader):
+    class Wrong(Steps):
+        def build_data_loader(self):
+            return loader
+
+    with pytest.raises(ConfigError, match=r"^loader: is a"):
+        Wrong().train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "call", "named"),
+    [
+        ({"save_top_k": 2}, {}, "save_top_k: nothing is written"),
+        ({"save_total_limit": 2}, {"save_freq": 3}, "save_total_limit, save_freq: nothing is written"),
+        ({}, {"save_freq": 1}, "save_freq: nothing is written"),
+        ({}, {}, ""),
+        ({"save_total_limit": 1}, {"save_dir": "."}, ""),
+        ({"save_top_k": 1}, {"save_dir": ".", "best_model_metric": None}, "no epoch is the best"),
+    ],
+)
+def test_settings_of_files_that_are_not_written_are_named(settings, call, named, caplog, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer_of(**settings).train(rows(), 1, **call)
+    assert named in caplog.text
+    assert bool(caplog.records and "WARNING" in caplog.text) == bool(named)
+
+
+@pytest.mark.parametrize("made", [[], ()], ids=repr)
+def test_an_optimizer_among_others_is_refused(made):
+    class Wrong(Steps):
+        def build_optimizer(self):
+            return type(made)([super().build_optimizer()])
+
+    with pytest.raises(ConfigError, match=r"Wrong.build_optimizer\(\) returned a (list|tuple); return one"):
+        Wrong().train()
+
+
+def test_parts_that_are_assigned_and_arguments_in_the_body_of_a_class_are_named(caplog):
+    class Wrong(Steps):
+        grad_clip = 1.0
+        hooks = ()
+
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Linear(4, 1)
+
+    Wrong().train()
+    for text in ("Wrong.model: assigned before", "Wrong.grad_clip: an attribute", "return it from build_hooks()"):
+        assert text in caplog.text
+
+
+def test_a_class_without_such_names_is_not_warned_of(caplog):
+    class Right(Steps):
+        width, name = 4, "right"
+
+    Right().train()
+    assert "WARNING" not in caplog.text
+
+
+@pytest.mark.parametrize("loader", [None, "val", {"near": "val"}], ids=repr)
+def test_a_validation_hook_wants_a_loader(loader):
+    with pytest.raises(ConfigError, match="loader"):
+        ValidationHook(loader)
+
+
+def test_an_average_that_begins_after_the_run_is_named(caplog):
+    Steps(hooks=[SwaHook(start=100)]).train()
+    assert "start=100 is beyond the 6 steps" in caplog.text
+
+
+def test_records_that_are_no_dict_are_refused():
+    trainer = Steps()
+    trainer.prepare()
+    with pytest.raises(ConfigError, match="records='loss': must be a dict"):
+        trainer.log("loss", 1.0)
+
+
+def test_a_misspelt_event_is_named_once(caplog):
+    class Hook(SwaHook):
+        def on_after_stp(self, trainer): ...
+
+    Steps(hooks=[Hook(start=2)]).train()
+    assert caplog.text.count("on_after_stp") == 1
+
+
+def test_options_of_a_state_are_torchs():
+    with pytest.raises(ConfigError, match=r"state_dict_options={'strict': False}: must be"):
+        Steps(state_dict_options={"strict": False})
+
+
+def make(seed, workspace, lr=0.1):
+    return Steps(workspace=workspace)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seeds": 3}, "seeds=3: must be several"),
+        ({"seeds": ["a"]}, "seeds='a': must be a whole number"),
+        ({"settings": {"lr": [1, 2]}}, "settings={'lr': \\[1, 2\\]}: must be a list"),
+        ({"seeds": [1], "gpus": ["0"]}, "gpus=.*belongs to worker"),
+    ],
+    ids=str,
+)
+def test_a_population_refuses(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        Population(make, out=tmp_path, progress=False, **options)
+
+
+def test_a_seed_of_numpy_seeds_a_member(tmp_path):
+    drawn = []
+
+    def note(seed, workspace):
+        drawn.append(float(torch.rand(1)))
+        return lambda: {"loss": 0.0}
+
+    for seeds in (np.arange(2), range(2)):
+        Population(note, seeds=seeds, out=tmp_path / str(type(seeds)), progress=False).run()
+    assert drawn[:2] == drawn[2:]
+
+
+def test_a_file_in_the_place_of_a_folder_is_named_by_its_argument(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"save_dir='.*file': is a file"):
+        trainer_of().train(rows(), 1, save_dir=file)
+    with pytest.raises(ConfigError, match=r"out='.*file': is a file"):
+        Population(make, seeds=[1], out=file)
+    with pytest.raises((ConfigError, CheckpointError), match="file' is a file"):
+        Steps(workspace=file, hooks=[CheckpointingHook(interval=2)]).train()
+
+
+def test_a_spectra_trainer_names_its_settings_and_what_a_model_returns(tmp_path):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ConfigError, match=r"cfg={}: must be a TrainerConfig"):
+        SpectraTrainer(model, optimizer, [torch.ones(2, 8)], cfg={})
+    trainer = SpectraTrainer(model, optimizer, [torch.ones(2, 8)], cfg=TrainerConfig(tmp_path, "cpu", amp=False))
+    with pytest.raises(ConfigError, match="model: returned a Tensor, must return"):
+        trainer.fit(1)
+
+
+def test_members_of_a_population_share_no_workspace(tmp_path):
+    def make(seed):
+        return Steps(workspace=tmp_path / "one")
+
+    results = Population(make, seeds=range(2), out=tmp_path / "out", progress=False).run()
+    assert [row.status for row in results.rows] == ["finished", "failed"]
+    assert "would write into the folder of seed=0" in results.rows[1].error
+    again = Population(make, seeds=[0], out=tmp_path / "out", progress=False).run()
+    assert again.rows[0].status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gradient_clip_val", "here it is max_grad_norm"),
+        ("accumulate_grad_batches", "here it is gradient_accumulation_steps"),
+        ("early_stopping_patience", r"pass early_stopping_patience= to train\(\)"),
+        ("max_epochs", r"pass num_epochs= to train\(\)"),
+        ("batch_size", "it is an argument of the DataLoader"),
+        ("min_dleta", "did you mean 'min_delta'"),
+    ],
+)
+def test_a_setting_by_another_librarys_name_gets_its_counterpart_and_not_the_nearest_letters(name, hint):
+    with pytest.raises(ConfigError, match=f"^{name}: no such argument of the trainer; {hint}"):
+        trainer_of(**{name: 1})
