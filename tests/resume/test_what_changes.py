@@ -23,6 +23,7 @@ from treadle import (
 )
 from treadle.graphs import get_scheduler
 from treadle.hooks import BaseHook, EmaHook
+from treadle.optim.optimizer import _refuse_another_kind
 from treadle.spectra import build_warmup_cosine
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -93,6 +94,7 @@ def test_sizes_that_a_hook_moves_are_not_named(stop, caplog):
 
     made(made())
     assert "in the run that wrote" not in caplog.text
+    assert "resumed with another loader" not in caplog.text
 
 
 @pytest.mark.parametrize("stop", range(1, 7))
@@ -432,3 +434,16 @@ def test_what_changes_between_two_epochs_is_said(changed, said, tmp_path, caplog
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (said is not None)
     assert said is None or said in warnings[0]
+
+
+def test_another_decay_of_the_average_is_said(tmp_path, caplog):
+    trained(tmp_path, 1, ema_decay=0.5)
+    trained(tmp_path, 2, ema_decay=0.9)
+    assert "ema_decay=0.5 (here 0.9)" in caplog.text
+
+
+def test_adam_and_adamw_are_two_kinds(caplog):
+    first, second = (kind(nn.Linear(2, 1).parameters()) for kind in (torch.optim.Adam, torch.optim.AdamW))
+    with pytest.raises(CheckpointError, match="decays weights as Adam does, the AdamW of this run as AdamW does"):
+        _refuse_another_kind(second, first.param_groups[0])
+    assert caplog.text == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import logging
+import os
 import sys
 from typing import Any
 
@@ -212,11 +213,22 @@ class Lowers:
         trainer.optimizer.param_groups[0]["lr"] /= self.epochs
 
 
-def test_the_state_of_a_callback_is_carried(tmp_path: Any) -> None:
+class LowersAndWrites(Lowers):
+    """The same, with a file that it opens at its first call."""
+
+    file: Any = None
+
+    def __call__(self, trainer: Any, epoch: int, metrics: Any) -> None:
+        self.file = self.file or open(os.devnull, "w")  # noqa: SIM115
+        super().__call__(trainer, epoch, metrics)
+
+
+@pytest.mark.parametrize("kind", [Lowers, LowersAndWrites])
+def test_the_state_of_a_callback_is_carried(kind: Any, tmp_path: Any) -> None:
     def train(epochs: int, folder: str, seed: int) -> tuple[torch.Tensor, int]:
         torch.manual_seed(seed)
         trainer = Trainer(net(), None, nn.MSELoss(), device="cpu")
-        lowers = Lowers()
+        lowers = kind()
         trainer.train(points_loader(), epochs, save_dir=tmp_path / folder, callbacks=[lowers], resume_from="auto")
         return trainer.model[0].weight.detach(), lowers.epochs
 

@@ -95,7 +95,8 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         return opaque if inside is opaque else {"local" if is_local else "context": inside}
     if isinstance(value, (SynchronizedBase, ctypes.Array)):
         memory = value.get_obj() if isinstance(value, SynchronizedBase) else value
-        return opaque if _has_pointers(memory) else {"shared": bytes(memory).hex()}
+        is_raw = memory is value and hasattr(value, "_wrapper")  # memory that processes share without a lock
+        return opaque if is_raw or _has_pointers(memory) else {"shared": bytes(memory).hex()}
     if isinstance(value, configparser.RawConfigParser):
         sections = {name: dict(value.items(name, raw=True)) for name in value.sections()}
         return {"sections": encode({value.default_section: dict(value.defaults()), **sections})}

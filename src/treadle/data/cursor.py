@@ -211,7 +211,8 @@ class Cursor:
         }
         if self._loaded is not None:
             source = self._the_source()
-            now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers}
+            length = self._loaded.get("length") if self._loaded.get("objects") else source.length  # these may move it
+            now = {"kind": source.kind, "length": length, "num_workers": self._num_workers}
             self.warn(changes_between_epochs(self._loaded, now), topic="resumed position")
         self._loaded = None  # a checkpoint of the start of the epoch: from here on the position differs
         between, self._between = self._between, None

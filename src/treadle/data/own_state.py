@@ -168,7 +168,8 @@ class LoaderState:
         for path, entry in now.items():
             before = found.get(path, {})
             held, moved = before.get("attributes", {}), entry.get("attributes", {})
-            starts = self._attributes[path].starts_of(moved.keys() - held.keys()) if path in self._attributes else {}
+            is_kept = path in self._attributes and not has_state(self.owners[path])  # else its own state tells
+            starts = self._attributes[path].starts_of(moved.keys() - held.keys()) if is_kept else {}
             if starts:
                 found[path] = {**before, "attributes": {**to_plain(starts, path, encoding="exact"), **held}}
         rest = {key: value for key, value in opening.items() if key != "objects"}

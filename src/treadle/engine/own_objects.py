@@ -132,7 +132,7 @@ class OwnObjects:
         owners, plain = search.owners, search.plain
         if not plain_too:
             plain.clear()
-        elif late:
+        elif late and roots is self._roots:  # again: what has appeared is a part of what held nothing there
             plain = {path: owner for path, owner in plain.items() if path in roots or not self._is_part(owner)}
         self._kept |= {id(owner) for owner in (*owners.values(), *plain.values())}
         for path, owner in (owners | plain).items() if not late else ():

@@ -241,6 +241,14 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
     own = {
         key: value for group in optimizer.param_groups for key, value in group.items() if key not in _OF_NO_OPTIMIZER
     }
+    flag = "decoupled_weight_decay"
+    if flag in saved and flag in own and saved[flag] != own[flag]:
+        kinds = ("AdamW", "Adam") if saved[flag] else ("Adam", "AdamW")
+        raise CheckpointError(
+            f"optimizer: the checkpoint's decays weights as {kinds[0]} does, the {type(optimizer).__name__} of this "
+            f"run as {kinds[1]} does ({flag}={saved[flag]}). Build the optimizer as it was, or start a new run from "
+            "load_weights(...)"
+        )
     missing = [key for key, value in own.items() if key not in saved and not isinstance(value, (bool, type(None)))]
     strange = [key for key in saved if key not in own and key not in _OF_NO_OPTIMIZER]
     if missing and strange:
