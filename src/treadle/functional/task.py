@@ -50,10 +50,10 @@ class TrainerTask:
         else:
             counted_inputs, counted_targets = inputs, targets
         weight = self.weigh(batch, counted_inputs, outputs, counted_targets)
-        kind = _kind(inputs, targets)
+        own, kind = model_loss(outputs) is not None, _kind(inputs, targets)
         if kind not in self._gave_own_loss and not trainer._overrides("_compute_loss"):
             refuse_broadcast(trainer.loss_fn, outputs, targets)
-        self._gave_own_loss[kind] = model_loss(outputs) is not None
+        self._gave_own_loss[kind] = own
         self.count(outputs, counted_targets, weight)
         kept, samples = self.kept_for_metrics(inputs, outputs, targets), num_samples(inputs)
         if _adds_up(trainer, outputs):
