@@ -10,9 +10,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from helpers import Augmented, MeanSquare, Snapshots, differences, scalar_engine, small_model, through_a_file
-from treadle import BestRule, CheckpointError, ConfigError, Engine, EpochTrainer, TensorLoader, Trainer, set_seed
+from treadle import (
+    BestRule,
+    CheckpointError,
+    ConfigError,
+    Engine,
+    EpochTrainer,
+    TensorLoader,
+    Trainer,
+    TransferLoader,
+    set_seed,
+)
 from treadle.graphs import get_scheduler
-from treadle.hooks import EmaHook
+from treadle.hooks import BaseHook, EmaHook
+from treadle.optim.optimizer import _refuse_another_kind
 from treadle.spectra import build_warmup_cosine
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -44,6 +55,58 @@ def test_another_batch_size_is_said(caplog):
     assert "an epoch had 5 micro-batches and now has 10: another batch size" in caplog.text
 
 
+@pytest.mark.parametrize("stop", [5, 10])
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda size: DataLoader(Augmented(), batch_size=size), "batches had 4 samples"),
+    (lambda size: TransferLoader(DataLoader(Augmented(), batch_size=size), "cpu"), "batches had 4 samples"),
+    (lambda size: TensorLoader(torch.ones(20, 4), torch.ones(20, 1), batch_size=size), "batches had 4 samples"),
+    (lambda size: StatefulDataLoader(Augmented(), batch_size=size), "an epoch had 5 micro-batches"),
+])  # fmt: skip
+def test_another_batch_size_at_the_end_of_an_epoch_is_named(stop, make, text, caplog):
+    state = stopped(make(4), steps=stop)
+    resumed(state, make(4))
+    assert text not in caplog.text
+    resumed(state, make(3))
+    assert text in caplog.text
+
+
+class EachEpochLarger(BaseHook):
+    """Makes the batches and the steps larger from epoch to epoch."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def on_after_epoch(self, trainer):
+        self.loader.batch_sampler.batch_size += 2
+        trainer.accumulation_steps += 1
+
+
+@pytest.mark.parametrize("stop", [3, 5, 6])
+def test_sizes_that_a_hook_moves_are_not_named(stop, caplog):
+    def made(state=None):
+        engine, snapshots = engine_with()
+        loader = DataLoader(Augmented(), batch_size=4)
+        engine.hooks.append(EachEpochLarger(loader))
+        if state is not None:
+            engine.load_state_dict(state)
+        engine.run(loader, max_steps=8 if state is not None else stop)
+        return snapshots.states[engine.step]
+
+    made(made())
+    assert "in the run that wrote" not in caplog.text
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (2, 3)])
+def test_another_number_of_micro_batches_is_named_after_every_stop(before, now, stop, caplog):
+    loader = DataLoader(Augmented(), batch_size=4)
+    state = stopped(loader, steps=stop, accumulation_steps=before)
+    resumed(state, loader, accumulation_steps=before)
+    assert "accumulation_steps:" not in caplog.text
+    resumed(state, loader, accumulation_steps=now)
+    assert f"accumulation_steps: a step had {before} micro-batches" in caplog.text
+
+
 def test_another_setting_of_the_optimizer_is_said_since_the_checkpoints_goes_on(caplog):
     state = stopped(loader := DataLoader(Augmented(), batch_size=4))
     engine, _ = engine_with()
@@ -69,6 +132,55 @@ def test_a_schedule_that_has_moved_the_rate_is_no_other_setting(caplog):
     assert "continues with the checkpoint's" not in caplog.text
     scheduled(0.02)[0].load_state_dict(snapshots.states[2])
     assert "checkpoint's initial_lr=0.01 (built as 0.02);" in caplog.text
+
+
+class MovesTheRate(BaseHook):
+    """A schedule of a user's, which sets the rate itself."""
+
+    def on_before_step(self, trainer):
+        trainer.optimizer.param_groups[0]["lr"] = 0.01 / trainer.step
+
+
+def test_a_rate_that_a_hook_has_moved_is_no_other_setting(caplog):
+    def moved(lr, state=None):
+        engine, snapshots = engine_with()
+        engine.hooks.append(MovesTheRate())
+        engine.optimizer.param_groups[0]["lr"] = lr
+        if state is not None:
+            engine.load_state_dict(state)
+        engine.run(DataLoader(Augmented(), batch_size=4), max_steps=engine.step + 2)
+        return snapshots.states[engine.step]
+
+    twice = moved(0.01, moved(0.01))
+    moved(0.01, twice)
+    assert "continues with the checkpoint's" not in caplog.text
+    moved(0.02, twice)
+    assert "continues with the checkpoint's lr=0.0025 (built as 0.02)" in caplog.text
+
+
+class Factor:
+    """A factor of the rate that moves, and one that does not."""
+
+    def __init__(self, base):
+        self.base, self.calls = base, 0
+
+    def __call__(self, epoch):
+        self.calls += 1
+        return self.base / self.calls
+
+
+def test_what_moves_in_the_object_of_a_schedule_is_no_other_setting(caplog):
+    def scheduled(base):
+        engine, snapshots = engine_with()
+        engine.lr_scheduler = lrs.LambdaLR(engine.optimizer, Factor(base))
+        return engine, snapshots
+
+    engine, snapshots = scheduled(1.0)
+    engine.run(DataLoader(Augmented(), batch_size=4), max_steps=2)
+    scheduled(1.0)[0].load_state_dict(snapshots.states[2])
+    assert "continues with the checkpoint's" not in caplog.text
+    with pytest.raises(CheckpointError, match=r"scheduler\.lr_lambdas\[0\]\.base: .* \(1\.0 and 2\.0"):
+        scheduled(2.0)[0].load_state_dict(snapshots.states[2])
 
 
 def test_another_kind_of_loader_is_said(caplog):
@@ -321,3 +433,16 @@ def test_what_changes_between_two_epochs_is_said(changed, said, tmp_path, caplog
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == (said is not None)
     assert said is None or said in warnings[0]
+
+
+def test_another_decay_of_the_average_is_said(tmp_path, caplog):
+    trained(tmp_path, 1, ema_decay=0.5)
+    trained(tmp_path, 2, ema_decay=0.9)
+    assert "ema_decay=0.5 (here 0.9)" in caplog.text
+
+
+def test_adam_and_adamw_are_two_kinds(caplog):
+    first, second = (kind(nn.Linear(2, 1).parameters()) for kind in (torch.optim.Adam, torch.optim.AdamW))
+    with pytest.raises(CheckpointError, match="decays weights as Adam does, the AdamW of this run as AdamW does"):
+        _refuse_another_kind(second, first.param_groups[0])
+    assert caplog.text == ""

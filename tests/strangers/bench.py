@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import queue
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,11 @@ class Recorder(BaseHook):
 
     def __init__(self) -> None:
         self.steps: dict[int, Any] = {}
+        self.between: queue.SimpleQueue[Any] = queue.SimpleQueue()  # a state between two epochs, with its step
+
+    def on_after_epoch(self, trainer: Any) -> None:
+        if trainer.epoch == 1:
+            self.between.put((trainer.step, through_a_file(trainer.state_dict())))
 
     def on_after_step(self, trainer: Any) -> None:
         groups = [
@@ -156,13 +162,14 @@ def inexact(row: Row) -> list[str]:
     with quiet():
         straight, records = run(row, 0, steps=STEPS)
         expected = end_of(straight)
-        for stop in row.stops:
-            state = through_a_file(run(row, 0, steps=stop)[0].state_dict())
+        stopped = ((stop, through_a_file(run(row, 0, steps=stop)[0].state_dict())) for stop in row.stops)
+        for stop, state in (records.between.get(), *stopped):
             resumed, rest = run(row, 1, steps=STEPS, state=state)
             found = differences({step: records.steps[step] for step in range(stop + 1, STEPS + 1)}, rest.steps)
             found += differences(expected, end_of(resumed))
             if found:
-                return [f"stopped after {stop}: {line}" for line in found]
+                place = "the first epoch" if state["data"]["position"] == 0 else stop
+                return [f"stopped after {place}: {line}" for line in found]
     return []
 
 

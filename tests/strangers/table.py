@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from strangers.begun import BEGUN
 from strangers.bench import Row
 from strangers.data import DATA_ROWS
 from strangers.fresh import FRESH
@@ -14,4 +15,6 @@ from strangers.peers import PEERS
 from strangers.schedulers import SCHEDULERS
 from strangers.unseen import UNSEEN
 
-TABLE: list[Row] = [*OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH, *KEPT]
+TABLE: list[Row] = [
+    *OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH, *KEPT, *BEGUN,
+]  # fmt: skip

@@ -8,6 +8,7 @@ import array
 import dataclasses
 import functools
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -411,7 +412,7 @@ def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplo
         engine.run(points_loader(Cached()), max_steps=steps)
         engine.state_dict()
     assert caplog.text.count("hook Late: teacher has changed, and no checkpoint holds it") == 1
-    assert "Cached.read has changed, and no checkpoint holds it" in caplog.text
+    assert "Cached.read (an lru_cache) has changed, and no checkpoint holds it" in caplog.text
 
 
 def test_trying_the_schedule_moves_nothing():
@@ -684,3 +685,53 @@ def test_a_cache_of_samples_is_named_and_goes_into_no_checkpoint(caplog):
     held = str(engine.cursor.state_dict().get("objects"))
     assert "cache" not in held
     assert "Caches.cache has changed, and no checkpoint holds it" in caplog.text
+
+
+# -- what hooks set when they begin
+
+
+class SetsWhenItBegins(BaseHook):
+    """Sets what a new run must set itself, and what it may want otherwise."""
+
+    def __init__(self, folder: str, factor: float):
+        self.given = folder, factor
+
+    def on_before_train(self, trainer: Any) -> None:
+        self.folder, self.factor = self.given
+        self.started, self.clock = time.time(), time.perf_counter()
+        self.rate = trainer.optimizer.param_groups[0]["lr"]
+        trainer.optimizer.param_groups[0]["lr"] = self.rate / 2
+
+
+def test_texts_and_times_that_a_hook_sets_when_it_begins_stay_and_numbers_are_named(caplog):
+    hook = SetsWhenItBegins("here", 1.0)
+    engine = engine_of(hooks=[hook])
+    engine.run(points_loader(), max_steps=2)
+    state = through_a_file(engine.state_dict())
+    again = SetsWhenItBegins("there", 2.0)
+    resumed = engine_of(hooks=[again])
+    resumed.load_state_dict(state)
+    resumed.run(points_loader(), max_steps=3)
+    assert again.folder == "there"
+    assert again.started > hook.started
+    assert again.clock > hook.clock
+    assert (again.rate, again.factor) == (0.05, 1.0)
+    assert caplog.text.count("the run continues with the checkpoint's factor=1.0 (on_before_train set 2.0)") == 1
+    assert "continues with the checkpoint's rate=0.05 (on_before_train set 0.025)" in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LSTM(WIDTH, 1), lambda: nn.GRU(WIDTH, 1), lambda: nn.RNN(WIDTH, 1)])
+def test_the_parameters_of_a_recurrent_layer_are_not_named(make, caplog):
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x)[0]
+
+    engine = engine_of(First())
+    for steps in (1, 2, 3):
+        engine.run(points_loader(), max_steps=steps)
+        engine.state_dict()
+    assert "no checkpoint holds it" not in caplog.text

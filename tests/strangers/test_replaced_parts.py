@@ -111,6 +111,27 @@ def test_a_parameter_that_was_added_is_named_at_once_saved_and_refused_by_a_run_
         engine_of().load_state_dict(saved)
 
 
+def tied(trainer: Any) -> None:
+    trainer.model[2].weight = trainer.model[0].weight
+
+
+def fresh_and_not_trained(trainer: Any) -> None:
+    trainer.model[2].weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("change", [tied, fresh_and_not_trained])
+def test_a_parameter_in_the_place_of_another_is_named_at_the_next_save(
+    change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), MeanSquare(), device="cpu",
+        hooks=[AtStep(2, change), Saves()],
+    )  # fmt: skip
+    engine.run(points_loader(), max_steps=4)
+    assert caplog.text.count("model: 2.weight is another parameter than when the run began") == 1
+
+
 def test_parts_that_are_replaced_between_two_runs_are_not() -> None:
     engine = engine_of(Saves())
     engine.run(points_loader(), max_steps=1)

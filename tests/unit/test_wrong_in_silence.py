@@ -7,11 +7,14 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as lrs
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 import functional_kit
+from helpers import MeanSquare
 from treadle import BestRule, ConfigError, Engine, EpochTrainer, Trainer
+from treadle.hooks import BaseHook
 from treadle.optim.schedules import step_plateau
 from treadle.spectra import build_optimizer
 
@@ -160,3 +163,47 @@ def test_another_value_error_is_left_as_it_is():
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), Raises(), device="cpu")
     with pytest.raises(ValueError, match="the user's own"):
         EpochTrainer(engine, best=BestRule("train_loss")).fit([torch.ones(2, 2)], None, 1)
+
+
+# -- a schedule that two step ---------------------------------------------------------------------------------------
+
+
+class StepsToo(BaseHook):
+    """Moves the schedule as a plain loop does."""
+
+    def __init__(self, event, *arguments):
+        setattr(self, event, lambda trainer, *rest: trainer.lr_scheduler.step(*arguments))
+
+
+class Restarts(BaseHook):
+    """Begins the schedule again, which the schedule still follows alone."""
+
+    def on_after_step(self, trainer):
+        if trainer.step == 3:
+            trainer.lr_scheduler.last_epoch = 0
+            trainer.lr_scheduler.load_state_dict(trainer.lr_scheduler.state_dict())
+
+
+def of_two(optimizer):
+    return lrs.SequentialLR(optimizer, [lrs.LinearLR(optimizer), lrs.StepLR(optimizer, 1)], milestones=[2])
+
+
+@pytest.mark.parametrize(("make", "hook", "interval", "named"), [
+    (lambda of: lrs.StepLR(of, 2, 0.9), StepsToo("on_after_step"), "step", True),
+    (lambda of: lrs.StepLR(of, 2, 0.9), StepsToo("on_after_step"), "epoch", True),
+    (lambda of: lrs.ReduceLROnPlateau(of), StepsToo("on_after_epoch", 1.0), "epoch", True),
+    (of_two, StepsToo("on_after_step"), "step", True),
+    (lambda of: lrs.ChainedScheduler([lrs.StepLR(of, 2)]), StepsToo("on_after_step"), "step", True),
+    (lambda of: lrs.StepLR(of, 2, 0.9), BaseHook(), "step", False),
+    (lambda of: lrs.StepLR(of, 2, 0.9), Restarts(), "step", False),
+    (of_two, BaseHook(), "step", False),
+])  # fmt: skip
+def test_a_schedule_that_something_else_steps_too_is_named_once(make, hook, interval, named, caplog):
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(
+        model, optimizer, MeanSquare(), scheduler=make(optimizer), scheduler_interval=interval, device="cpu",
+        hooks=[hook],
+    )  # fmt: skip
+    engine.run([(torch.ones(2, 1), torch.ones(2, 1))] * 2, epochs=3)
+    assert caplog.text.count("something else steps this") == int(named)

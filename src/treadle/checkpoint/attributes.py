@@ -9,7 +9,7 @@ import os
 import types
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -130,6 +130,10 @@ class Attributes:
     def _start_of(self, name: str) -> Any:
         return self._before[name] if name in self._before else encode(getattr(type(self.owner), name, None))
 
+    def starts_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return those of some attributes that there were at the start, as they were."""
+        return {name: start for name in names if (start := self._before.get(name, OPAQUE)) is not OPAQUE}
+
     def _differing(self, plain: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the attributes that differ from the start, except those that may record an open file."""
         changed = {name: value for name, value in plain.items() if not same(value, self._start_of(name))}
@@ -148,7 +152,8 @@ class Attributes:
         return all(self._before.get(name) is OPAQUE or self._is_harmless(value) for name, value in others.items())
 
     def _is_harmless(self, value: Any) -> bool:
-        return callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
+        is_kept = id(value) in self._known
+        return is_kept or callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
 
     def changed(self) -> dict[str, Any]:
         """Return the attributes to save: those that differ from the start."""
@@ -164,6 +169,11 @@ class Attributes:
         back = {name: start for name in moved if (start := self._start_of(name)) is not OPAQUE}
         self._restored |= values.keys()
         for name, value in (back | dict(values)).items():
+            self._set(name, value)
+
+    def put_back(self, values: Mapping[str, Any]) -> None:
+        """Set some attributes to values that :meth:`changed` returned, and leave the others."""
+        for name, value in values.items():
             self._set(name, value)
 
     def _set(self, name: str, value: Any) -> None:
@@ -203,7 +213,7 @@ class Attributes:
         for name, value in others.items():
             mark = self._seen.get(name)
             if _may_change(value) and not (self._stashes and _is_stash(value)) and not (mark and mark.is_of(value)):
-                yield name
+                yield f"{name} (an lru_cache)" if isinstance(value, CachedFunction) else name
             self._seen[name] = Mark(value)
             if _moves_unseen(value) or self._is_another_function(name, value):
                 yield name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import array
+import configparser
+import contextlib
 import contextvars
 import copyreg
 import ctypes
@@ -33,6 +35,7 @@ _KINDS: tuple[type, ...] = (
 _SEQUENCES: tuple[Any, ...] = ([], (), "", "\u00e9", range(0), range(2**70), {}, {}.values(), {}.items(), set())
 _WITH_FORMS = (
     *_QUEUES, SynchronizedBase, memoryview, np.ma.MaskedArray, threading.local, contextvars.ContextVar,
+    configparser.RawConfigParser, ctypes.Array,
 )  # fmt: skip
 _ITERATORS: tuple[type, ...] = (
     itertools.chain, itertools.cycle, itertools.islice, itertools.repeat, enumerate, zip,
@@ -41,7 +44,19 @@ _ITERATORS: tuple[type, ...] = (
 _MAKERS: dict[str, Callable[..., Any]] = {"iter": iter, "reversed": reversed}
 _BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_KINDS, *_ITERATORS)}
 LIBRARY_VALUES = frozenset(
-    ("reduced", "iterator", "elements", "objects", "masked", "memory", "local", "context", "queue", "shared")
+    (
+        "reduced",
+        "iterator",
+        "elements",
+        "objects",
+        "masked",
+        "memory",
+        "local",
+        "context",
+        "queue",
+        "shared",
+        "sections",
+    )
 )
 
 
@@ -78,8 +93,12 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         is_local = isinstance(value, threading.local)
         inside = encode(dict(vars(value)) if is_local else value.get(None))
         return opaque if inside is opaque else {"local" if is_local else "context": inside}
-    if isinstance(value, SynchronizedBase):
-        return {"shared": bytes(value.get_obj()).hex()}
+    if isinstance(value, (SynchronizedBase, ctypes.Array)):
+        memory = value.get_obj() if isinstance(value, SynchronizedBase) else value
+        return opaque if _has_pointers(memory) else {"shared": bytes(memory).hex()}
+    if isinstance(value, configparser.RawConfigParser):
+        sections = {name: dict(value.items(name, raw=True)) for name in value.sections()}
+        return {"sections": encode({value.default_section: dict(value.defaults()), **sections})}
     if type(value) in _QUEUES:
         waiting = encode(list(value.queue))
         return opaque if waiting is opaque else {"queue": waiting, "of": type(value).__name__, "most": value.maxsize}
@@ -140,6 +159,11 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
         return held
     if kind == "shared":
         return _shared(bytes.fromhex(inner), held)
+    if kind == "sections":
+        sections = held if isinstance(held, configparser.RawConfigParser) else configparser.ConfigParser()
+        sections.clear()
+        sections.read_dict(decode(inner))
+        return sections
     if kind == "queue":
         waits = held if type(held) in _QUEUES else getattr(queue, value["of"])(value["most"])
         waits.queue.clear()
@@ -176,11 +200,20 @@ def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) 
 
 
 def _shared(content: bytes, held: Any) -> Any:
-    """Fill a value shared between processes, which only its own process can create."""
-    if isinstance(held, SynchronizedBase) and len(bytes(held.get_obj())) == len(content):
-        with held.get_lock():
-            ctypes.memmove(ctypes.addressof(held.get_obj()), content, len(content))
+    """Fill an existing value of ctypes, or one shared between processes, which only its own process can create."""
+    with held.get_lock() if hasattr(held, "get_lock") else contextlib.nullcontext():
+        memory = held.get_obj() if isinstance(held, SynchronizedBase) else held
+        if isinstance(memory, (ctypes.Array, ctypes._SimpleCData)) and ctypes.sizeof(memory) == len(content):
+            ctypes.memmove(ctypes.addressof(memory), content, len(content))
     return held
+
+
+def _has_pointers(memory: Any) -> bool:
+    """Return whether a value of ctypes is made of anything but numbers and characters: addresses are of one process."""
+    kind: Any = type(memory)
+    while issubclass(kind, ctypes.Array):
+        kind = kind._type_
+    return not issubclass(kind, ctypes._SimpleCData) or kind._type_ in "PzZO"
 
 
 def _viewed(content: bytes, form: str, held: Any) -> Any:

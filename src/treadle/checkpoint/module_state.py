@@ -18,6 +18,7 @@ from treadle.distributed import is_dtensor, unwrap
 from treadle.distributed.state_names import clean_name
 
 _OF_EVERY_MODULE = (*vars(nn.Module()), "_is_full_backward_hook", "_version", "_forward_module")
+_OF_TORCHS = (*_OF_EVERY_MODULE, "_flat_weights", "_flat_weight_refs")  # the parameters of an LSTM
 _LARGEST = 1_000_000  # largest plain tensor attribute that counts as state, in elements
 _LARGEST_THAT_APPEARS = 65_536  # of a later attribute or one in a container, which may be an activation
 
@@ -153,7 +154,7 @@ class ModuleState:
 def _attributes_of(module: nn.Module, references: References) -> Attributes:
     """Return the attributes of a module; only numbers for torch's own, such as a dropout rate set by a hook."""
     if type(module).__module__.startswith("torch."):
-        return Attributes(module, leave_out=_OF_EVERY_MODULE, stashes=True)
+        return Attributes(module, leave_out=_OF_TORCHS, stashes=True)
     own = [name for name, value in vars(module).items() if type(value) is Tensor]  # collected with the buffers
     return Attributes(
         module, deep=True, leave_out=(*_OF_EVERY_MODULE, *own), stashes=True, largest=_LARGEST_THAT_APPEARS,
@@ -195,8 +196,9 @@ def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tens
             if (buffer := module._buffers.get(key)) is not None and not is_dtensor(buffer):
                 found[f"{name}.{key}".lstrip(".")] = (True, buffer)
         for key, value in vars(module).items():
-            if type(value) is Tensor and value.grad_fn is None and value.numel() <= _LARGEST:
-                found[f"{name}.{key}".lstrip(".")] = (False, value)
+            may_be_kept = type(value) is Tensor and (value.grad_fn is None or is_users(module))
+            if may_be_kept and value.numel() <= _LARGEST:
+                found[f"{name}.{key}".lstrip(".")] = (False, value if value.grad_fn is None else value.detach())
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, BasePruningMethod) and isinstance(value := vars(module).get(hook._tensor_name), Tensor):
                 # The next pruning ranks the weights of the last forward pass, not those after the step.

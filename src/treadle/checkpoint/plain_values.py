@@ -230,7 +230,7 @@ def _is_checkpoint(value: Mapping[Any, Any]) -> bool:
 
 
 def _encoded_tensor(value: Tensor) -> Any:
-    plain = type(value) in (Tensor, nn.Parameter) and value.grad_fn is None and value.layout in _LAYOUTS
+    plain = type(value) in (Tensor, nn.Parameter) and value.layout in _LAYOUTS
     if not plain or value.device.type == "meta":
         return OPAQUE
     copied = value.detach().to("cpu", copy=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import functools
 import inspect
+import os
 import sys
 import types
 import weakref
@@ -54,6 +56,7 @@ class Variables(Named):
         self._used: dict[str, tuple[dict[str, Any], str]] = {}  # module variables
         self._codes: list[Any] = []
         self._defaults: dict[str, Any] = {}
+        self._settings: set[str] = set()  # names of environment variables
         self._cells: dict[str, types.CellType] = {}  # closure variables
         self.stateful: dict[str, Any] = {}
         for code in _reachable(roots):
@@ -66,7 +69,10 @@ class Variables(Named):
             self._cells |= {f"{function.__qualname__}({name})": cell for name, cell in names if name != "__class__"}
         if isinstance(code, type):
             return
-        for name in dict.fromkeys(names_used_by(code)):
+        used = dict.fromkeys(names_used_by(code))
+        if {"environ", "getenv", "putenv"} & used.keys():
+            self._settings |= _texts_in(code)
+        for name in used:
             if not name.startswith("__"):
                 self._used[f"{code.__module__}.{name}"] = (code.__globals__, name)
                 value = code.__globals__.get(name)
@@ -90,6 +96,7 @@ class Variables(Named):
             found |= {f"{code.__qualname__}.{name}": value for name, value in vars(code).items()
                       if not name.startswith("__")}  # fmt: skip
         found |= self._defaults
+        found |= {f"os.environ[{name!r}]": os.environ[name] for name in self._settings & os.environ.keys()}
         found |= {name: cell.cell_contents for name, cell in self._cells.items() if not is_empty(cell)}
         found |= {f"{name}()": value() for name, value in found.items() if isinstance(value, weakref.ref)}
         return {name: value for name, value in found.items() if _is_variable(value) and name not in self._known}
@@ -98,6 +105,9 @@ class Variables(Named):
         """Set a variable; a default is filled in place."""
         if name in self._cells:
             self._cells[name].cell_contents = value
+            return
+        if name.startswith("os.environ["):
+            os.environ[ast.literal_eval(name.removeprefix("os.environ[").removesuffix("]"))] = value
             return
         if name in self._used:
             variables, key = self._used[name]
@@ -168,6 +178,18 @@ def _is_variable(value: Any) -> bool:
         return False
     held = isinstance(value, (*_KINDS, CachedFunction, functools.partial)) or is_library_value(value)
     return held or is_table(value) or is_plain_object(value) or (is_users(value) and not has_state(value))
+
+
+def _texts_in(function: types.FunctionType) -> set[str]:
+    """Return the texts that a function names, such as those of environment variables."""
+    found, waiting = set(), list(function.__code__.co_consts)
+    while waiting:
+        constant = waiting.pop()
+        if isinstance(constant, types.CodeType):
+            waiting += constant.co_consts
+        elif isinstance(constant, str):
+            found.add(constant)
+    return found
 
 
 def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from treadle import distributed
 from treadle.checkpoint.schema import from_plain
 from treadle.data.agreement import Lengths, lengths_of_ranks
 from treadle.data.amount import Amount, batches_in
+from treadle.data.batch_sizes import other_batch_size
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
 from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
@@ -120,6 +121,7 @@ class Cursor:
         self._pending_generators: list[torch.Tensor] = []
         self._objects = LoaderState(None)
         self._pending_objects: dict[str, Any] | None = None
+        self._between: Any = None  # a checkpoint's state of the loader between two epochs, until the next one is opened
         self._epoch_of_workers: int | None = None  # epoch set on the data sets before workers started
         self._warned: set[str] = set()
 
@@ -164,8 +166,10 @@ class Cursor:
         """Open the running epoch: at its start, its current position, or the position of a loaded checkpoint."""
         self.attach(loader)
         loader = self._loader
+        if self._opening is None or self._iterator is not None or self.ended:
+            self._restore_pending()  # between two epochs: what set_epoch and the length of the next one build on
+            self.warn(other_batch_size(self._loaded or {}, self._loader))
         if self._iterator is not None or self.ended:
-            self._restore_pending()
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
             self._the_source().close()  # copies in persistent workers are set to another epoch
@@ -200,7 +204,6 @@ class Cursor:
         return self.ranks == "together" and self.lengths is not None and not self.lengths.certain
 
     def _open_fresh(self) -> None:
-        self._restore_pending()
         self._opening = {
             "rng": RngState.capture().to_plain(),
             "generators": [generator.get_state() for generator in generators_of(self._loader)],
@@ -211,7 +214,8 @@ class Cursor:
             now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers}
             self.warn(changes_between_epochs(self._loaded, now), topic="resumed position")
         self._loaded = None  # a checkpoint of the start of the epoch: from here on the position differs
-        self._iterator = self._iterate(skip=0, state=None)
+        between, self._between = self._between, None
+        self._iterator = self._iterate(skip=0, state=from_plain(between))
 
     def _reopen(self, opening: Mapping[str, Any]) -> None:
         present = self._pending_rng or RngState.capture()
@@ -405,8 +409,7 @@ class Cursor:
         self.position = 0
         self.ended = False
         self._iterator = None
-        self._opening = None
-        self._loaded = None
+        self._opening = self._loaded = None
         self._place, self._passed = ResumePoint(0), 0
 
     def restart(self, *, epoch: int = 0) -> None:
@@ -427,31 +430,33 @@ class Cursor:
         """Return the ``data`` entry of a checkpoint."""
         if self._loaded is not None:  # loaded but not opened yet: still the same position
             return dict(self._loaded)
-        source = self._source
+        self._warn_of_lost()
+        source, objects = self._source, self._pending_objects
+        objects = self._objects.collect() if objects is None else objects
         opened = self._iterator is not None
+        has_state = opened or (source is not None and source.counts_epochs and self.between_epochs)
         if source is not None and opened:
             self.warn(source.warnings(resuming=False))
         return {
             "epoch": self.epoch,
             "position": self.position,
             "ended": self.ended,
-            "opening": _without_empty(self._opening),
+            "opening": self._objects.completed(self._opening, objects),
             "generators": self._pending_generators
             or [generator.get_state() for generator in generators_of(self._loader)],
             "kind": source.kind if source else None,
             "length": source.length if source else None,
-            "loader": source.state() if source and opened else None,
+            "loader": source.state() if source and has_state else None,
             "num_workers": self._num_workers,
             "num_ranks": distributed.world_size(),
             "order": self._order_state(),
-            **self._object_states(),
+            **({"objects": objects} if objects else {}),
         }
 
-    def _object_states(self) -> dict[str, Any]:
-        """Return the entry ``objects``; empty if there is nothing to save."""
-        self._warn_of_lost()
-        states = self._objects.collect() if self._pending_objects is None else self._pending_objects
-        return {"objects": states} if states else {}
+    @property
+    def between_epochs(self) -> bool:
+        """Whether an epoch has ended and the next one has not begun."""
+        return self.ended or (self.epoch > 0 and not self.position)
 
     def _warn_of_lost(self) -> None:
         lost = [
@@ -489,6 +494,7 @@ class Cursor:
         self._pending_rng = rng
         self._pending_generators = list(state_dict["generators"])
         self._pending_objects = dict(state_dict.get("objects") or {})
+        self._between = state_dict.get("loader") if self.between_epochs else None
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
         """Log each message as a warning, once; ``topic`` becomes an attribute of the record, for filters."""
@@ -501,10 +507,3 @@ class Cursor:
 def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:
     for generator, state in zip(generators_of(loader), states, strict=False):
         generator.set_state(state)
-
-
-def _without_empty(opening: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return an opening without an empty ``objects`` entry, as in older checkpoints."""
-    if opening is None:
-        return None
-    return {key: value for key, value in opening.items() if key != "objects" or value}

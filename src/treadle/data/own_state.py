@@ -153,6 +153,27 @@ class LoaderState:
                 found[path] = to_plain(kept, f"data.objects.{path}", encoding="exact")
         return found
 
+    def completed(self, opening: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the opening of an epoch, with the attributes that have moved since from where they started.
+
+        Another process may find them moved when it first looks, where another object holds the same tensor or list.
+
+        Args:
+            opening: with what :meth:`collect` returned then under ``objects``; None if the epoch has not begun.
+            now: what it returns now.
+        """
+        if opening is None:
+            return None
+        found = dict(opening.get("objects") or {})
+        for path, entry in now.items():
+            before = found.get(path, {})
+            held, moved = before.get("attributes", {}), entry.get("attributes", {})
+            starts = self._attributes[path].starts_of(moved.keys() - held.keys()) if path in self._attributes else {}
+            if starts:
+                found[path] = {**before, "attributes": {**to_plain(starts, path, encoding="exact"), **held}}
+        rest = {key: value for key, value in opening.items() if key != "objects"}
+        return {**rest, "objects": found} if found else rest  # none where there are none, as in older checkpoints
+
     def _beyond_state(self, path: str) -> dict[str, Any]:
         if path not in self._modules:
             return {}

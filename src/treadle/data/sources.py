@@ -21,6 +21,7 @@ from treadle.data.stateful_workers import drop_iterator, drop_unread_iterator, s
 from treadle.data.streamed import StreamReader, keeps_its_place
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
+from treadle.seed import RngState
 
 
 class Source(Protocol):
@@ -30,11 +31,13 @@ class Source(Protocol):
         kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.
         length: micro-batches in an epoch by the loader's ``len``, or None.
         exact: whether the length is exact, so that the last batch is known to be the last.
+        counts_epochs: whether the state is kept between two epochs, too: the loader's next epoch depends on it.
     """
 
     kind: str
     length: int | None
     exact: bool
+    counts_epochs: bool
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         """Open an epoch after ``skip`` micro-batches; ``state`` is the result of :meth:`state` at that position."""
@@ -71,6 +74,7 @@ class Source(Protocol):
 
 class _Indexed:
     kind = "indexed"
+    counts_epochs = False
 
     def __init__(self, loader: DataLoader[Any]):
         self.loader = loader
@@ -119,6 +123,7 @@ class _Stateful:
         certain = (certain and is_known(loader)) or getattr(loader, "exact_length", False)
         self.exact = self.length is not None and certain
         self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
+        self.counts_epochs = not isinstance(loader, (RowLoader, DataLoader))  # their epochs come from elsewhere
         self._workers = Workers()
         self._proved = False
         # The state of such a sampler may be that of its pass rather than its position, and the loader would load it
@@ -130,6 +135,8 @@ class _Stateful:
             self.loader.load_state_dict(state)
             with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
+        if state is not None and self.counts_epochs:
+            self._pass_the_end(state)
         drop_unread_iterator(self.loader)
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
@@ -144,6 +151,15 @@ class _Stateful:
         self._proved = True
         watch = checked_to_resume if is_users(self.loader) else warning_of_drawing_threads
         return watch(self.loader, iterator)
+
+    def _pass_the_end(self, state: Any) -> None:
+        """Load the state of an epoch's end and iterate over the end, unless the loader begins the next epoch there."""
+        before = RngState.capture()
+        self.loader.load_state_dict(state)
+        with _ending_where_it_ends(self.loader):
+            if next(iter(self.loader), None) is not None:
+                self.loader.load_state_dict(state)
+        before.restore()
 
     def measure(self) -> None:
         self.length = _length(self.loader)
@@ -183,6 +199,7 @@ class _FromStart:
 
     loader: Any
     length: int | None
+    counts_epochs = False
 
     def measure(self) -> None:
         self.length = _length(self.loader)
@@ -327,7 +344,7 @@ def _length(loader: Any) -> int | None:
 
 
 def refuse_dataset(loader: Any, argument: str = "loader") -> None:
-    """Raise ConfigError for a data set of single samples, or a tuple of inputs and targets, instead of batches.
+    """Raise ConfigError for a data set of single samples, a tensor or a tuple of tensors, instead of batches.
 
     Args:
         loader: the user's argument.

@@ -156,6 +156,7 @@ class TransferredSource:
         self.kind = source.kind
         self.length = source.length
         self.exact = source.exact
+        self.counts_epochs = source.counts_epochs
 
     def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
         """Open an epoch at a position; skipped batches are not copied."""

@@ -278,6 +278,7 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
     scheduler, moves = engine.lr_scheduler, engine.settings.scheduler_interval == "step"
     if scheduler is not None and moves and not isinstance(scheduler, ReduceLROnPlateau):  # that one moves with epochs
         scheduler.step()
+        engine.state.schedule.made += 1
     for ema in engine.declared.averages.values():
         if ema in moved:
             ema.count_update()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,6 +31,8 @@ class Built:
         self._handles: list[RemovableHandle] = []
         self._names = set(_saved_names(engine.model))
         self._parameters = {id(parameter) for parameter in engine.model.parameters()}
+        self._by_name = {clean_name(name): one for name, one in unwrap(engine.model).named_parameters()}
+        self._groups = [_settings_of(group) for group in engine.optimizer.param_groups]
         self._held = {id(one) for group in engine.optimizer.param_groups for one in group["params"]}
         self.begin(engine)
 
@@ -40,6 +42,14 @@ class Built:
         self._model, self._task = engine.model, engine.task
         self._owner = getattr(engine.task, "trainer", None)
         self._loss = getattr(self._owner, "loss_fn", None)
+
+    def moved_groups(self, engine: Engine) -> list[dict[str, Any]]:
+        """Return how the optimizer's groups were built, as far as code of the user's has moved their settings since."""
+        groups = [_settings_of(group) for group in engine.optimizer.param_groups]
+        return [
+            {key: value for key, value in built.items() if now.get(key, value) != value}
+            for built, now in zip(self._groups, groups, strict=False)
+        ]
 
     def watch(self, engine: Engine) -> None:
         """Warn at once about anything added to the model while a run takes steps."""
@@ -98,6 +108,15 @@ class Built:
                 "training; a run that builds the first one cannot load checkpoints from here on. Make all layers when "
                 "the model is built"
             )
+        inner = unwrap(engine.model)
+        now = {clean_name(name): one for name, one in inner.named_parameters(remove_duplicate=False)}
+        other = [name for name, one in self._by_name.items() if now.get(name, one) is not one and name not in late]
+        if other:
+            yield (
+                f"model: {_listed(other)} is another parameter than when the run began; a run that builds the model as "
+                "it was cannot go on from checkpoints from here on. Write into parameters in place, and tie or replace "
+                "them when the model is built"
+            )
 
     def replaced(self, engine: Engine) -> Iterator[str]:
         """Yield warnings about replaced parts that no checkpoint holds."""
@@ -122,6 +141,11 @@ def _unfit(what: str) -> str:
         "parameters when the model is built, as prune.identity and frozen layers do, or build it like this before the "
         "resume"
     )
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group that are numbers, or pairs of them."""
+    return {key: value for key, value in group.items() if isinstance(value, (int, float, tuple))}
 
 
 def _name_of(value: Any) -> str:

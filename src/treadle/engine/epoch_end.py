@@ -47,6 +47,7 @@ def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
     except EvaluationAbandoned:
         leave_on_signal(engine)
         raise
+    engine.state.schedule.compare(engine, expected=not moves_schedule)
     if moves_schedule:
         _step_epoch_scheduler(engine, value)
     engine.cursor.next_epoch()
@@ -63,8 +64,10 @@ def _step_epoch_scheduler(engine: Engine, value: float | None) -> None:
     if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
         if value is not None:
             step_plateau(engine.lr_scheduler, value)
+            engine.state.schedule.made += 1
     elif engine.lr_scheduler is not None and _moves_each_epoch(engine):
         engine.lr_scheduler.step()
+        engine.state.schedule.made += 1
 
 
 def _moves_each_epoch(engine: Engine) -> bool:

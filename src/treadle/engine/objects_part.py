@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Iterator, Mapping
@@ -73,6 +74,19 @@ def _roots(engine: Engine) -> dict[str, Any]:
     return {**found, "task": task}
 
 
+@contextlib.contextmanager
+def hooks_beginning(engine: Engine) -> Iterator[None]:
+    """Let hooks begin in the block, and put back what they changed of the objects that a checkpoint has set."""
+    kept = {"": engine.state.objects}
+    kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
+    before = {name: objects.as_loaded() for name, objects in kept.items()}
+    yield
+    engine.state.look_again()
+    for name, objects in kept.items():
+        for text in objects.settle(before[name]):
+            engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
+
+
 def warn_of_lost(engine: Engine) -> None:
     """Warn once about changes in the user's objects, and about iterators on them, that no checkpoint holds."""
     for name in engine.state.objects.lost():
@@ -108,3 +122,15 @@ class ObjectsPart(StatePart):
 
     def differences(self, engine: Engine, saved: Saved) -> Iterator[Difference]:
         yield from engine.state.objects.differences(saved.part("objects"))
+
+
+def attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of the user's objects, which rank 0 writes for all ranks, by name."""
+    groups = {f"hook {key}: ": (entry or {}).get("objects", {}) if isinstance(entry, Mapping) else {}
+              for key, entry in tree["hooks"].items()}  # fmt: skip
+    for prefix, objects in {"": tree.get("objects", {}), **groups}.items():
+        for path, entry in objects.items():
+            for name, value in entry.get("attributes", {}).items():
+                yield prefix + f"{path}.{name}".lstrip("."), value
+    for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
+        yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())

@@ -37,8 +37,9 @@ class SchedulerPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
         if scheduler is not None and state is not None:
-            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state))
-            if not any(path.startswith("scheduler.lr_lambdas") for path in saved.part("objects")):
+            objects = saved.part("objects")
+            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state, objects=objects))
+            if not any(path.startswith("scheduler.lr_lambdas") for path in objects):
                 jump = jump_of_the_rate(scheduler, state)
                 yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:
@@ -80,7 +81,8 @@ class OptimizerPart(StatePart):
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         if saved.get("optimizer") is not None:
             scheduled = engine.lr_scheduler is not None
-            settings = overruled_settings(engine.optimizer, saved.get("optimizer"), scheduled=scheduled)
+            built = from_plain(saved.part("progress").get("built") or ())
+            settings = overruled_settings(engine.optimizer, saved.get("optimizer"), scheduled=scheduled, built=built)
             yield from _checkpoint_wins("optimizer", settings)
 
     def load(self, engine: Engine, saved: Saved) -> None:

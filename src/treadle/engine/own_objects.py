@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,8 +15,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from treadle.checkpoint.attributes import Attributes, Mark, beside
 from treadle.checkpoint.base_fingerprints import fingerprint
 from treadle.checkpoint.comparison import same, unequal
+from treadle.checkpoint.constants import CONSTANTS
 from treadle.checkpoint.introspection import attributes_of, has_state, is_users
 from treadle.checkpoint.module_state import ModuleState
+from treadle.checkpoint.plain_values import OPAQUE, encode
 from treadle.checkpoint.references import References
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
@@ -30,6 +33,8 @@ OF_OPTIMIZERS = (
 )  # fmt: skip
 """Attributes of every optimizer, which its state dict holds or which are no state."""
 _OF_MODULES = ("tensors", "attributes")  # keys of their state beyond the state dict
+_CLOCKS = (time.time, time.monotonic, time.perf_counter)
+_NOW = 60  # seconds since a hook that has just begun read a clock, at most
 _LARGE = 64 * 2**20  # bytes of a frozen module above which only its fingerprint is kept
 
 
@@ -67,6 +72,8 @@ class OwnObjects:
         self._carried: set[str] = set()
         self._late: set[str] = set()
         self._loaded: Mapping[str, Any] = {}
+        self._is_new = False  # whether it was loaded since hooks began
+        self._set: dict[str, dict[str, Any]] | None = None  # what hooks set before training, which may be settings
         self._roots = dict(roots)
         self.functions: list[types.FunctionType] = []  # the user's, for the variables that they use
         self._look(self._roots)
@@ -102,7 +109,7 @@ class OwnObjects:
         Raises:
             CheckpointError: it holds the state of one that was not created.
         """
-        found = self._look(self._roots, plain_too=False, late=True)
+        found = self._look(self._roots, late=True)
         self._late |= found & self.owners.keys()
         self._restore_found(found)
         for path, entry in self._loaded.items():
@@ -114,9 +121,9 @@ class OwnObjects:
 
         Args:
             roots: roots of the search.
-            plain_too: whether to include objects without a state dict; those created later are written as parts of
-                others.
-            late: whether they may be created after a checkpoint is loaded, so that nothing in it can refer to them.
+            plain_too: whether to include objects without a state dict.
+            late: whether they may be created after a checkpoint is loaded, so that nothing in it can refer to them, and
+                plain objects that are written as parts of others are left out.
         """
         search = Search(self._roots, known=self._kept, before=(self.owners, self._attributes), whole=self._whole)
         for path, owner in roots.items():
@@ -125,6 +132,8 @@ class OwnObjects:
         owners, plain = search.owners, search.plain
         if not plain_too:
             plain.clear()
+        elif late:
+            plain = {path: owner for path, owner in plain.items() if path in roots or not self._is_part(owner)}
         self._kept |= {id(owner) for owner in (*owners.values(), *plain.values())}
         for path, owner in (owners | plain).items() if not late else ():
             self._references.add(f"object {path}", owner)
@@ -141,6 +150,11 @@ class OwnObjects:
         inside = [held for path, owner in owners.items() if (held := _left_out_of(path, owner))]
         deeper = [self._look(held, plain_too=False, late=late) for held in inside]
         return {*owners, *plain}.union(*deeper)
+
+    def _is_part(self, owner: Any) -> bool:
+        """Return whether an object is written whole, as a part of what holds it."""
+        encoded = encode(owner, deep=True, known=self._kept, held=True, references=self._references)
+        return encoded is not OPAQUE
 
     def _attributes_of(self, owner: Any, left_out: Collection[str]) -> Attributes:
         return Attributes(
@@ -168,9 +182,60 @@ class OwnObjects:
             known = found.get(path, {})
             if other := beside(known.get("state"), entry["attributes"]):
                 found[path] = {**known, "attributes": other}
+        for path, entry in found.items():
+            settings = [name for name, value in (self._set or {}).get(path, {}).items()
+                        if name in entry.get("attributes", {}) and same(entry["attributes"][name], value)]  # fmt: skip
+            found[path] = {**entry, "set": settings} if settings else entry
         return {
             path: {**entry, "late": True} if path in self._late else entry for path, entry in found.items() if entry
         }
+
+    def as_loaded(self) -> dict[str, Any]:
+        """Return copies of what a checkpoint has set since the last call, before hooks begin; nothing if none has."""
+        is_new, self._is_new = self._is_new, False
+        if not is_new:
+            return {}
+        states = {path: self._copy_of(path) for path in self.owners if path in self._loaded}
+        return {"states": states, "attributes": self.attributes()}
+
+    def _copy_of(self, path: str) -> dict[str, Any]:
+        """Return a copy of the state of an object, and of what it leaves out of it where it is a module."""
+        owner = self.owners[path]
+        modules = self._modules[path].collect(owner) if path in self._modules else {}
+        other = {key: value for key, value in modules.items() if key in _OF_MODULES}
+        return dict(to_plain({"state": owner.state_dict(), "modules": other}, path, encoding="exact"))
+
+    def settle(self, before: Mapping[str, Any]) -> Iterator[str]:
+        """Put back what hooks changed in ``on_before_train`` of what a checkpoint set: they made it as for a new run.
+
+        What the run that wrote the checkpoint had left as they set it stays where it is a text, a time, or a constant.
+
+        Args:
+            before: what :meth:`as_loaded` returned then.
+
+        Yields:
+            In words, numbers that may have been set on purpose and are as in the checkpoint.
+        """
+        for path, state in before.get("states", {}).items():
+            if not same(state, self._copy_of(path)):
+                self._restore_owner(path, state)
+        changed = self.attributes()
+        for path, entry in before.get("attributes", {}).items():
+            saved, held = self._loaded.get(path, {}), changed.get(path, {}).get("attributes", {})
+            for name, value in entry["attributes"].items():
+                left = name in saved.get("set", ())
+                now = held.get(name)
+                if name not in saved.get("attributes", {}) or same(now, value) or (left and not _is_derived(now)):
+                    continue
+                self._attributes[path].put_back({name: value})
+                if left and isinstance(value, (int, float)):
+                    yield f"{path}.{name}".lstrip(".") + f"={value!r} (on_before_train set {now!r})"
+        known = {path: entry.get("set", ()) for path, entry in self._loaded.items()} if before else self._set
+        self._set = {
+            path: {name: value for name, value in entry["attributes"].items()
+                   if known is None or name in known.get(path, ())}
+            for path, entry in self.attributes().items()
+        }  # fmt: skip
 
     def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
@@ -215,7 +280,7 @@ class OwnObjects:
         Raises:
             CheckpointError: an object refuses its own state.
         """
-        self._loaded = saved
+        self._loaded, self._is_new = saved, True
         for path in self.owners:
             self._restore_owner(path, saved.get(path, {}))
         self.restore_attributes(saved)
@@ -272,7 +337,8 @@ class OwnObjects:
         """Yield the names of attributes that changed since the last call and that no checkpoint holds."""
         for path, attributes in self._attributes.items():
             if path not in self.owners:  # else its own state may hold them
-                names = (f"{path}.{name}".lstrip(".") for name in attributes.lost())
+                prefix = "" if isinstance(attributes.owner, Variables) else path
+                names = (f"{prefix}.{name}".lstrip(".") for name in attributes.lost())
                 yield from (name for name in names if name not in self.owners)
         for path, modules in self._modules.items():
             yield from (f"{path}.{name}" for name in modules.lost())
@@ -316,3 +382,12 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 def _fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
     return {name: fingerprint(value) for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _is_derived(value: Any) -> bool:
+    """Return whether what a hook has just set may come from the state that was loaded, and is no text, flag or time."""
+    if isinstance(value, Mapping):
+        return next(iter(value), None) not in CONSTANTS
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return isinstance(value, (Tensor, list))
+    return not any(0 <= clock() - part <= _NOW for clock in _CLOCKS for part in (value, value / 1e9))

@@ -14,10 +14,11 @@ from treadle.checkpoint.base_fingerprints import without
 from treadle.checkpoint.comparison import digest
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.schema import FORMAT_VERSION, from_plain, to_plain, versions
+from treadle.data.batch_sizes import other_accumulation, sizes_between_epochs
 from treadle.distributed.state_names import check_model_state, load_model_state, model_state, without_wrappers
 from treadle.engine.hooks_part import HooksPart
 from treadle.engine.modules_part import ModulesPart
-from treadle.engine.objects_part import ObjectsPart
+from treadle.engine.objects_part import ObjectsPart, attributes_in
 from treadle.engine.optimizer_parts import OptimizerPart, ScalerPart, SchedulerPart
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unlike
 from treadle.optim.ema import Ema
@@ -167,6 +168,8 @@ class ProgressPart(StatePart):
         tree["global_step"] = engine.progress.step
         engine.state.record_moved_settings(engine)
         tree["progress"] = {**engine.progress.state_dict(), "device": engine.device.type}
+        if engine.lr_scheduler is None and any(built := engine.state.built.moved_groups(engine)):
+            tree["progress"]["built"] = built
 
     def load(self, engine: Engine, saved: Saved) -> None:
         step = int(saved.get("global_step") or 0)
@@ -179,6 +182,11 @@ class DataPart(StatePart):
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["data"] = engine.cursor.state_dict()
+        if engine.cursor.between_epochs:  # else the counters tell
+            tree["data"] |= sizes_between_epochs(engine.cursor.loader, engine.settings.accumulation_steps)
+
+    def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
+        yield from map(Notice, other_accumulation(saved.tree, engine.settings.accumulation_steps))
 
     def load(self, engine: Engine, saved: Saved) -> None:
         engine.cursor.restart(epoch=int(saved.get("epoch") or 0))
@@ -195,7 +203,7 @@ class RngPart(StatePart):
             "rng": RngState.capture().to_plain(),
             "data": {key: tree["data"][key] for key in _OWN_DATA if key in tree["data"]},
             "epoch_means": tree["progress"]["epoch_means"],
-            "attributes": {name: digest(value) for name, value in _attributes_in(tree)},
+            "attributes": {name: digest(value) for name, value in attributes_in(tree)},
         }
         if distributed.world_size() == 1:
             tree["rng"] = [own["rng"]]
@@ -241,18 +249,6 @@ MOVED_BY_STEPS = tuple(
     if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
-
-
-def _attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of the user's objects, which rank 0 writes for all ranks, by name."""
-    groups = {f"hook {key}: ": (entry or {}).get("objects", {}) if isinstance(entry, Mapping) else {}
-              for key, entry in tree["hooks"].items()}  # fmt: skip
-    for prefix, objects in {"": tree.get("objects", {}), **groups}.items():
-        for path, entry in objects.items():
-            for name, value in entry.get("attributes", {}).items():
-                yield prefix + f"{path}.{name}".lstrip("."), value
-    for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
-        yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())
 
 
 def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:

@@ -19,6 +19,7 @@ from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.leaving import exit_by, leave_on_signal
+from treadle.engine.objects_part import hooks_beginning
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.preflight import (
     check_added_hooks,
@@ -155,10 +156,10 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
     try:
         with failing_by_name(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
             with contextlib.suppress(EvaluationAbandoned):  # raised in a callback, or in a hook before the first step
-                for hook in engine.hooks:
-                    opened.append(hook)
-                    hook.on_before_train(engine)
-                engine.state.look_again()
+                with hooks_beginning(engine):
+                    for hook in engine.hooks:
+                        opened.append(hook)
+                        hook.on_before_train(engine)
                 engine.events.cache_dispatch(engine.hooks)
                 into_training_mode(engine)
                 engine.state.begin_run(engine)

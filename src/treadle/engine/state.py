@@ -26,6 +26,7 @@ from treadle.engine.objects_part import objects_of, parts_of
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
+from treadle.engine.schedule_moves import ScheduleMoves
 from treadle.engine.settings import MOVABLE, EngineSettings
 from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
@@ -79,6 +80,7 @@ class RunState:
         num_runs: runs of this object that took steps.
         length_checked: whether the length of the schedule was checked against that of the run.
         modules: state of the model that is not in its state dict.
+        schedule: moves of the schedule.
         built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
         hooks: state of users' hooks beyond what they save themselves.
@@ -108,6 +110,7 @@ class RunState:
         self.training = False
         self.num_runs = 0
         self.closed: str | None = None
+        self.schedule = ScheduleMoves()
         self.objects = OwnObjects({})
         self.hooks = HookStates()
         self._trial: Callable[[], None] | None = None
@@ -185,6 +188,7 @@ class RunState:
     def begin_run(self, engine: Engine) -> None:
         """Record that steps are being taken."""
         self._settings = engine.settings
+        self.schedule.compare(engine)
         self.built.begin(engine)
         self.built.watch(engine)
         self.training, self.num_runs = True, self.num_runs + 1
@@ -199,6 +203,7 @@ class RunState:
     def end_run(self, engine: Engine) -> None:
         """Record that no more steps are taken, and the current modes of the modules."""
         self.record_moved_settings(engine)
+        self.schedule.compare(engine)
         self.modules.end(engine.model)
         self.built.end_watch()
         self.training = False
@@ -216,6 +221,7 @@ class RunState:
         wait_for_work(engine.device)
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         if self.training:
+            self.schedule.compare(engine)
             self.built.refuse_others(engine)
             for text in (*self.built.unfit(engine), *self.built.replaced(engine)):
                 self.warn_once(engine, text)
@@ -317,8 +323,7 @@ class RunState:
 
 _OF_A_STEP = (
     "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", "accumulation_steps",
-    "gradient_accumulation_steps", "grad_accum_steps", "scheduler_interval", "scheduler_step_per_batch", "loss_type",
-    "reduction",
+    "gradient_accumulation_steps", "grad_accum_steps", "scheduler_interval", "scheduler_step_per_batch", "ema_decay",
 )  # fmt: skip
 """Settings of the faces that change what a step computes, and that nothing else compares."""
 
@@ -327,5 +332,7 @@ def _other_settings(saved: Any, given: Any) -> list[str]:
     """Return the settings of a step that a checkpoint has in another value than this run."""
     if not isinstance(saved, Mapping) or not isinstance(given, Mapping):
         return []
-    return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in _OF_A_STEP
-            if saved.get(name) != given.get(name) and (name in saved or name in given)]  # fmt: skip
+    names = [name for name in _OF_A_STEP if saved.get(name) != given.get(name)]
+    if None in (saved.get("ema_decay"), given.get("ema_decay")):  # an average that starts or ends is named elsewhere
+        names = [name for name in names if name != "ema_decay"]
+    return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in names]

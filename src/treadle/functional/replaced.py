@@ -122,6 +122,7 @@ class ReplacedStep:
         if not self._moves.steps:  # torch would warn about a scheduler that steps before its optimizer
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._moves.schedule_moved:
+            engine.state.schedule.compare(engine, expected=True)
             with engine.temporarily(lr_scheduler=None):
                 return apply_step_effects(engine)
         return apply_step_effects(engine)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -240,6 +241,14 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
     own = {
         key: value for group in optimizer.param_groups for key, value in group.items() if key not in _OF_NO_OPTIMIZER
     }
+    flag = "decoupled_weight_decay"
+    if flag in saved and flag in own and saved[flag] != own[flag]:
+        kinds = ("AdamW", "Adam") if saved[flag] else ("Adam", "AdamW")
+        raise CheckpointError(
+            f"optimizer: the checkpoint's decays weights as {kinds[0]} does, the {type(optimizer).__name__} of this "
+            f"run as {kinds[1]} does ({flag}={saved[flag]}). Build the optimizer as it was, or start a new run from "
+            "load_weights(...)"
+        )
     missing = [key for key, value in own.items() if key not in saved and not isinstance(value, (bool, type(None)))]
     strange = [key for key in saved if key not in own and key not in _OF_NO_OPTIMIZER]
     if missing and strange:
@@ -250,13 +259,16 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         )
 
 
-def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool) -> list[str]:
+def overruled_settings(
+    optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool, built: Sequence[Mapping[str, Any]] = ()
+) -> list[str]:
     """Return settings that a checkpoint overrides in the optimizer as built: ``"lr=0.1 (built as 0.2)"``.
 
     Args:
         optimizer: optimizer as built, before the checkpoint is loaded.
         saved: result of :func:`optimizer_state`.
         scheduled: whether a schedule changes learning rate and momentum; then only their initial values are compared.
+        built: initial settings, by group, of those that the run which wrote the checkpoint has changed.
 
     Example:
         >>> import torch
@@ -266,10 +278,11 @@ def overruled_settings(optimizer: Optimizer, saved: Mapping[str, Any], *, schedu
     """
     left_out = {"params", "param_names", "capturable", *(("lr", "momentum", "betas", "max_lr") if scheduled else ())}
     found: list[str] = []
-    for group, live in zip(saved.get("param_groups", ()), optimizer.param_groups, strict=False):
+    groups: Iterable[Any] = itertools.zip_longest(saved.get("param_groups", ()), built, fillvalue={})
+    for (group, before), live in zip(groups, optimizer.param_groups, strict=False):
         for key in live.keys() & group.keys() - left_out:
             old, new = _comparable(group[key]), _comparable(live[key])
-            if not is_same_setting(old, new):
+            if not is_same_setting(old, new) and not (key in before and is_same_setting(_comparable(before[key]), new)):
                 found.append(f"{key}={old!r} (built as {new!r})")
     return sorted(set(found))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
@@ -35,10 +35,17 @@ def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+def overruled_schedule(
+    scheduler: Any, saved: Mapping[str, Any], *, objects: Mapping[str, Any] | None = None
+) -> list[str]:
     """Return the settings of a schedule that a checkpoint overrides: ``"T_max=10 (built as 20)"``.
 
     Only torch's schedulers and their components are compared; state of others may change with the steps.
+
+    Args:
+        scheduler: of this run.
+        saved: its state in the checkpoint.
+        objects: entries of the checkpoint with the attributes that have changed, also of the objects of a LambdaLR.
 
     Example:
         >>> import torch
@@ -47,12 +54,22 @@ def overruled_schedule(scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
         >>> overruled_schedule(new, old.state_dict())
         ['step_size=1 (built as 2)']
     """
+    factors = (entry for path, entry in (objects or {}).items() if path.startswith("scheduler.lr_lambdas"))
+    moved = {name for entry in factors for name in entry.get("attributes", {})}
     return [
         f"{key}={old!r} (built as {new[key]!r})"
         for new, settings in _pairs(scheduler, saved)
         for key, old in settings.items()
-        if key in new and not is_same_setting(old, new[key])
+        if key in new and not is_same_setting(_without(moved, old), _without(moved, new[key]))
     ]
+
+
+def _without(moved: Collection[str], value: Any) -> Any:
+    """Return the attributes of the objects of a LambdaLR that are settings; another value as it is."""
+    if not moved or not isinstance(value, list):
+        return value
+    return [{key: inner for key, inner in item.items() if key not in moved} if isinstance(item, dict) else item
+            for item in value]  # fmt: skip
 
 
 def refuse_another_schedule(scheduler: Any, saved: Mapping[str, Any]) -> None:

@@ -1,0 +1,50 @@
+"""Moves of the schedule: those of the engine, and those that something else makes beside them, which are named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treadle.engine.loop import Engine
+
+
+class ScheduleMoves:
+    """Moves of a run's schedule, compared with the count of its scheduler.
+
+    Attributes:
+        made: moves that the engine made.
+
+    Example:
+        >>> # engine.state.schedule.made += 1
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._since: tuple[Any, int] | None = None  # the scheduler, and the loads of the run
+        self._others = 0  # moves that the scheduler counts beyond those made here
+
+    def compare(self, engine: Engine, *, expected: bool = False) -> None:
+        """Warn once if the scheduler has moved more than the engine moved it since this was last asked.
+
+        Args:
+            engine: whose scheduler is compared.
+            expected: whether code of the user's was to move it.
+        """
+        since, others = (engine.lr_scheduler, engine.state.num_loads), _count(engine.lr_scheduler) - self.made
+        if self._since == since and others > self._others and not expected:
+            engine.state.warn_once(
+                engine,
+                f"scheduler: something else steps this {type(engine.lr_scheduler).__name__} too, so it moves more "
+                f"than once each {engine.settings.scheduler_interval}; leave scheduler.step() to the trainer, or keep "
+                "the schedule in a hook and pass none",
+            )
+        self._since, self._others = since, others
+
+
+def _count(scheduler: Any) -> int:
+    """Return how often a scheduler was stepped: one that composes others counts itself, or by its first one."""
+    held = {} if scheduler is None else vars(scheduler)
+    for name in ("_step_count", "last_epoch"):
+        if name in held:
+            return int(held[name])
+    return _count(held["_schedulers"][0]) if held.get("_schedulers") else 0
