@@ -21,12 +21,8 @@ _CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d\d):(\d\d)")
 _WORDS = re.compile(r"(?:\s*(\d+(?:\.\d+)?)\s*([dhms]))+\s*")
 
 
-def as_seconds(value: Duration, argument: str = "max_time") -> float:
-    """Return a duration in seconds.
-
-    Args:
-        value: see :data:`Duration`.
-        argument: name of the argument, for the error.
+def as_seconds(value: Duration) -> float:
+    """Return ``max_time`` in seconds.
 
     Raises:
         ConfigError: it is not a duration above 0.
@@ -39,7 +35,7 @@ def as_seconds(value: Duration, argument: str = "max_time") -> float:
     if seconds is None or not 0 < seconds < math.inf:
         raise ConfigError(
             "must be a time above 0: seconds, 'HH:MM:SS', 'DD:HH:MM:SS', a text such as '1h30m', or a timedelta",
-            argument=argument,
+            argument="max_time",
             value=value,
         )
     return seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ def warn_of_claims(
     num_epochs: int,
     loaders: tuple[Iterable[Any], Any],
     accumulation: int,
-    seeds: Callable[[], int] = torch.initial_seed,
 ) -> None:
     """Warn about each config value that differs from the actual one.
 
@@ -43,20 +42,19 @@ def warn_of_claims(
         num_epochs: argument of ``train``.
         loaders: training and evaluation loaders.
         accumulation: micro-batches per step.
-        seeds: returns the seed of torch's generator.
     """
     size = _batch_size(loaders[0])
     sizes = {} if size is None else {size * steps * ranks for steps in (1, accumulation)
                                      for ranks in (1, distributed.world_size())}  # fmt: skip
-    samples = _num_samples(loaders[1])
+    samples, seed = _num_samples(loaders[1]), torch.initial_seed()
     for name, value in claims.items():
         kind, text = name.rpartition(".")[2], None
         if kind in ("num_epochs", "epochs") and value != num_epochs:
             text = f"train() was asked for {num_epochs} epochs, and trains these"
         elif kind == "batch_size" and sizes and value not in sizes:
             text = f"the loader has batch_size={size} and keeps it; build it with the config's"
-        elif kind == "seed" and value != seeds():
-            text = f"torch was seeded with {seeds()}; call treadle.set_seed({value}) before the model is made"
+        elif kind == "seed" and value != seed:
+            text = f"torch was seeded with {seed}; call treadle.set_seed({value}) before the model is made"
         elif kind == "max_eval_samples" and samples is not None and samples > value:
             text = f"the evaluation's loader has {samples} samples and all count; shorten its data set to the config's"
         if text is not None:

@@ -16,12 +16,11 @@ _SECTIONS = {"train": "training"}  # for groups whose section has a different na
 _SELF = "_self_"
 
 
-def compose(choices: Mapping[str, str], root: str = "quick") -> dict[str, Any]:
+def compose(choices: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings of the chosen files as nested plain values.
 
     Args:
-        choices: group -> file; a missing group uses the choice of ``root``.
-        root: file with a choice for every group.
+        choices: group -> file; a missing group uses the choice of ``quick.yaml``.
 
     Raises:
         ConfigError: there is no such choice; the message names the closest match.
@@ -35,7 +34,7 @@ def compose(choices: Mapping[str, str], root: str = "quick") -> dict[str, Any]:
         options = list(_options(files(CONF).joinpath(group)))
         if choice not in options:
             raise ConfigError(f"={choice}: {nearest(choice, options)}", argument=group)
-    return _merged("", root, {**_defaults(root), **choices})
+    return _merged("", "quick", {**_defaults("quick"), **choices})
 
 
 def _options(folder: Any, prefix: str = "") -> Iterator[str]:

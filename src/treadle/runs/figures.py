@@ -170,12 +170,10 @@ def project_to_2d(
     return centred @ first_two, (float(variances[-1] / total), float(variances[-2] / total))
 
 
-def spread_apart(
-    places: npt.NDArray[np.float64], *, distance: float = 0.07, num_rounds: int = 50
-) -> npt.NDArray[np.float64]:
-    """Move points closer than `distance` (relative to the size of the map) apart, so that numbers do not overlap."""
-    places = places.copy()
-    for _ in range(num_rounds):
+def spread_apart(places: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Move points closer than 0.07 (relative to the size of the map) apart, so that numbers do not overlap."""
+    places, distance = places.copy(), 0.07
+    for _ in range(50):
         for first in range(len(places)):
             for second in range(first):
                 gap = places[first] - places[second]

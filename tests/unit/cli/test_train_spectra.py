@@ -169,7 +169,7 @@ def test_a_damaged_last_checkpoint_is_named_and_passed_over(copied: Path, capsys
         ("epochs=0", ["epochs=0", "at least 1"]),
         ("model.nhead=3", ["model.", "nhead=3"]),
         ("optimizer.lr=-1.0", ["optimizer.lr=-1.0"]),
-        ("trainer.reduction=max", ["trainer.reduction='max'"]),
+        ("trainer.reduction=max", ["trainer.reduction=max"]),
         ("trainer.out_dir=x", ["--out"]),
         ("epochs", ["key=value"]),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from treadle.cli.bench.counting import CallCounter, count_flops, counting_launch
 from treadle.cli.bench.floor import floor_of, least_bytes, measure_ceilings
 from treadle.cli.bench.loaders import try_loaders
 from treadle.cli.bench.result import BenchResult
-from treadle.cli.bench.timing import DATA, Clock, Timeline, clock_of, mean_parts, typical
+from treadle.cli.bench.timing import DATA, Timeline, clock_of, mean_parts, typical
 from treadle.cli.bench.trials import (
     Bench,
     Trial,
@@ -51,7 +50,6 @@ class BenchHook(BaseHook):
         result: filled in by the hook.
         steps: number of steps to measure.
         compiles: whether to try compiled blocks, which can take minutes.
-        clock_for: makes the clock for a device.
     """
 
     def __init__(
@@ -60,10 +58,8 @@ class BenchHook(BaseHook):
         *,
         steps: int,
         compiles: bool = False,
-        clock_for: Callable[[torch.device], Clock] = clock_of,
     ):
         self.result, self.steps, self.compiles = result, steps, compiles
-        self._clock_for = clock_for
         self._seen = 0
         self._measured_at = 0
         self._groups: list[Group] = []
@@ -91,7 +87,7 @@ class BenchHook(BaseHook):
                     argument="TARGET",
                 )
             self.steps = min(self.steps, left)
-        self._line = Timeline(self._clock_for(trainer.device))
+        self._line = Timeline(clock_of(trainer.device))
         self._watch = Watch(trainer, self._line, left_out=self)
 
     def on_after_epoch(self, trainer: Engine) -> None:
@@ -171,7 +167,7 @@ class BenchHook(BaseHook):
     def _try(self, trainer: Engine, loader: Any) -> list[Trial]:
         step = self.result.step_seconds
         count = max(5, min(40, int(_TRIAL_SECONDS / step))) if step else 5
-        clock = self._clock_for(trainer.device)
+        clock = clock_of(trainer.device)
         share = self.result.parts.get(DATA, 0.0) / step if step else 0.0
         of_loaders = try_loaders(trainer, loader, count=count, clock=clock, share=share)
         if is_replayed(trainer):

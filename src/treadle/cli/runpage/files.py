@@ -99,9 +99,9 @@ def _rows_of(content: bytes) -> list[Row]:
     return rows
 
 
-def read_tail(path: Path | None, size: int = 1 << 16) -> list[Row]:
+def read_tail(path: Path | None) -> list[Row]:
     """Return the lines as :func:`read_lines` does, of the last bytes of a file only."""
-    return [] if path is None else _rows_of(_bytes_of(path, size))
+    return [] if path is None else _rows_of(_bytes_of(path, 1 << 16))
 
 
 def _bytes_of(path: Path, last: int | None) -> bytes:
