@@ -158,7 +158,7 @@ def hurt_everywhere(tmp_path, name, number, *, each):
 
 
 def test_an_error_of_the_disk_loses_no_reported_state(tmp_path):
-    assert hurt_everywhere(tmp_path, "Trainer", errno.EIO, each=37) >= 4
+    assert hurt_everywhere(tmp_path, "Trainer", errno.EIO, each=29) >= 4
 
 
 @pytest.mark.slow  # a run and a rerun for each call

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 from treadle.astro.config import AstroConfig, TrainingConfig, from_dict
 from treadle.astro.loss_inputs import Codebooks, LossConfig, needed_codebooks
 from treadle.astro.vocab import VocabSpec
-from treadle.data.cursor import steps_per_epoch
+from treadle.data.amount import steps_per_epoch
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
 from treadle.optim.optimizer import can_be_fused, decay_groups

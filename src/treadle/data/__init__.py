@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from treadle.data.cursor import Cursor, Group, steps_per_epoch
+from treadle.data.amount import steps_per_epoch
+from treadle.data.cursor import Cursor, Group
 from treadle.data.mapped import MappedLoader
 from treadle.data.order import GlobalOrder
 from treadle.data.ranks import RankBatchSampler, rank_and_worker, shard_iterable

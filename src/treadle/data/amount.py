@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import checked
 
 Amount = int | float
 
@@ -87,3 +89,25 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+@checked
+def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
+    """Return the optimizer steps of one epoch: ceil(len(loader) / accumulation).
+
+    Args:
+        loader: anything with a length, in micro-batches.
+        accumulation: micro-batches per step, >= 1.
+
+    Raises:
+        ConfigError: ``accumulation`` is below 1.
+
+    Example:
+        >>> steps_per_epoch(range(7), accumulation=3)
+        3
+    """
+    if not accumulation >= 1:
+        raise ConfigError(
+            "a step needs a whole number of micro-batches, >= 1", argument="accumulation", value=accumulation
+        )
+    return math.ceil(len(loader) / accumulation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,33 +23,10 @@ from treadle.data.own_state import LoaderState, kept_generators, set_epoch
 from treadle.data.samplers import generators_of
 from treadle.data.sources import Source, open_source
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
 from treadle.seed import RngState, forked_rng, mix_seed
 
 _log = logging.getLogger("treadle.data")
 _END = object()
-
-
-@checked
-def steps_per_epoch(loader: Any, accumulation: int = 1) -> int:
-    """Return the optimizer steps of one epoch: ceil(len(loader) / accumulation).
-
-    Args:
-        loader: anything with a length, in micro-batches.
-        accumulation: micro-batches per step, >= 1.
-
-    Raises:
-        ConfigError: ``accumulation`` is below 1.
-
-    Example:
-        >>> steps_per_epoch(range(7), accumulation=3)
-        3
-    """
-    if not accumulation >= 1:
-        raise ConfigError(
-            "a step needs a whole number of micro-batches, >= 1", argument="accumulation", value=accumulation
-        )
-    return math.ceil(len(loader) / accumulation)
 
 
 @dataclass

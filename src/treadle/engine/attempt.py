@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,17 +14,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle import distributed
 from treadle.data.cursor import Group
+from treadle.engine.failure import non_finite_error
 from treadle.engine.leaving import leave_after_step
 from treadle.engine.masks import warn_of_masks
 from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
-from treadle.errors import NonFiniteError
 from treadle.means import RunningMeans, Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
-from treadle.optim.nonfinite import LateRefusal, StepLocation
+from treadle.optim.nonfinite import LateRefusal
 from treadle.task import StepOutput, add_output
 
 if TYPE_CHECKING:
@@ -297,21 +296,6 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     engine.events.write_requested()
     if engine.signals.plans:
         leave_after_step(engine)
-
-
-def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tensor | None = None) -> NonFiniteError:
-    """Return the error of a step whose gradient is not finite and whose retries are used up."""
-    at = engine.location() if at is None else at
-    measured = float(engine.attempt.info.get("grad_norm", math.nan) if norm is None else norm)
-    first = max(at.position - at.num_batches + 1, min(at.position, 1))
-    where = f"batch {at.position}" if first == at.position else f"batches {first} to {at.position}"
-    return NonFiniteError(
-        f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} "
-        f"{'try' if at.tries == 1 else 'tries'}: {where} of epoch "
-        f"{at.epoch + 1}. The weights are those of the last applied step ({engine.progress.applied_steps}). Look at "
-        "that batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
-        step=at.step, norm=measured, epoch=at.epoch, batch_index=at.position, tries=at.tries,
-    )  # fmt: skip
 
 
 def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:

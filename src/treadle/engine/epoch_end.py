@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from treadle.data.cursor import Group
-from treadle.engine.attempt import non_finite_error
 from treadle.engine.evaluation import EvaluationAbandoned
+from treadle.engine.failure import non_finite_error
 from treadle.engine.leaving import leave_on_signal
 from treadle.engine.session import ranks_stop, resume_from_hooks, training_session
 from treadle.engine.stopping import Target

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -16,9 +17,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from treadle import distributed
-from treadle.errors import RankLostError, TreadleError
+from treadle.errors import NonFiniteError, RankLostError, TreadleError
+from treadle.optim.nonfinite import StepLocation
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -167,3 +170,18 @@ def _forget_error() -> None:
     if path:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tensor | None = None) -> NonFiniteError:
+    """Return the error of a step whose gradient is not finite and whose retries are used up."""
+    at = engine.location() if at is None else at
+    measured = float(engine.attempt.info.get("grad_norm", math.nan) if norm is None else norm)
+    first = max(at.position - at.num_batches + 1, min(at.position, 1))
+    where = f"batch {at.position}" if first == at.position else f"batches {first} to {at.position}"
+    return NonFiniteError(
+        f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} "
+        f"{'try' if at.tries == 1 else 'tries'}: {where} of epoch "
+        f"{at.epoch + 1}. The weights are those of the last applied step ({engine.progress.applied_steps}). Look at "
+        "that batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
+        step=at.step, norm=measured, epoch=at.epoch, batch_index=at.position, tries=at.tries,
+    )  # fmt: skip

@@ -22,7 +22,6 @@ from treadle.engine.attempt import (
     apply_step_effects,
     begin_step,
     finish_step,
-    non_finite_error,
     raise_late_refusal,
     refuse,
     run_gradient_hooks,
@@ -33,7 +32,7 @@ from treadle.engine.base import EngineBase
 from treadle.engine.block import run_ahead
 from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
-from treadle.engine.failure import failing_by_name
+from treadle.engine.failure import failing_by_name, non_finite_error
 from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.leaving import interruption, leave_on_signal
 from treadle.engine.limits import Deadline, Limits

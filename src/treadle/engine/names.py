@@ -178,3 +178,31 @@ def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str
         if name in vars(owner):
             kind = type(owner).__name__
             yield f"{name}: set on this object of {kind}, where nothing calls it; override it in a subclass"
+
+
+_BUILT = {
+    "data_loader": "build_data_loader", "model": "build_model", "optimizer": "build_optimizer",
+    "lr_scheduler": "build_lr_scheduler", "hooks": "build_hooks",
+}  # fmt: skip
+
+
+def idle_attributes(trainer: Any, base: type) -> Iterator[str]:
+    """Yield warnings about parts that were assigned before they are built, and about arguments in a class body.
+
+    Args:
+        trainer: of a subclass.
+        base: class whose constructor takes the arguments.
+    """
+    kind = type(trainer)
+    for name, method in _BUILT.items():
+        if getattr(trainer, name) is not None and name in vars(trainer):
+            yield (
+                f"{kind.__name__}.{name}: assigned before training, and replaced by what {method}() returns; return it "
+                "there"
+            )
+    arguments = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+    for owner in kind.__mro__[: kind.__mro__.index(base)]:
+        for name in sorted((arguments.keys() | _BUILT.keys()) & vars(owner).keys()):
+            if not callable(vars(owner)[name]) and not hasattr(vars(owner)[name], "__get__"):
+                fix = f"return it from {_BUILT[name]}()" if name in _BUILT else f"pass {name}= to the constructor"
+                yield f"{owner.__name__}.{name}: an attribute of the class is not read; {fix}"

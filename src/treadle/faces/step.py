@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +26,7 @@ from treadle.engine.events import Events
 from treadle.engine.failure import failing_by_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
-from treadle.engine.names import FOREIGN, is_own_helper, refuse_signatures, uncalled_methods
+from treadle.engine.names import FOREIGN, idle_attributes, is_own_helper, refuse_signatures, uncalled_methods
 from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
@@ -62,10 +61,6 @@ _OVERRIDABLE = (
     "forward", "train_step", "evaluate", "log", "log_images",
     "build_eval_data_loader", "build_predict_data_loader", "predict_step",  # for the commands evaluate and predict
 )  # fmt: skip
-_BUILT = {
-    "data_loader": "build_data_loader", "model": "build_model", "optimizer": "build_optimizer",
-    "lr_scheduler": "build_lr_scheduler", "hooks": "build_hooks",
-}  # fmt: skip
 _ARGUMENTS = {**dict.fromkeys(_OVERRIDABLE[:6], (0,)), "forward": (1,), "train_step": (1,)}
 
 
@@ -355,7 +350,8 @@ class BaseTrainer(Engine):
             refuse_signatures(self, _ARGUMENTS)
             for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
                 self.logger.warning("%s", warning)
-            self._warn_of_idle_attributes()
+            for text in idle_attributes(self, BaseTrainer):
+                self.logger.warning("%s", text)
             announce_building(self)
             # A helper that a subclass calls itself shares the name by chance.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
@@ -397,24 +393,6 @@ class BaseTrainer(Engine):
                 f"{type(self).__name__}._run_step: nothing calls it; override train_step(group), which returns what "
                 "super().train_step(group) does, or use on_before_step and on_after_step of a hook"
             )
-
-    def _warn_of_idle_attributes(self) -> None:
-        """Warn of parts that were assigned before they are built, and of arguments in the body of a subclass."""
-        kind = type(self)
-        for name, method in _BUILT.items():
-            if getattr(self, name) is not None and name in vars(self):
-                self.logger.warning(
-                    "%s.%s: assigned before training, and replaced by what %s() returns; return it there",
-                    kind.__name__, name, method,
-                )  # fmt: skip
-        arguments = inspect.signature(BaseTrainer.__init__).parameters
-        for owner in kind.__mro__[: kind.__mro__.index(BaseTrainer)]:
-            for name in sorted((arguments.keys() | _BUILT.keys()) & vars(owner).keys()):
-                if not callable(vars(owner)[name]) and not hasattr(vars(owner)[name], "__get__"):
-                    self.logger.warning(
-                        "%s.%s: an attribute of the class is not read; %s", owner.__name__, name,
-                        f"return it from {_BUILT[name]}()" if name in _BUILT else f"pass {name}= to the constructor",
-                    )  # fmt: skip
 
     def _refuse_replaced_parts(self) -> None:
         for name, kind in _PARTS.items():

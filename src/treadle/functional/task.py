@@ -44,16 +44,16 @@ class TrainerTask:
         trainer = self.trainer
         inputs, targets = trainer._prepare_batch(batch)
         outputs = trainer._forward_pass(inputs)
-        kind = _kind(inputs, targets)
-        if kind not in self._gave_own_loss and not trainer._overrides("_compute_loss"):
-            refuse_broadcast(trainer.loss_fn, outputs, targets)
         loss = trainer._compute_loss(outputs, targets)
         if trainer._counts_on_host:  # before anything is moved, so that counting needs no device sync
             counted_inputs, counted_targets = split_batch(batch)
         else:
             counted_inputs, counted_targets = inputs, targets
         weight = self.weigh(batch, counted_inputs, outputs, counted_targets)
-        self._gave_own_loss[kind] = model_loss(outputs) is not None
+        own, kind = model_loss(outputs) is not None, _kind(inputs, targets)
+        if kind not in self._gave_own_loss and not trainer._overrides("_compute_loss"):
+            refuse_broadcast(trainer.loss_fn, outputs, targets)
+        self._gave_own_loss[kind] = own
         self.count(outputs, counted_targets, weight)
         kept, samples = self.kept_for_metrics(inputs, outputs, targets), num_samples(inputs)
         if _adds_up(trainer, outputs):

@@ -185,7 +185,7 @@ def test_spectral_types_become_numbers_and_letters():
             lambda path: plot_reconstructions(
                 GRID, np.zeros((1, 32)), np.zeros((1, 32)), np.ones((1, 32), bool), [], path
             ),
-            "titles has 0 texts",
+            "titles has 0 strings",
         ),
         (lambda path: plot_training_curves(history(), path.with_suffix(".pdf")), r"must end in '\.png'"),
     ],
