@@ -256,7 +256,9 @@ class Cursor:
         digest = hashlib.blake2b(self._opening["rng"]["torch"].numpy().tobytes(), digest_size=8).digest()
         entered = [self._place.start] if self._place.start else []
         seed = mix_seed(int.from_bytes(digest, "little"), self.epoch, distributed.rank(), *entered)
-        return self._the_source().open(skip=skip, seed=seed, state=state)
+        source = self._the_source()
+        cut = self._end is not None and (source.length is None or self._end < source.length)
+        return source.open(skip=skip, seed=seed, state=state, cut=cut)
 
     @property
     def _num_workers(self) -> int:

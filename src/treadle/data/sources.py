@@ -39,8 +39,11 @@ class Source(Protocol):
     exact: bool
     counts_epochs: bool
 
-    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
-        """Open an epoch after ``skip`` micro-batches; ``state`` is the result of :meth:`state` at that position."""
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
+        """Open an epoch after ``skip`` micro-batches; ``state`` is the result of :meth:`state` at that position.
+
+        Between two epochs, ``state`` is that of the previous epoch's end, or where a limit ``cut`` it.
+        """
         ...
 
     def measure(self) -> None:
@@ -83,7 +86,7 @@ class _Indexed:
         self.exact = self.length is not None and self.reader.known
         self.ids_at = self.reader.ids_at
 
-    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         return self.reader.open(skip=skip, seed=seed)
 
     def measure(self) -> None:
@@ -130,13 +133,13 @@ class _Stateful:
         # there.
         self._replays = isinstance(loader, DataLoader) and any(map(_is_users_with_state, samplers_of(loader)))
 
-    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         if skip and state is not None and not self._replays:
             self.loader.load_state_dict(state)
             with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
         if state is not None and self.counts_epochs:
-            self._pass_the_end(state)
+            self._pass_the_end(state, cut=cut)
         drop_unread_iterator(self.loader)
         if isinstance(self.loader, RowLoader):
             self.loader.pass_over(skip)
@@ -152,12 +155,15 @@ class _Stateful:
         watch = checked_to_resume if is_users(self.loader) else warning_of_drawing_threads
         return watch(self.loader, iterator)
 
-    def _pass_the_end(self, state: Any) -> None:
-        """Load the state of an epoch's end and iterate over the end, unless the loader begins the next epoch there."""
+    def _pass_the_end(self, state: Any, *, cut: bool) -> None:
+        """Load the state of an epoch's end and iterate over the end, unless the loader begins the next epoch there.
+
+        A batch after the end is the first of the next epoch, or the next one of an epoch that was cut, to be dropped.
+        """
         before = RngState.capture()
         self.loader.load_state_dict(state)
         with _ending_where_it_ends(self.loader):
-            if next(iter(self.loader), None) is not None:
+            if next(iter(self.loader), None) is not None and not cut:
                 self.loader.load_state_dict(state)
         before.restore()
 
@@ -225,7 +231,7 @@ class _Streamed(_FromStart):
         self.state = self.reader.state
         self.close = self.reader.close
 
-    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         if skip and state is not None:
             return self.reader.open(seed=seed, state=state)
         return _passed_over(self.reader.open(seed=seed, state=None), skip)
@@ -257,7 +263,7 @@ class _Replayed(_FromStart):
         self._watched = False
         self._workers = Workers()
 
-    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         _draw_for_running_workers(self.loader)
         iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
         if skip or self._watched or self.one_shot:

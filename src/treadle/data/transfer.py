@@ -158,11 +158,10 @@ class TransferredSource:
         self.exact = source.exact
         self.counts_epochs = source.counts_epochs
 
-    def open(self, *, skip: int, seed: int, state: Any) -> Iterator[Any]:
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         """Open an epoch at a position; skipped batches are not copied."""
-        return self.loader.over(
-            self.source.open(skip=skip, seed=seed, state=state), stateful=self.source.kind in ("stateful", "streamed")
-        )
+        batches = self.source.open(skip=skip, seed=seed, state=state, cut=cut)
+        return self.loader.over(batches, stateful=self.source.kind in ("stateful", "streamed"))
 
     def finish(self, iterator: Iterator[Any]) -> None:
         """Exhaust the wrapped loader."""
