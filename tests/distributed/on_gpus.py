@@ -125,7 +125,7 @@ def resumed(kind, rank, ranks, folder):
     torch.cuda.manual_seed(77)
     again = engine(kind, folder)
     again.run(batches(rank, ranks), max_steps=STEPS)
-    assert again.resumed
+    assert again.state.source is not None
     return largest(straight, weights(again))
 
 
