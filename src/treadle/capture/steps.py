@@ -88,7 +88,7 @@ def _why_not(engine: Engine) -> str | None:
 def _why_not_on_ranks(engine: Engine) -> str | None:
     """Return the reason why capturing is impossible on several ranks."""
     if engine.capture == "auto":
-        return "graphs that hold an exchange were tried with one rank on a GPU only; capture=True takes them"
+        return "a step that holds an exchange is captured with capture=True only"
     if not engine.exchange.recordable:
         return "a graph can hold the exchange of replicas through NCCL only; use parallel='ddp'"
     if engine.settings.accumulation_steps > 1:
