@@ -243,7 +243,7 @@ def test_two_groups_of_two_ranks_train_as_one_process():
         ({"kind": "ddp", "param_dtype": "bf16"}, "param_dtype='bf16': is a setting of kind 'fsdp'"),
         ({"kind": "ddp", "replicas": 2}, "replicas=2: is a setting of kind 'fsdp'"),
         ({"kind": "fsdp", "param_dtype": "half"}, "must be a torch dtype, 'bf16'"),
-        ({"kind": "fsdp", "replicas": 0}, "at least 1 group"),
+        ({"kind": "fsdp", "replicas": 0}, "replicas=0: must be at least 1"),
         ({"kind": "fsdp", "shards": 2}, "unknown key 'shards'"),
         ({"replicas": 2}, "the key 'kind' is missing"),
         (3, "a ParallelConfig or None"),

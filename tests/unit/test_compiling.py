@@ -250,7 +250,7 @@ def test_the_spectra_face(asked, tmp_path):
     cfg = TrainerConfig(out_dir=tmp_path, compile="blocks")
     SpectraTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), [], cfg=cfg, device="cpu")
     assert asked == ["Block"] * 3
-    with pytest.raises(ConfigError, match=r"TrainerConfig\.compile='x'"):
+    with pytest.raises(ConfigError, match=r"^compile='x'"):
         TrainerConfig(compile="x")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from treadle.cli.console import ConsoleHandler
 from treadle.config.grammar import alternatives, kind_of, parse
@@ -240,6 +240,8 @@ class _Renamed:
 
     make: Callable[..., Callable[[], Any]]
     found: Several
+
+    seeds_itself: ClassVar[bool] = True  # a command seeds its run, from a string
 
     def __call__(self, *, workspace: Path, **settings: str) -> Callable[[], Any]:
         new = {key.lstrip("+"): key for key in self.found.members[0]}

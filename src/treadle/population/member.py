@@ -109,7 +109,8 @@ def call_factory(make: Make, member: Member) -> Callable[[], Any]:
 
     Args:
         make: called with the settings, and with ``workspace=`` if it accepts it.
-        member: member whose run is built. A setting ``seed`` seeds every random generator first.
+        member: member whose run is built. A setting ``seed`` seeds every random generator first,
+            unless the factory has a true attribute ``seeds_itself``.
 
     Raises:
         ConfigError: the factory does not accept the settings, or does not return something that trains.
@@ -132,7 +133,7 @@ def call_factory(make: Make, member: Member) -> Callable[[], Any]:
         )
     if "workspace" in names or takes_any:
         given.setdefault("workspace", member.folder)
-    if given.get("seed") is not None:
+    if given.get("seed") is not None and not getattr(make, "seeds_itself", False):
         set_seed(as_seed("seed", given["seed"]))
     made = make(**given)
     train = made if not hasattr(made, "train") and callable(made) else getattr(made, "train", None)

@@ -185,7 +185,7 @@ def test_a_rerun_that_fails_is_not_exact(verify):
 
 def test_what_is_a_matter_of_the_script_alone_is_told_apart(verify):
     with pytest.raises(
-        TreadleError, match=r"failed by itself, without a kill \(exit code 1\): ValueError: no such thing"
+        TreadleError, match=r"the target itself failed, without a kill \(exit code 1\): ValueError: no such thing"
     ):
         verify(start="raise ValueError('no such thing')")
     with pytest.raises(ConfigError, match="ended without training"):
