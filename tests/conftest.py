@@ -44,7 +44,7 @@ def _terminal():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("TERM", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
             patch.delenv(name, raising=False)
-        patch.setenv("TREADLE_PROGRESS", "0")  # the default output of a run is tested in test_voice.py
+        patch.setenv("TREADLE_PROGRESS", "0")  # the default output of a run is tested in test_run_log.py
         yield
 
 

@@ -190,7 +190,7 @@ def needed_codebooks(
         codebook if weights[term] else None for codebook, term in zip(given, ("img", "spec", "sca"), strict=True)
     )
     codebooks = _prepared(vocab, (image, spectrum, scalar), device)
-    if _is_shared(vocab, spectrum) and not (each_batch and _was_told(vocab)):
+    if _is_shared(vocab, spectrum) and not (each_batch and _was_checked(vocab)):
         _warn_shared(vocab.spectrum_groups)
     return codebooks
 
@@ -256,7 +256,7 @@ def _spectrum(vocab: VocabSpec, given: Any) -> Codebook:
 _told: weakref.WeakValueDictionary[int, VocabSpec] = weakref.WeakValueDictionary()
 
 
-def _was_told(vocab: VocabSpec) -> bool:
+def _was_checked(vocab: VocabSpec) -> bool:
     """Return whether this very object was checked before; an equal one may belong to another caller."""
     before = _told.get(id(vocab))
     _told[id(vocab)] = vocab

@@ -38,8 +38,8 @@ from treadle.device import get_device
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
+from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
-from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_whole, checked
 from treadle.faces.build import EngineArguments, build_engine, place
@@ -296,7 +296,7 @@ class AstroTrainer(EpochFace):
         check_loader(self.train_loader, "train_loader")
         check_eval_loaders(val_loader, "val_loader")
         make_rule = self._rule_for(best_model_metric, val_loader)
-        with speaking(self._engine), self._folder.training():
+        with run_log_shown(self._engine), self._folder.training():
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             if isinstance(self.scheduler, WarmupCosine) and self.epoch < epochs:

@@ -77,10 +77,10 @@ class CapturedStep:
     @property
     def reads(self) -> bool:
         """Whether the host must read the verdict of each step."""
-        return self._told_later is None
+        return self._late_flags is None
 
     @property
-    def _told_later(self) -> LateFlags | None:
+    def _late_flags(self) -> LateFlags | None:
         """Flags in which a step records a refusal; None if the host reads the verdict of each step."""
         return None if self._guard.weight_on_device else self._flags
 
@@ -118,7 +118,7 @@ class CapturedStep:
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
         found_inf = self._engine.precision.forget_recorded(self._engine.optimizer)
-        self._averages = () if self._told_later is None else tuple(self._averages_inside())
+        self._averages = () if self._late_flags is None else tuple(self._averages_inside())
         for average in self._averages:
             average.move(self._engine.model)
         return found_inf
@@ -126,7 +126,7 @@ class CapturedStep:
     def _averages_inside(self) -> Iterator[Ema]:
         """Return the averages updated in every step on the device, which the graph updates."""
         for average in self._engine.averages.values():
-            if average.recordable and average.lies_beside(self._engine.model):
+            if average.recordable and average.shares_devices_with(self._engine.model):
                 yield average
 
     def eager(self) -> list[StepOutput]:
@@ -157,7 +157,7 @@ class CapturedStep:
     def runs_ahead(self) -> bool:
         """Whether several steps can be replayed in a row, because the host does nothing between them."""
         return (
-            self._gather is not None and self._told_later is not None and self._takes is None and self._known is None
+            self._gather is not None and self._late_flags is not None and self._takes is None and self._known is None
             and self._has_rows and len(self._averages) == len(self._engine.averages)
             and not isinstance(self._left.constant.weight, Tensor)
         )  # fmt: skip
@@ -204,7 +204,7 @@ class CapturedStep:
 
     def run_block(self, count: int) -> StepBlock:
         """Replay the steps after the latest one, without counting them in the engine."""
-        engine, flags = self._engine, self._told_later
+        engine, flags = self._engine, self._late_flags
         assert flags is not None
         progress, cursor = engine.progress, engine.cursor
         rates = progress.read_rates(engine.optimizer)
@@ -232,7 +232,7 @@ class CapturedStep:
         engine.attempt.info["grad_norm"] = norm
         for batch, output in zip(group.batches, outputs, strict=True):
             engine.attempt.keep(output if self._takes is None else self._takes(batch, output))
-        if (flags := self._told_later) is not None:
+        if (flags := self._late_flags) is not None:
             flags.note(engine.location(), norm)
             return apply_step_effects(engine, moved=self._averages)
         engine.precision.note_replayed(engine.optimizer, self._found_inf)

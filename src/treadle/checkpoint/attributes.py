@@ -119,7 +119,7 @@ class Attributes:
         plain, others = {}, {}
         for name, value in self._held().items():
             mark = self._marks.get(name)
-            known = mark is not None and mark.tells_all and mark.is_of(value)
+            known = mark is not None and mark.detects_all and mark.is_of(value)
             encoded = self._before[name] if known else self._encode(name, value)
             if encoded is OPAQUE:
                 others[name] = value
@@ -268,7 +268,7 @@ class Mark:
     """Cheap mark of a value, to detect whether it was replaced or modified.
 
     Attributes:
-        tells_all: whether every change is detected, as for a tensor, which counts its writes; sampled elements reveal
+        detects_all: whether every change is detected, as for a tensor, which counts its writes; sampled elements reveal
             writes through ``.data``.
 
     Example:
@@ -279,7 +279,7 @@ class Mark:
     """
 
     def __init__(self, value: Any):
-        self.tells_all = type(value) is Tensor and not value.is_inference()
+        self.detects_all = type(value) is Tensor and not value.is_inference()
         self._glance = _glance(value)
         try:
             self._value: Any = weakref.ref(value)

@@ -37,7 +37,7 @@ from treadle.checkpoint.safe.archive import ArchiveError, check_last_record, rea
 from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
-from treadle.device.handover import beside_others
+from treadle.device.handover import run_off_turn
 from treadle.errors import CheckpointError, PickledCodeError
 from treadle.errors.arguments import checked
 
@@ -200,7 +200,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     if bad:
         target = put_aside(target, bad)
     with reported(target):
-        beside_others(lambda: _write(tree, target))
+        run_off_turn(lambda: _write(tree, target))
     return target
 
 
@@ -254,7 +254,7 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
                 )
 
     with reported(target):
-        beside_others(copy)
+        run_off_turn(copy)
     return target
 
 

@@ -251,12 +251,12 @@ class _Renamed:
 @contextlib.contextmanager
 def members_named() -> Iterator[None]:
     """Show only the warnings of interleaved runs, each with the name of its run."""
-    from treadle.engine.voice import VOICE
+    from treadle.engine.run_log import RUN_LOG
 
     def name(record: logging.LogRecord) -> bool:
-        if VOICE.speaker is not None and record.levelno >= logging.WARNING:
-            record.msg = f"{VOICE.speaker}: {record.msg}"
-        return VOICE.speaker is None or record.levelno >= logging.WARNING
+        if RUN_LOG.member is not None and record.levelno >= logging.WARNING:
+            record.msg = f"{RUN_LOG.member}: {record.msg}"
+        return RUN_LOG.member is None or record.levelno >= logging.WARNING
 
     handlers = [each for each in logging.getLogger("treadle").handlers if isinstance(each, ConsoleHandler)]
     for handler in handlers:

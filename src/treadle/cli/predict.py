@@ -129,7 +129,7 @@ def predict(
         runs: list[Path] = [*run, *(member or ())]
         shown: dict[str, Any] = {"as_json": as_json, "results": results}
         if smiles is not None:
-            _refuse_beside_smiles(given)
+            _refuse_with_smiles(given)
             _predict_smiles(runs, smiles, smiles_column, out, batch_size=batch_size, device=device, **shown)
         else:
             stored = stored_run(_the_only(runs, smiles_column))
@@ -179,7 +179,7 @@ def _the_only(runs: Sequence[Path], smiles_column: str | None) -> Path:
     return runs[0]
 
 
-def _refuse_beside_smiles(given: Mapping[str, Any]) -> None:
+def _refuse_with_smiles(given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None and value is not False and value != []:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: does not apply with --smiles")

@@ -346,7 +346,7 @@ class StreamReader:
         self.workers = max(1, loader.num_workers)
         self.stream = SeededStream(loader.dataset, batch_size=loader.batch_size, seeded=loader.num_workers > 0)
         self.problem = _problem_of_workers(loader) or shuffle_buffer_of_datasets(loader.dataset)
-        self._tells = isinstance(loader.dataset, EnteredStream)
+        self._enters = isinstance(loader.dataset, EnteredStream)
         self._states: list[Any] = []
         self._next = 0
         self._running = Workers()
@@ -386,15 +386,15 @@ class StreamReader:
             )
         self.stream.seed, self.stream.start = seed, states
         self.stream.first = self._next = 0 if state is None else int(state["next"])
-        self.stream.tries = not self._tells and not states and self.problem is None
+        self.stream.tries = not self._enters and not states and self.problem is None
         self._states = states or [None] * self.workers
-        self._tells = self._tells or bool(states)
+        self._enters = self._enters or bool(states)
         return self._batches(self._running.of(iter(self._loader)))
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for carried in iterator:
             over, problem = carried.tried
-            self._tells = self._tells or (over and problem is None)
+            self._enters = self._enters or (over and problem is None)
             self.problem = self.problem or problem
             self._states[carried.worker] = carried.state
             self._next = (carried.worker + 1) % self.workers
@@ -402,7 +402,7 @@ class StreamReader:
 
     def state(self) -> dict[str, Any] | None:
         """Return the position after the last batch; None if it is known only as a count."""
-        if not self._tells or self.problem is not None:
+        if not self._enters or self.problem is not None:
             return None
         return {"workers": to_plain(self._states, "data.loader"), "next": self._next}
 

@@ -104,13 +104,13 @@ def wait_for_work(device: torch.device) -> None:
         _THREAD.host.wait(event.query)
 
 
-def beside_others(work: Callable[[], T]) -> T:
+def run_off_turn(work: Callable[[], T]) -> T:
     """Run file operations while other runs continue.
 
     The function must not launch work, change process-wide state, or hold a lock that another run may need.
 
     Example:
-        >>> beside_others(lambda: 3)
+        >>> run_off_turn(lambda: 3)
         3
     """
     return work() if _THREAD.host is None else _THREAD.host.beside(work)

@@ -38,10 +38,10 @@ from treadle.engine.leaving import interruption, leave_on_signal
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
 from treadle.engine.preflight import check_length_of_schedule, refuse_fsdp_1
+from treadle.engine.run_log import run_log_shown
 from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.stopping import Target
-from treadle.engine.voice import speaking
 from treadle.errors.arguments import check_argument, checked
 from treadle.optim.evaluation_point import at_evaluation_point
 from treadle.optim.gradients import Gradients, clip_, clip_values_, divide_, total_norm
@@ -180,7 +180,7 @@ class Engine(EngineBase):
         limits = self.settings.limits
         steps, epochs = limits.target(max_steps, epochs)
         self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
-        with failing_by_name(self), speaking(self):
+        with failing_by_name(self), run_log_shown(self):
             self.prepare()
             self.state.leave_out(loader)
             resume_from_hooks(self)

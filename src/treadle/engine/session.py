@@ -26,9 +26,9 @@ from treadle.engine.preflight import (
     check_before_training,
     into_training_mode,
 )
+from treadle.engine.run_log import run_log_shown
 from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import end_line, start_block, start_line
-from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
@@ -134,7 +134,7 @@ def resume_from_hooks(engine: Engine) -> None:
 @contextlib.contextmanager
 def training_session(engine: Engine) -> Iterator[None]:
     """Open hooks and signal handlers for a run, and always close them."""
-    with speaking(engine), contextlib.ExitStack() as held:
+    with run_log_shown(engine), contextlib.ExitStack() as held:
         signals = _make_ready(engine, held)
         plans = engine.signals.plans
         with engine.signals.listening(signals) as outermost:  # hooks that close may upload for minutes

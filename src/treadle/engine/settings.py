@@ -36,7 +36,7 @@ class EngineSettings:
         max_non_finite_grad_retries: fresh groups to try before NonFiniteError; None is 0.
         eval_seed: seeds the random state of every evaluation.
         capture: True, False or ``"auto"``.
-        progress: whether a run shows its log if the user's handlers do not; see ``treadle.engine.voice``.
+        progress: whether a run shows its log if the user's handlers do not; see ``treadle.engine.run_log``.
         limits: limits of time and batches.
 
     Raises:

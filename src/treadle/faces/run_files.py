@@ -15,7 +15,7 @@ from treadle import distributed
 from treadle.checkpoint.schema import versions
 from treadle.checkpoint.store import write_text
 from treadle.engine.hook import BaseHook
-from treadle.engine.voice import turned_off
+from treadle.engine.run_log import turned_off
 from treadle.hooks.bar import ProgressBarHook, RunProgress
 from treadle.hooks.files import set_aside, to_json
 from treadle.hooks.progress import ProgressHook

@@ -22,8 +22,8 @@ from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import replaces, takes
+from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
-from treadle.engine.voice import speaking
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
@@ -341,7 +341,7 @@ class Trainer(EpochFace):
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._use_folder(save_dir, save_freq, best_model_metric)
         breaking = self._folder.saving_what_an_evaluation_breaks(self._epochs)
-        with speaking(self._engine), self._folder.training(), breaking:
+        with run_log_shown(self._engine), self._folder.training(), breaking:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)

@@ -158,7 +158,7 @@ def _differences(first: Any, second: Any, place: str, tolerance: float) -> Itera
         if not (first == second or both_nan or abs(first - second) <= tolerance):
             yield f"{place}: {first} and {second}", True
     elif first != second:
-        is_aside = isinstance(first, str) and isinstance(second, str) and _tells_time_or_path(place)
+        is_aside = isinstance(first, str) and isinstance(second, str) and _is_time_or_path(place)
         yield f"{place}: {first!r} and {second!r}", not is_aside
 
 
@@ -166,5 +166,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _tells_time_or_path(place: str) -> bool:
+def _is_time_or_path(place: str) -> bool:
     return any(word in place.lower() for word in ("time", "path"))

@@ -21,8 +21,8 @@ from treadle.checkpoint.store import copy_checkpoint, load_checkpoint, save_chec
 from treadle.distributed import unwrap
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
+from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
-from treadle.engine.voice import speaking
 from treadle.errors.arguments import checked
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
@@ -255,7 +255,7 @@ class GraphTrainer(EpochFace):
             metric_for_best, minimize_metric, early_stopping, min_delta,
             loaders=val_loader, metrics=self.metrics,
         )  # fmt: skip
-        with speaking(self._engine), self._folder.training():
+        with run_log_shown(self._engine), self._folder.training():
             self._engine.prepare()
             self._engine.state.objects.add("log_hooks", self._log_hooks.hooks)
             self._folder.resume(resume_from)

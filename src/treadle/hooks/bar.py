@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.engine.hook import BaseHook
+from treadle.engine.run_log import RUN_LOG
 from treadle.engine.screens import RedrawnLine, Screen, is_terminal, open_screen
-from treadle.engine.voice import VOICE
 from treadle.errors import MissingExtraError
 from treadle.errors.arguments import check_least, checked
 from treadle.hooks.tracking import epoch_records
@@ -85,8 +85,8 @@ class ProgressBarHook(BaseHook):
         self._means.reset()
         self._shown = {}
         self._screen = None if self._silent else self._open(trainer)
-        if self._screen is not None and VOICE.screen is None:
-            VOICE.screen = self._screen
+        if self._screen is not None and RUN_LOG.screen is None:
+            RUN_LOG.screen = self._screen
 
     @forked_rng()  # rich draws from Python's random for its styles, which must not affect training
     def _open(self, trainer: Engine) -> Screen | None:
@@ -143,8 +143,8 @@ class ProgressBarHook(BaseHook):
         """Restore the terminal, keeping the last state of the bar."""
         if self._screen is not None:
             self._screen.stop()
-        if VOICE.screen is self._screen:
-            VOICE.screen = None
+        if RUN_LOG.screen is self._screen:
+            RUN_LOG.screen = None
         self._screen = None
 
     def print_above(self, text: str) -> None:
@@ -232,11 +232,11 @@ class RunProgress(ProgressBarHook):
         self._before = (trainer.epoch, *trainer.epoch_means.sums("loss"))
         self.idle = self._silent
         if not self._silent:
-            VOICE.replaces_lines = True
+            RUN_LOG.replaces_lines = True
         self._plan()
 
     def _open(self, trainer: Engine) -> Screen | None:
-        if not VOICE.speaks() or VOICE.screen is not None:
+        if not RUN_LOG.is_active() or RUN_LOG.screen is not None:
             self._silent = True
             return None
         try:
@@ -277,7 +277,7 @@ class RunProgress(ProgressBarHook):
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Restore the terminal, keeping the last state of the bar."""
         if not self._silent:
-            VOICE.replaces_lines = False
+            RUN_LOG.replaces_lines = False
         super().on_close(trainer, error)
 
     def on_after_train(self, trainer: Engine) -> None:

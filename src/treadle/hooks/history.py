@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.store import write_text
-from treadle.device.handover import beside_others
+from treadle.device.handover import run_off_turn
 from treadle.engine.hook import BaseHook
 from treadle.errors.arguments import checked
 from treadle.hooks.files import file_in_workspace, set_aside
@@ -72,7 +72,7 @@ class HistoryHook(BaseHook):
 
     def _write_text(self, text: str) -> None:
         """Write the file while other members of a population work."""
-        beside_others(lambda: write_text(text, self.path))
+        run_off_turn(lambda: write_text(text, self.path))
 
     def _kept(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         return record if self.keep is None else {key: record.get(key) for key in self.keep}

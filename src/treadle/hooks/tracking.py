@@ -60,9 +60,9 @@ class Guard:
             yield
         except Exception as error:  # noqa: BLE001  (a full disk or a lost network must not cost the training)
             message = f"{who.state_key}: {doing} failed: {type(error).__name__}: {error}"
-            self.say_once(trainer, "failure", f"{message}. Training continues; later failures are logged as debug")
+            self.warn_once(trainer, "failure", f"{message}. Training continues; later failures are logged as debug")
 
-    def say_once(self, trainer: Engine, topic: str, message: str) -> None:
+    def warn_once(self, trainer: Engine, topic: str, message: str) -> None:
         """Log the first message on a topic as a warning and later ones as debug."""
         trainer.logger.log(logging.DEBUG if topic in self._said else logging.WARNING, "%s", message)
         self._said.add(topic)
@@ -193,7 +193,9 @@ class TrackerHook(BaseHook):
 
     def _may_write(self, trainer: Engine) -> bool:
         if distributed.rank() == 0 and not self._open and not self._failed:
-            self.guard.say_once(trainer, "closed", f"{self.state_key}: records logged outside of training are not sent")
+            self.guard.warn_once(
+                trainer, "closed", f"{self.state_key}: records logged outside of training are not sent"
+            )
         return self._open
 
     def _unsent(self, trainer: Engine, values: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +222,6 @@ class TrackerHook(BaseHook):
     def name_skipped(self, trainer: Engine, keys: list[str]) -> None:
         """Log once which values this tracker does not support."""
         if keys:
-            self.guard.say_once(
+            self.guard.warn_once(
                 trainer, "skipped", f"{self.state_key}: not logged, because it takes no such values: {keys}"
             )

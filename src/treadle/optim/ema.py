@@ -117,7 +117,7 @@ class Ema(AveragedModel):
         if shadows:
             torch._foreach_lerp_(shadows, lives, 1.0 - self.decay if weight is None else weight)
 
-    def lies_beside(self, model: nn.Module) -> bool:
+    def shares_devices_with(self, model: nn.Module) -> bool:
         """Return whether each averaged weight is on the same device as the model's weight."""
         return all(shadow.device == live.device for shadow, live, _ in self._pairs(unwrap(model)))
 

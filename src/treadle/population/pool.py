@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from treadle.engine.voice import VARIABLE, VOICE
+from treadle.engine.run_log import RUN_LOG, VARIABLE
 from treadle.errors import ConfigError
 from treadle.population.member import Make, Member, Outcome, run_member
 from treadle.population.turns import Source, run_in_turns
@@ -241,13 +241,13 @@ class _NamedWarnings(logging.StreamHandler[Any]):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
-        name = "" if VOICE.speaker is None else f"{VOICE.speaker}: "
+        name = "" if RUN_LOG.member is None else f"{RUN_LOG.member}: "
         return f"{record.levelname.lower()}: {name}{record.getMessage()}"
 
 
 def _train_each(make: Make, inbox: _Inbox) -> None:
     while (member := inbox.next()) is not None:
-        VOICE.speaker = member.name
+        RUN_LOG.member = member.name
         try:
             outcome = run_member(make, member)
         except KeyboardInterrupt:

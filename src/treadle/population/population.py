@@ -15,7 +15,7 @@ import torch
 from treadle.checkpoint.lock import run_lock
 from treadle.checkpoint.store import write_text
 from treadle.data.sharing import shared_tensors
-from treadle.engine.voice import VOICE
+from treadle.engine.run_log import RUN_LOG
 from treadle.errors import ConfigError, TreadleError
 from treadle.hooks.files import to_json
 from treadle.population.member import Make, Member, Outcome, member_name
@@ -169,7 +169,7 @@ class Population:
         """
         if not self.members and self._study is None:
             raise ConfigError("there are no members; give settings= or seeds=", argument="settings")
-        with VOICE.scope(_log, wanted=self._progress), run_lock(self.out):
+        with RUN_LOG.scope(_log, wanted=self._progress), run_lock(self.out):
             self._rows = {row.name: row for row in read_rows(self.out / FILE)}
             source = self._source()
             _log.info("%d members in %s", len(self.members), self.out, extra={"topic": "start block"})

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from treadle.device.handover import shared_host
 from treadle.engine.observers import exchange_observers
+from treadle.engine.run_log import RUN_LOG
 from treadle.engine.signals import SignalRelay
-from treadle.engine.voice import VOICE
 from treadle.population.member import Make, Member, Outcome, run_member
 
 T = TypeVar("T")
@@ -210,7 +210,7 @@ class Seat:
 
     def _run(self) -> None:
         """Run the member for a turn and serve its requests."""
-        VOICE.speaker = self.member.name
+        RUN_LOG.member = self.member.name
         try:
             if self.thread.ident is None:
                 self.thread.start()
@@ -223,7 +223,7 @@ class Seat:
                 self._go.release()
                 self._back.acquire()
         finally:
-            VOICE.speaker = None
+            RUN_LOG.member = None
         if self.outcome is not None or self.error is not None:
             self.thread.join()
 

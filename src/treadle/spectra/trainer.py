@@ -26,8 +26,8 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
+from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import check_capture
-from treadle.engine.voice import speaking
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_whole, checked
 from treadle.faces.build import EngineArguments, build_engine, place
@@ -253,7 +253,7 @@ class SpectraTrainer(EpochFace):
         check_whole(0, epochs=epochs)
         if self._epochs.best is not None:
             self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
-        with speaking(self._engine), self._folder.training(), self._writer, tf32(self.cfg.enable_tf32):
+        with run_log_shown(self._engine), self._folder.training(), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)
         return {"best": self.best, "epochs": self.epoch}

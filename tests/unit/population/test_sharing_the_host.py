@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from treadle.capture.graph import Branch
-from treadle.device.handover import beside_others, host_is_shared, launch_times, wait_for
+from treadle.device.handover import host_is_shared, launch_times, run_off_turn, wait_for
 from treadle.population import Population, turns
 from treadle.population.member import Member
 
@@ -139,7 +139,7 @@ def test_others_work_while_a_member_writes(tmp_path):
     def train(seed):
         if seed == 0:
             order.append("0 writes")
-            done = beside_others(lambda: others_done.wait(30))
+            done = run_off_turn(lambda: others_done.wait(30))
             order.append("0 goes on")
             return {"done": int(done)}
         order.append(f"{seed} works")
@@ -156,7 +156,7 @@ def test_an_error_of_what_a_member_writes_is_its_own(tmp_path):
     def train(seed):
         before = random.random()
         with contextlib.suppress(OSError):
-            beside_others(functools.partial(os.stat, tmp_path / "nothing"))
+            run_off_turn(functools.partial(os.stat, tmp_path / "nothing"))
         return {"drawn": before + random.random()}
 
     rows = run(tmp_path, train, seeds=2).rows
@@ -167,7 +167,7 @@ def test_an_error_of_what_a_member_writes_is_its_own(tmp_path):
 def test_where_all_write_a_signal_finds_them(tmp_path):
     member = Member("seed=0", {"seed": 0}, tmp_path)
     seat = turns.Seat(
-        lambda seed: lambda: beside_others(lambda: time.sleep(0.2)), member, turns.ProcessState.capture(), steps=1,
+        lambda seed: lambda: run_off_turn(lambda: time.sleep(0.2)), member, turns.ProcessState.capture(), steps=1,
         stream=Stream(),
     )  # fmt: skip
     seat.take_turn()

@@ -40,20 +40,20 @@ def turned_off() -> bool:
     return os.environ.get(VARIABLE, "").strip().lower() in _OFF
 
 
-class Voice(logging.Handler):
+class RunLogHandler(logging.Handler):
     """Handler that shows log records on stderr during a run; one per process.
 
     Attributes:
         screen: the live display, or None.
         replaces_lines: whether the display replaces the lines of a ProgressHook.
-        speaker: name of the current run where several take turns; only their warnings are shown.
+        member: name of the current run where several take turns; only their warnings are shown.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.screen: Screen | None = None
         self.replaces_lines = False
-        self.speaker: str | None = None
+        self.member: str | None = None
         self._depth = 0
         self._muted = 0
         self._logger: logging.Logger | None = None
@@ -63,7 +63,7 @@ class Voice(logging.Handler):
         self._tokens = _BURST
         self._opened = self._refilled = 0.0
 
-    def speaks(self) -> bool:
+    def is_active(self) -> bool:
         """Return whether a run is currently shown."""
         return self._logger is not None and not self._muted
 
@@ -124,8 +124,8 @@ class Voice(logging.Handler):
         if record.levelno >= logging.WARNING:
             if self._logger is not None and _shows(self._logger, record.levelno, skip=self):
                 return
-            text = f"{record.levelname.lower()}: {'' if self.speaker is None else f'{self.speaker}: '}{text}"
-        elif self.speaker is not None:
+            text = f"{record.levelname.lower()}: {'' if self.member is None else f'{self.member}: '}{text}"
+        elif self.member is not None:
             return
         elif topic == "start block":
             if self._started:
@@ -160,12 +160,12 @@ class Voice(logging.Handler):
                 sys.stderr.flush()
 
 
-VOICE = Voice()
+RUN_LOG = RunLogHandler()
 
 
-def speaking(engine: Engine) -> contextlib.AbstractContextManager[None]:
+def run_log_shown(engine: Engine) -> contextlib.AbstractContextManager[None]:
     """Show the log of an engine inside the block if no handler of the user does; on rank 0 only."""
-    return VOICE.scope(engine.logger, wanted=engine.settings.progress and distributed.rank() == 0)
+    return RUN_LOG.scope(engine.logger, wanted=engine.settings.progress and distributed.rank() == 0)
 
 
 def is_shown(logger: logging.Logger, level: int = logging.INFO) -> bool:
@@ -182,7 +182,11 @@ def _shows(logger: logging.Logger, level: int, *, skip: logging.Handler | None =
     owner: logging.Logger | None = logger
     while owner is not None:
         for handler in owner.handlers:
-            if handler.level <= level and handler is not skip and not isinstance(handler, (logging.NullHandler, Voice)):
+            if (
+                handler.level <= level
+                and handler is not skip
+                and not isinstance(handler, (logging.NullHandler, RunLogHandler))
+            ):
                 return True
         owner = owner.parent if owner.propagate or skip in owner.handlers else None
     return False

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
 from treadle import BaseTrainer, CheckpointingHook, ProgressHook, Trainer
-from treadle.engine.voice import VOICE
+from treadle.engine.run_log import RUN_LOG
 
 SCRIPT = """
 import torch
@@ -184,7 +184,7 @@ def test_the_loggers_are_as_they_were_afterwards_also_after_an_error(capsys):
             del kind.build_hooks
             Fit.build_hooks = lambda self: [CheckpointingHook(2)]
         assert (logger.level, logger.propagate, list(logger.handlers)) == before
-        assert (VOICE.screen, VOICE.replaces_lines, VOICE.speaks()) == (None, False, False)
+        assert (RUN_LOG.screen, RUN_LOG.replaces_lines, RUN_LOG.is_active()) == (None, False, False)
     assert "done at" not in capsys.readouterr().err.splitlines()[-1]
 
 
