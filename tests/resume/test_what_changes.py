@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -447,3 +450,18 @@ def test_adam_and_adamw_are_two_kinds(caplog):
     with pytest.raises(CheckpointError, match="decays weights as Adam does, the AdamW of this run as AdamW does"):
         _refuse_another_kind(second, first.param_groups[0])
     assert caplog.text == ""
+
+
+class OfHooks(list):
+    """A list that can be referred to weakly."""
+
+
+def test_parts_that_are_known_by_id_outlive_their_replacement():
+    """A value of the user's at the address of a part that is gone was left out of checkpoints as one."""
+    engine = scalar_engine()
+    engine.hooks = OfHooks()
+    held = weakref.ref(engine.hooks)
+    engine.prepare()
+    engine.hooks = [Snapshots()]
+    gc.collect()
+    assert held() is not None

@@ -70,6 +70,7 @@ class OwnObjects:
         self._marks: dict[str, list[Mark]] = {}
         self._modules: dict[str, ModuleState] = {}
         self._carried: set[str] = set()
+        self._left_out: list[Any] = []  # kept alive, since their ids are known
         self._late: set[str] = set()
         self._loaded: Mapping[str, Any] = {}
         self._is_new = False  # whether it was loaded since hooks began
@@ -91,6 +92,7 @@ class OwnObjects:
         parts = {id(part) for part in owners_of(loader).values() if isinstance(part, (Dataset, Sampler))} | {id(loader)}
         kept = {path: attributes.owner for path, attributes in self._attributes.items()} | self.owners
         for path in [path for path, owner in kept.items() if id(owner) in parts]:
+            self._left_out.append(kept[path])
             self.owners.pop(path, None)
             self._attributes.pop(path, None)
             self._carried.add(path)

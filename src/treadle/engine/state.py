@@ -116,6 +116,7 @@ class RunState:
         self._trial: Callable[[], None] | None = None
         self._rehearsed = False
         self._warned: set[str] = set()
+        self._parts: tuple[Any, ...] = ()
         self.length_checked = False
         self._settings: EngineSettings | None = None
 
@@ -124,8 +125,9 @@ class RunState:
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
         self.built = Built(engine)
+        self._parts = (*parts_of(engine), engine.task)  # kept alive: they are known by id, which could be reused
         self.objects = objects_of(engine)
-        known = {id(part) for part in (*parts_of(engine), engine, engine.task, *self.objects.owners.values())}
+        known = {id(part) for part in (*self._parts, engine, *self.objects.owners.values())}
         self.hooks = HookStates(engine.hooks, known=known, model=engine.model)
         owner = None if is_of_torch(engine.optimizer) else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
