@@ -49,9 +49,6 @@ def other_accumulation(tree: Mapping[str, Any], now: int) -> list[str]:
         tree: the checkpoint.
         now: micro-batches of a step in this run.
     """
-    config = tree.get("config")
-    if isinstance(config, Mapping) and any("accum" in str(name) for name in config):
-        return []  # its settings are compared
     before = _accumulation_of(tree.get("progress") or {}, tree.get("data") or {}, tree.get("global_step"))
     if before in (None, now):
         return []

@@ -273,11 +273,11 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
     if engine.guard.recording:
         return "applied"  # nothing changed: see treadle.capture
     engine.precision.applied()
-    engine.progress.apply(engine.attempt.info["lr"])
-    scheduler, moves = engine.lr_scheduler, engine.settings.scheduler_interval == "step"
-    if scheduler is not None and moves and not isinstance(scheduler, ReduceLROnPlateau):  # that one moves with epochs
+    scheduler = engine.lr_scheduler if engine.settings.scheduler_interval == "step" else None
+    moves = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)  # that one moves with epochs
+    engine.progress.apply(engine.attempt.info["lr"], moves_schedule=moves)
+    if scheduler is not None and moves:
         scheduler.step()
-        engine.state.schedule.made += 1
     for ema in engine.declared.averages.values():
         if ema in moved:
             ema.count_update()

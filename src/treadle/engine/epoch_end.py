@@ -64,10 +64,10 @@ def _step_epoch_scheduler(engine: Engine, value: float | None) -> None:
     if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
         if value is not None:
             step_plateau(engine.lr_scheduler, value)
-            engine.state.schedule.made += 1
+            engine.progress.count_schedule_move()
     elif engine.lr_scheduler is not None and _moves_each_epoch(engine):
         engine.lr_scheduler.step()
-        engine.state.schedule.made += 1
+        engine.progress.count_schedule_move()
 
 
 def _moves_each_epoch(engine: Engine) -> bool:

@@ -20,6 +20,7 @@ from treadle.engine.hooks_part import HooksPart
 from treadle.engine.modules_part import ModulesPart
 from treadle.engine.objects_part import ObjectsPart, attributes_in
 from treadle.engine.optimizer_parts import OptimizerPart, ScalerPart, SchedulerPart
+from treadle.engine.settings import holds_accumulation
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unlike
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import NAME as POINT
@@ -186,7 +187,8 @@ class DataPart(StatePart):
             tree["data"] |= sizes_between_epochs(engine.cursor.loader, engine.settings.accumulation_steps)
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
-        yield from map(Notice, other_accumulation(saved.tree, engine.settings.accumulation_steps))
+        if not holds_accumulation(saved.get("config")):  # else it is compared with the other settings
+            yield from map(Notice, other_accumulation(saved.tree, engine.settings.accumulation_steps))
 
     def load(self, engine: Engine, saved: Saved) -> None:
         engine.cursor.restart(epoch=int(saved.get("epoch") or 0))

@@ -47,6 +47,7 @@ class Progress:
         self.in_step = False
         self.step_started = 0.0
         self.epoch_applied_steps = 0
+        self.schedule_moves = 0  # made by the engine in this process
         self.last_lr: Sequence[Any] = []
         self.epoch_means = RunningMeans()
         self.moved_settings: dict[str, Any] = {}
@@ -75,11 +76,16 @@ class Progress:
         """Count another try at the current step."""
         self.tries += 1
 
-    def apply(self, rates: Sequence[Any]) -> None:
-        """Count an applied step, whose learning rates are ``rates``."""
+    def apply(self, rates: Sequence[Any], *, moves_schedule: bool = False) -> None:
+        """Count an applied step, whose learning rates are ``rates``, and the move of the schedule that it causes."""
         self.applied_steps += 1
+        self.schedule_moves += moves_schedule
         self.epoch_applied_steps += 1
         self.last_lr = rates
+
+    def count_schedule_move(self) -> None:
+        """Count a move of the schedule at the end of an epoch."""
+        self.schedule_moves += 1
 
     def count_block(self, count: int, rates: Sequence[Any]) -> None:
         """Count applied steps of one micro-batch each, whose learning rates are ``rates``."""

@@ -1,4 +1,4 @@
-"""Moves of the schedule: those of the engine, and those that something else makes beside them, which are named."""
+"""Moves of the schedule: those that something other than the engine makes are warned of."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ if TYPE_CHECKING:
 
 
 class ScheduleMoves:
-    """Moves of a run's schedule, compared with the count of its scheduler.
-
-    Attributes:
-        made: moves that the engine made.
-
-    Example:
-        >>> # engine.state.schedule.made += 1
-    """
+    """Comparison of a scheduler's count with the moves that the engine made."""
 
     def __init__(self) -> None:
-        self.made = 0
         self._since: tuple[Any, int] | None = None  # the scheduler, and the loads of the run
-        self._others = 0  # moves that the scheduler counts beyond those made here
+        self._others = 0  # moves that the scheduler counts beyond those of the engine
 
     def compare(self, engine: Engine, *, expected: bool = False) -> None:
         """Warn once if the scheduler has moved more than the engine moved it since this was last asked.
@@ -30,7 +22,8 @@ class ScheduleMoves:
             engine: whose scheduler is compared.
             expected: whether code of the user's was to move it.
         """
-        since, others = (engine.lr_scheduler, engine.state.num_loads), _count(engine.lr_scheduler) - self.made
+        since = engine.lr_scheduler, engine.state.num_loads
+        others = _count(engine.lr_scheduler) - engine.progress.schedule_moves
         if self._since == since and others > self._others and not expected:
             engine.state.warn_once(
                 engine,

@@ -108,9 +108,10 @@ def check_capture(capture: Any) -> Capture:
     raise ConfigError("use True, False or 'auto'", argument="capture", value=capture)
 
 
+_ACCUMULATION = ("accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps")
 _OF_A_STEP = (
-    "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", "accumulation_steps",
-    "gradient_accumulation_steps", "grad_accum_steps", "scheduler_interval", "scheduler_step_per_batch", "ema_decay",
+    "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", *_ACCUMULATION,
+    "scheduler_interval", "scheduler_step_per_batch", "ema_decay",
 )  # fmt: skip
 """Settings of the faces that change what a step computes, and that nothing else compares."""
 
@@ -123,3 +124,8 @@ def other_settings(saved: Any, given: Any) -> list[str]:
     if None in (saved.get("ema_decay"), given.get("ema_decay")):  # an average that starts or ends is named elsewhere
         names = [name for name in names if name != "ema_decay"]
     return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in names]
+
+
+def holds_accumulation(config: Any) -> bool:
+    """Return whether settings hold the micro-batches of a step, so that :func:`other_settings` compares them."""
+    return isinstance(config, Mapping) and any(name in config for name in _ACCUMULATION)

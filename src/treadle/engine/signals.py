@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least
-
-if TYPE_CHECKING:
-    pass
 
 ExitCode = Literal["128+signal"] | int
 

@@ -80,7 +80,7 @@ class RunState:
         num_runs: runs of this object that took steps.
         length_checked: whether the length of the schedule was checked against that of the run.
         modules: state of the model that is not in its state dict.
-        schedule: moves of the schedule.
+        schedule: comparison of the moves of the schedule with those of the engine.
         built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
         hooks: state of users' hooks beyond what they save themselves.
