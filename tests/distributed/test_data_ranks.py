@@ -300,7 +300,7 @@ def test_copies_of_a_padding_sampler_are_named_once(two_ranks):
     for found in two_ranks:
         assert found["evaluations"]["padded"] == (78 / 14, 78 / 14)
         (line,) = found["evaluations"]["padded says"]
-        assert "repeats 1 samples so that the 2 ranks" in line
+        assert "repeats 1 samples to give all 2 ranks" in line
         assert "RankBatchSampler repeats none" in line
 
 
@@ -472,7 +472,7 @@ def test_each_rank_makes_as_many_steps_and_draws_numbers_of_its_own(kind, steps,
 
 def test_what_is_no_longer_the_same_is_said(journey):
     for found in journey[-1]:
-        assert any("random streams start fresh" in line for line in found["sampler"]["lines"])
+        assert any("random generators start fresh" in line for line in found["sampler"]["lines"])
         (line,) = [line for line in found["sampler"]["lines"] if "samples" in line]
         assert "after 30 of its 50 samples" in line
         assert "3 samples on 1 ranks before, 9 on 3 now" in line

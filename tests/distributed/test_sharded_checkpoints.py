@@ -123,7 +123,7 @@ def test_a_state_is_the_same_in_one_process(outcome, name, caplog):
     resumed = run(None, folder / name, STEPS, seed=9)
     assert resumed.step == STEPS
     assert differing(tensors_of(resumed), found[name]) == []
-    assert "random streams start fresh" in caplog.text
+    assert "random generators start fresh" in caplog.text
 
 
 def test_a_folder_holds_the_tree_of_a_single_file(outcome):

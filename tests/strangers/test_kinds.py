@@ -104,7 +104,7 @@ def test_an_object_that_does_not_load_what_it_saves_is_found_at_the_first_save()
             saves.count += 1
 
     with pytest.raises(
-        CheckpointError, match=r"first checkpoint.*task\.stubborn: Stubborn does not load what it saves"
+        CheckpointError, match=r"first checkpoint.*task\.stubborn: Stubborn does not restore what it saves"
     ):
         engine_of(task=task, hooks=[Saves()]).run(points_loader(), max_steps=3)
     assert saves.count == 1
@@ -125,7 +125,7 @@ def test_another_set_of_frozen_parameters_is_said_and_that_of_the_file_is_taken(
     engine.run(points_loader(), max_steps=2)
     other = engine_of()
     other.load_state_dict(through_a_file(engine.state_dict()))
-    assert "0.bias, 0.weight: requires_grad is set as in the checkpoint" in caplog.text
+    assert "0.bias, 0.weight: requires_grad is restored from the checkpoint" in caplog.text
     assert not other.model[0].weight.requires_grad
 
 
@@ -144,7 +144,7 @@ def test_an_attribute_that_cannot_be_kept_is_named_once(caplog):
     for steps in (2, 3, 4):
         engine.run(points_loader(), max_steps=steps)
         engine.state_dict()
-    assert caplog.text.count("index has changed, and no checkpoint holds it") == 1
+    assert caplog.text.count("index has changed, but checkpoints do not hold it") == 1
     assert "calls" not in caplog.text
 
 
@@ -411,8 +411,8 @@ def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplo
     for steps in (2, 3, 4):
         engine.run(points_loader(Cached()), max_steps=steps)
         engine.state_dict()
-    assert caplog.text.count("hook Late: teacher has changed, and no checkpoint holds it") == 1
-    assert "Cached.read (an lru_cache) has changed, and no checkpoint holds it" in caplog.text
+    assert caplog.text.count("hook Late: teacher has changed, but checkpoints do not hold it") == 1
+    assert "Cached.read (an lru_cache) has changed, but checkpoints do not hold it" in caplog.text
 
 
 def test_trying_the_schedule_moves_nothing():
@@ -575,7 +575,7 @@ def test_a_metric_to_select_by_may_have_either_name(metric):
 
 def test_a_metric_of_classes_on_numbers_is_found_before_step_1():
     trainer = Trainer(net(), None, nn.MSELoss(), device="cpu", metrics=["accuracy"])
-    with pytest.raises(ConfigError, match="accuracy needs classes"):
+    with pytest.raises(ConfigError, match="accuracy needs class indices"):
         trainer.train(points_loader(), 1, points_loader())
     assert trainer.step == 0
 
@@ -610,7 +610,7 @@ def test_a_schedule_over_the_steps_that_moves_with_epochs_is_named(make, name, c
     schedule = make(optimizer, 3 * len(batches))
     Trainer(model, optimizer, nn.MSELoss(), device="cpu", scheduler=schedule).train(batches, 3)
     assert f"scheduler: {name}" in caplog.text
-    assert "is as long as this run has steps, and it moves with each of the 3 epochs" in caplog.text
+    assert "covers the steps of this run but moves once in each of its 3 epochs" in caplog.text
 
 
 @pytest.mark.parametrize("model", [nn.Linear, "resnet18", None])
@@ -625,7 +625,7 @@ def test_an_evaluation_that_is_set_on_the_object_acts_and_a_step_is_named(caplog
     trainer.evaluate = lambda loader: {"loss": 7.0}
     trainer.eval_step = lambda batch: {"loss": 0.0}
     assert trainer.train(points_loader(), 1, points_loader())["eval_loss"] == [7.0]
-    assert "eval_step: set on this object of Trainer, where nothing calls it" in caplog.text
+    assert "eval_step: set on this object of Trainer, which nothing calls" in caplog.text
     assert "evaluate: set" not in caplog.text
 
 
@@ -684,7 +684,7 @@ def test_a_cache_of_samples_is_named_and_goes_into_no_checkpoint(caplog):
     assert sum(value.numel() for value in cached.values()) > 1_000_000
     held = str(engine.cursor.state_dict().get("objects"))
     assert "cache" not in held
-    assert "Caches.cache has changed, and no checkpoint holds it" in caplog.text
+    assert "Caches.cache has changed, but checkpoints do not hold it" in caplog.text
 
 
 # -- what hooks set when they begin

@@ -569,7 +569,7 @@ def test_a_data_set_that_keeps_state_between_items_is_named_once(inside, saves, 
             pass
         cursor.next_epoch()
     (line,) = caplog.messages
-    assert line.startswith("Counting.read has changed, and no checkpoint holds it")
+    assert line.startswith("Counting.read has changed, but checkpoints do not hold it")
 
 
 class Unreadable(Items):

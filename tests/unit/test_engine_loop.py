@@ -241,7 +241,7 @@ def test_a_hook_that_comes_too_late_for_what_it_declares_is_refused(make):
     engine = scalar_engine()
     engine.run([1.0], max_steps=1)
     engine.hooks += [BaseHook(), make()]
-    with pytest.raises(ConfigError, match=r"(EmaHook|NonFiniteHook) was added after a run"):
+    with pytest.raises(ConfigError, match=r"(EmaHook|NonFiniteHook) was added too late, after a run"):
         engine.run([1.0], max_steps=2)
     del engine.hooks[-1]
     engine.run([1.0], max_steps=2)
@@ -354,7 +354,7 @@ def test_an_empty_loader_is_an_error_naming_step_and_target(loader, target):
 
 def test_a_one_shot_stream_that_ends_early_is_an_error_naming_step_and_target():
     engine = scalar_engine()
-    with pytest.raises(DataExhaustedError, match=r"step 3.*target is step 7"):
+    with pytest.raises(DataExhaustedError, match=r"step 3.*target step 7"):
         engine.run(iter([1.0, 1.0, 1.0]), max_steps=7)
     assert engine.model.weight.item() == -3.0
     enough = scalar_engine()
@@ -487,7 +487,7 @@ def test_two_hooks_with_one_key_are_refused_every_time_they_are_used():
 
 
 def test_two_averages_need_two_names():
-    with pytest.raises(ConfigError, match=r"EmaHook.*pass another name="):
+    with pytest.raises(ConfigError, match=r"EmaHook.*give one another name="):
         scalar_engine(hooks=[EmaHook(0.9), EmaHook(0.99)]).run([1.0], max_steps=1)
 
     class Other(EmaHook):
@@ -595,5 +595,5 @@ def test_an_epoch_in_which_no_step_changed_the_weights_is_told(caplog):
         engine.run([1.0, 2.0], epochs=2)
     told = [message for message in caplog.messages if "no step changed the weights" in message]
     assert told == [
-        f"epoch {epoch}: no step changed the weights (the last one: no micro-batch had a loss)" for epoch in (1, 2)
+        f"epoch {epoch}: no step changed the weights (last step: no micro-batch had a loss)" for epoch in (1, 2)
     ]

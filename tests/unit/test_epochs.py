@@ -34,7 +34,7 @@ def trainer_of(values=(), best=None, **kwargs):
 
 def test_a_loader_without_batches_is_refused_unless_another_rank_had_some(monkeypatch):
     trainer = trainer_of()
-    with pytest.raises(ConfigError, match="val_loader: it gave no batch"):
+    with pytest.raises(ConfigError, match="val_loader: it yielded no batch"):
         trainer.evaluate([])
     monkeypatch.setattr("treadle.engine.evaluation.distributed.agree", lambda count: count + 1)
     assert math.isnan(trainer.evaluate([])["loss"])

@@ -107,7 +107,7 @@ def test_a_function_sees_the_rows_of_every_rank(monkeypatch):
         ([lambda outputs, targets: 0], "has no name; pass a dict"),
         ({"mine": lambda outputs: 0}, r"mine cannot be called as mine\(outputs, targets\)"),
         ({"mine": nn.MSELoss}, "MSELoss is a class; instantiate it"),
-        (["mse", "mse"], "two are named 'mse'"),
+        (["mse", "mse"], "two metrics are named 'mse'"),
         (3, "pass torchmetrics objects, functions"),
     ],
 )

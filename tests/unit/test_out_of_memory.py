@@ -44,8 +44,8 @@ def test_the_last_finished_step_is_saved_and_a_resumed_run_ends_as_one_that_neve
         failing.train()
     assert str(caught.value) == (
         "out of memory at step 4 on cpu with micro-batches of 6 and gradient_accumulation_steps=2. Use a batch size of "
-        "3 and gradient_accumulation_steps=4, which makes the same step of smaller parts, or mixed precision. Step 3 "
-        "is saved, and a resumed run continues from there. PyTorch's message: CUDA out of memory. "
+        "3 and gradient_accumulation_steps=4, which computes the same step in smaller parts, or use mixed precision. "
+        "Step 3 was saved; a resumed run continues from there. PyTorch's message: CUDA out of memory. "
         "Tried to allocate 2.00 GiB."
     )
     assert isinstance(caught.value, (TreadleError, torch.OutOfMemoryError))
@@ -61,7 +61,7 @@ def test_the_last_finished_step_is_saved_and_a_resumed_run_ends_as_one_that_neve
 def test_the_first_step_leaves_nothing_to_save(tmp_path):
     failing = Fit(7, workspace=tmp_path, device="cpu")
     failing.fails_at = 1
-    with pytest.raises(OutOfMemoryError, match="There was no finished step to save"):
+    with pytest.raises(OutOfMemoryError, match="Nothing was saved, as no step was finished"):
         failing.train()
     assert list(tmp_path.glob("checkpoints/*.pt")) == []
 
@@ -84,7 +84,9 @@ def test_weights_that_may_be_half_updated_are_not_saved(tmp_path):
     model = nn.Linear(2, 1)
     hook = CheckpointingHook(100, path=tmp_path)
     engine = Engine(model, FailingUpdate(model.parameters(), lr=0.1), Square(), device="cpu", hooks=[hook])
-    with pytest.raises(OutOfMemoryError, match=r"continues from the last checkpoint: the state in memory is none of a"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"continues from the last checkpoint: the state in memory is not that of a"
+    ):
         engine.run([torch.ones(1, 2)], max_steps=1)
     assert list(tmp_path.glob("*.pt")) == []
 
@@ -96,7 +98,7 @@ def test_a_run_without_a_hook_that_saves_says_so_and_a_single_sample_is_not_halv
 
     model = nn.Linear(2, 1)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), Fails(), device="cpu", hooks=[ProgressHook(1)])
-    with pytest.raises(OutOfMemoryError, match=r"Use a smaller model, .*\. Nothing is saved, as no hook saves"):
+    with pytest.raises(OutOfMemoryError, match=r"Use a smaller model, .*\. Nothing was saved, as no hook saves"):
         engine.run([{"x": (torch.ones(1, 2), 7)}], max_steps=1)
 
 

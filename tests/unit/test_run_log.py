@@ -89,7 +89,8 @@ def test_a_run_that_goes_on_or_is_finished_says_so(tmp_path, capsys):
     )
     Fit(6, workspace=tmp_path, device="cpu").train()
     assert capsys.readouterr().err == (
-        "nothing to do: at step 6, epoch 1 the target, step 6 of the whole run, is reached; a larger one trains on\n"
+        "nothing to do: already at step 6, epoch 1 (target of the whole run: step 6); "
+        "raise the target to train further\n"
     )
 
 

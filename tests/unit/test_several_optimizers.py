@@ -84,5 +84,5 @@ def test_an_optimizer_over_nothing_of_the_model_is_still_refused(tmp_path):
         def build_optimizer(self):
             return torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
 
-    with pytest.raises(ConfigError, match="none of the 4 trainable parameters of the model is in it"):
+    with pytest.raises(ConfigError, match="it holds none of the 4 trainable parameters of the model"):
         trained(tmp_path, 1, cls=Wrong)

@@ -39,12 +39,12 @@ def test_one_block_names_each_decision_and_its_reason(tmp_path, caplog):
     Fit(4, workspace=tmp_path, device="cpu", mixed_precision="bf16").train()
     said = block(caplog)
     assert said == {
-        "device": "cpu (asked for as 'cpu')",
+        "device": "cpu (requested as 'cpu')",
         "precision": "bf16 by autocast, no gradient scaling needed",
         "ranks": "1 (no process group)",
         "start": "fresh: no checkpoint specified or found",
         "target": "step 4",
-        "non-finite": "an error at once; checking is free on the CPU",
+        "non-finite": "an error immediately; checking is free on the CPU",
         "hooks": "EmaHook, CheckpointingHook",
     }
     Fit(6, workspace=tmp_path, device="cpu", max_non_finite_grad_retries=3).train()
@@ -59,6 +59,6 @@ def test_a_finished_run_says_one_line_and_no_block(tmp_path, caplog):
     trainer = Fit(0, workspace=tmp_path, device="cpu")
     trainer.train()
     assert [record.getMessage() for record in caplog.records] == [
-        "nothing to do: at step 0, epoch 0 the target, step 0 of the whole run, is reached; a larger one trains on"
+        "nothing to do: already at step 0, epoch 0 (target of the whole run: step 0); raise the target to train further"
     ]
     assert list(tmp_path.iterdir()) == []

@@ -78,8 +78,11 @@ def test_not_strict_loads_what_fits_with_its_optimizer_state_and_says_what_does_
         fit(6, kind=OtherHead).load_state_dict(saved)
     loose = fit(6, StateDictOptions(strict=False), kind=OtherHead)
     loose.load_state_dict(saved)
-    assert "2 weights are not in the checkpoint and stay as they were built: other.weight, other.bias" in caplog.text
-    assert "2 of the checkpoint are not in the model and are left out: head.weight, head.bias" in caplog.text
+    assert (
+        "2 weights are missing from the checkpoint and keep their initial values: other.weight, other.bias"
+        in caplog.text
+    )
+    assert "2 weights of the checkpoint are not in the model and are ignored: head.weight, head.bias" in caplog.text
     assert torch.equal(loose.model["body"].weight, source.model["body"].weight)
     moments = loose.optimizer.state[loose.model["body"].weight]
     assert torch.equal(moments["exp_avg"], source.optimizer.state[source.model["body"].weight]["exp_avg"])

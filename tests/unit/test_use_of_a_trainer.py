@@ -139,7 +139,7 @@ def test_what_is_missing_is_named():
     trainer.prepare()
     with pytest.raises(ConfigError, match=r"predict: Fit has no predict_step\(input\)"):
         trainer.predict([])
-    with pytest.raises(ConfigError, match="loader: it gave no batch"):
+    with pytest.raises(ConfigError, match="loader: it yielded no batch"):
         trainer.test([])
 
 

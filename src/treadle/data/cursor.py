@@ -439,7 +439,7 @@ class Cursor:
 
     def _warn_of_lost(self) -> None:
         lost = [
-            f"{name} has changed, and no checkpoint holds it: a resume is exact only if no item depends on it. Give "
+            f"{name} has changed, but checkpoints do not hold it: a resume is exact only if no item depends on it. Give "
             "its object state_dict and load_state_dict, or make items from their index and the global random generators"
             for name in self._objects.lost()
         ]

@@ -45,7 +45,9 @@ def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:
     if name in _MAX or re.fullmatch(r"precision@\d+", name):
         return "max"
     raise ConfigError(
-        "its direction cannot be told from its name; pass mode='min' or mode='max'", argument="metric", value=metric
+        "its name does not show whether lower or higher is better; pass mode='min' or mode='max'",
+        argument="metric",
+        value=metric,
     )
 
 

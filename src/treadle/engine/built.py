@@ -88,9 +88,9 @@ class Built:
         ):  # fmt: skip
             if before is not now:
                 raise CheckpointError(
-                    f"{name}: it was a {type(before).__name__} when the run began and is another "
-                    f"{type(now).__name__} now; a resumed run builds the first one, which would not take the state of "
-                    "this one. Change it in place, or build it so from the start"
+                    f"{name}: replaced after the run began ({type(before).__name__} then, another "
+                    f"{type(now).__name__} now); a resumed run builds the original, which cannot load the state of "
+                    "the new one. Change it in place, or build the new one from the start"
                 )
 
     def unfit(self, engine: Engine) -> Iterator[str]:
@@ -98,48 +98,50 @@ class Built:
         names = set(_saved_names(engine.model))
         if names != self._names:
             gained, lost = _listed(names - self._names), _listed(self._names - names)
-            yield _unfit(f"since the run began it has gained {gained} and lost {lost}")
+            yield _unfit(f"since the run began it gained {gained} and lost {lost}")
         added = {id(one) for group in engine.optimizer.param_groups for one in group["params"]} - self._held
         late = [name for name, one in engine.model.named_parameters()
                 if id(one) in added and id(one) not in self._parameters and name in self._names]  # fmt: skip
         if late:
             yield (
-                f"optimizer: it holds {_listed(late)}, which replaced another parameter while "
-                "training; a run that builds the first one cannot load checkpoints from here on. Make all layers when "
-                "the model is built"
+                f"optimizer: {_listed(late)} replaced another parameter during training; a run that builds the "
+                "original model cannot load checkpoints from here on. Create all layers when the model is built"
             )
         inner = unwrap(engine.model)
         now = {clean_name(name): one for name, one in inner.named_parameters(remove_duplicate=False)}
         other = [name for name, one in self._by_name.items() if now.get(name, one) is not one and name not in late]
         if other:
             yield (
-                f"model: {_listed(other)} is another parameter than when the run began; a run that builds the model as "
-                "it was cannot go on from checkpoints from here on. Write into parameters in place, and tie or replace "
-                "them when the model is built"
+                f"model: {_listed(other)} was replaced by another parameter after the run began; a run that builds "
+                "the original model cannot resume from checkpoints from here on. Write into parameters in place, and "
+                "tie or replace them when the model is built"
             )
 
     def replaced(self, engine: Engine) -> Iterator[str]:
         """Yield warnings about replaced parts that no checkpoint holds."""
-        advice = "a resumed run begins with the first one. Build both and choose by an attribute, which is kept"
+        advice = (
+            "a resumed run starts with the original. Build both and switch between them by an attribute, which "
+            "checkpoints hold"
+        )
         if engine.task is not self._task:
-            yield f"task: it has been replaced by another {type(engine.task).__name__}: {advice}"
+            yield f"task: replaced by another {type(engine.task).__name__}: {advice}"
         loss = getattr(self._owner, "loss_fn", None)
         if loss is not self._loss:
-            yield f"loss_fn: it has been replaced by {_name_of(loss)}: {advice}"
+            yield f"loss_fn: replaced by {_name_of(loss)}: {advice}"
         loader = getattr(engine, "data_loader", None)
         if loader is not None and engine.cursor.loader is not None and loader is not engine.cursor.loader:
             yield (
-                f"data_loader: it has been replaced by another {type(loader).__name__} while training, which goes on "
-                "with the first one: the new one is read from the next call of train() on. Change the loader's data or "
-                "sampler in place"
+                f"data_loader: replaced by another {type(loader).__name__} during training, which continues with the "
+                "original; the new one is used from the next call of train(). Change the loader's data or sampler in "
+                "place"
             )
 
 
 def _unfit(what: str) -> str:
     return (
-        f"model: {what}; a run that builds the model as it was cannot load checkpoints from here on. Make all "
-        "parameters when the model is built, as prune.identity and frozen layers do, or build it like this before the "
-        "resume"
+        f"model: {what}; a run that builds the original model cannot load checkpoints from here on. Create all "
+        "parameters when the model is built, as prune.identity and frozen layers do, or build it this way before "
+        "resuming"
     )
 
 

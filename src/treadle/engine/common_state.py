@@ -38,8 +38,8 @@ def common_state(
         fitted["optimizer"] = common_optimizer_state(saved, names)
     if missing or strange:
         engine.logger.warning(
-            "strict=False: %d weights are not in the checkpoint and stay as they were built: %s; %d of the checkpoint "
-            "are not in the model and are left out: %s",
+            "strict=False: %d weights are missing from the checkpoint and keep their initial values: %s; %d weights "
+            "of the checkpoint are not in the model and are ignored: %s",
             len(missing), _listed(missing), len(strange), _listed(strange),
         )  # fmt: skip
     return fitted, frozenset(kept) | frozenset(missing)

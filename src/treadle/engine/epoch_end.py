@@ -33,14 +33,14 @@ def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
     """
     if engine.cursor.position == 0:
         raise DataExhaustedError(
-            f"the loader gave no batch at step {engine.progress.step}, epoch {engine.epoch + 1}, and the target is "
-            f"{engine.target}: it is empty (a DataLoader with drop_last=True and fewer samples than batch_size "
-            "is), or a one-shot iterator that is used up; pass an iterable that can be opened again"
+            f"the loader yielded no batch at step {engine.progress.step}, epoch {engine.epoch + 1}, before the "
+            f"target {engine.target}: it is empty (a DataLoader with drop_last=True and fewer samples than "
+            "batch_size) or an exhausted one-shot iterator; pass an iterable that can be iterated again"
         )
     engine.raise_if_refused()
     if engine.progress.epoch_applied_steps == 0:
         reason = engine.attempt.info.get("reason") or "a step had nothing to apply"
-        engine.logger.warning("epoch %d: no step changed the weights (the last one: %s)", engine.epoch + 1, reason)
+        engine.logger.warning("epoch %d: no step changed the weights (last step: %s)", engine.epoch + 1, reason)
     score_epoch, after_epoch = engine.target.score_epoch, engine.target.after_epoch
     try:
         value = score_epoch() if score_epoch is not None else engine.train_means().get("loss")
@@ -91,7 +91,7 @@ def fresh_group(engine: Engine, loader: Iterable[Any]) -> Group:
         group = engine.cursor.take(settings.accumulation_steps)
     if not group.batches:
         engine.logger.warning(
-            "step %d is skipped: its gradient was not finite and the epoch has no fresh data to retry", progress.step
+            "step %d is skipped: its gradient was not finite and the epoch has no data left for a retry", progress.step
         )
     return group
 

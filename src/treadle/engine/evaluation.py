@@ -120,7 +120,7 @@ def try_override(evaluate: Callable[[], Any], logger: logging.Logger) -> Mapping
         raise
     except (ValueError, LookupError, ArithmeticError, AssertionError) as error:  # a score may need two classes
         logger.warning(
-            "evaluate: the override fails on one batch, on which it was tried before step 1: %s: %s",
+            "evaluate: the override failed on the batch it was tried on before step 1: %s: %s",
             type(error).__name__, error,
         )  # fmt: skip
         return None
@@ -224,7 +224,7 @@ def refuse_no_batch(count: int, loader: str) -> None:
         loader: subject of the message, as in ``"val_loader: it"``.
     """
     if not distributed.agree(count):
-        raise ConfigError(f"{loader} gave no batch; there is nothing to take a mean over")
+        raise ConfigError(f"{loader} yielded no batch, so there is nothing to average")
 
 
 def copies_in(loader: Any) -> list[str]:
@@ -238,8 +238,8 @@ def copies_in(loader: Any) -> list[str]:
     padding = [one for one in samplers_of(loader) if isinstance(one, DistributedSampler) and not one.drop_last]
     copies = {one.num_replicas: one.total_size - len(one.dataset) for one in padding}  # type: ignore[arg-type]
     return [
-        f"the evaluation's DistributedSampler repeats {count} samples so that the {ranks} ranks have equally many: "
-        "they count twice in means over ranks; a treadle.data.RankBatchSampler repeats none"
+        f"the DistributedSampler of the evaluation repeats {count} samples to give all {ranks} ranks equally many, "
+        "and these count twice in means over ranks; a treadle.data.RankBatchSampler repeats none"
         for ranks, count in copies.items()
         if count
     ]

@@ -124,7 +124,7 @@ def lost_rank(error: BaseException) -> RankLostError | None:
 
     Example:
         >>> lost_rank(RuntimeError("Gloo: Connection closed by peer [10.0.0.7]:4711"))
-        RankLostError('another rank ended first; its own error is the cause')
+        RankLostError('another rank exited first; its error is the cause')
         >>> lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
         True
     """
@@ -136,11 +136,11 @@ def lost_rank(error: BaseException) -> RankLostError | None:
         of_torch = dist.is_available() and isinstance(cause, dist.DistError)
         if of_torch or (isinstance(cause, RuntimeError) and any(word in text for word in _BACKENDS)):
             if any(word in text for word in _GONE):
-                return RankLostError("another rank ended first; its own error is the cause")
+                return RankLostError("another rank exited first; its error is the cause")
             if any(word in text for word in _SILENT):
                 return RankLostError(
-                    "another rank did not answer within the timeout of the process group: it is stuck, or its machine "
-                    "is gone. StuckRankHook names the one that is stuck"
+                    "another rank did not answer within the timeout of the process group: it is stuck, or its "
+                    "machine is down. Add a StuckRankHook to learn which rank is stuck"
                 )
         cause = cause.__cause__
     return None
@@ -180,8 +180,8 @@ def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tenso
     where = f"batch {at.position}" if first == at.position else f"batches {first} to {at.position}"
     return NonFiniteError(
         f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} "
-        f"{'try' if at.tries == 1 else 'tries'}: {where} of epoch "
-        f"{at.epoch + 1}. The weights are those of the last applied step ({engine.progress.applied_steps}). Look at "
-        "that batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
+        f"{'try' if at.tries == 1 else 'tries'}: {where} of epoch {at.epoch + 1}. The weights are those of the last "
+        f"applied step ({engine.progress.applied_steps}). Inspect these batches, lower the learning rate, clip "
+        "gradients, or set max_non_finite_grad_retries",
         step=at.step, norm=measured, epoch=at.epoch, batch_index=at.position, tries=at.tries,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def try_loading(engine: Engine, tree: Mapping[str, Any]) -> None:
         _try_objects(engine, tree.get("objects") or {})
     except Exception as error:
         raise CheckpointError(
-            f"the first checkpoint of this run could not be loaded again, so no later one could: {error}"
+            f"the first checkpoint of this run cannot be loaded back, so later ones could not be either: {error}"
         ) from error
 
 
@@ -49,11 +49,11 @@ def _try_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
         return
     if optimizer.state and not state.get("state"):
         raise CheckpointError(
-            f"optimizer: the state_dict of this {type(optimizer).__name__} is empty although it holds state; give "
-            "the class its own state_dict() and load_state_dict()"
+            f"optimizer: the state_dict of this {type(optimizer).__name__} is empty although it holds state; define "
+            "state_dict() and load_state_dict() in the class"
         )
     for lost in rehearse(optimizer, from_plain(state)):
-        raise CheckpointError(f"optimizer: {type(optimizer).__name__} does not load what it saves: {lost}")
+        raise CheckpointError(f"optimizer: {type(optimizer).__name__} does not restore what it saves: {lost}")
 
 
 def refuse_hidden_tensors(optimizer: Any) -> None:
@@ -65,8 +65,8 @@ def refuse_hidden_tensors(optimizer: Any) -> None:
     hidden = hidden_tensors(optimizer)
     if hidden:
         raise CheckpointError(
-            f"optimizer: {type(optimizer).__name__} keeps tensors in {hidden!r}, which the state_dict that it inherits "
-            "leaves out; keep them in self.state[parameter], or give the class state_dict() and load_state_dict()"
+            f"optimizer: {type(optimizer).__name__} keeps tensors in {hidden!r}, which the inherited state_dict "
+            "leaves out; keep them in self.state[parameter], or define state_dict() and load_state_dict()"
         )
 
 
@@ -93,16 +93,16 @@ def try_optimizer(optimizer: Any) -> None:
     addresses = {id(one) for group in first.param_groups for one in group["params"]}
     if any(key in addresses for key in _int_keys(first.state_dict())):
         raise CheckpointError(
-            f"optimizer: the state_dict of {name} has the memory addresses of parameters for keys, which another "
-            "process does not have; use their order, as torch's optimizers do"
+            f"optimizer: the state_dict of {name} uses the memory addresses of parameters as keys, which differ "
+            "between processes; use their order, as torch's optimizers do"
         )
     state = to_plain(first.state_dict(), "optimizer", encoding="odd")
     try:
         second.load_state_dict(from_plain(copy.deepcopy(state)))
     except Exception as error:
         raise CheckpointError(
-            f"optimizer: {name}.load_state_dict does not take what its state_dict gives: {type(error).__name__}: "
-            f"{error}. Both are tried before step 1, on copies"
+            f"optimizer: {name}.load_state_dict rejects what its state_dict returns (both are tried on copies before "
+            f"step 1): {type(error).__name__}: {error}"
         ) from error
 
 
@@ -139,7 +139,7 @@ def _try_objects(engine: Engine, saved: Mapping[str, Any]) -> None:
         try:
             double.load_state_dict(from_plain(to_plain(state, path)))
         except Exception as error:
-            raise CheckpointError(f"{path}: {type(owner).__name__} does not load what it saves: {error}") from error
+            raise CheckpointError(f"{path}: {type(owner).__name__} does not restore what it saves: {error}") from error
 
 
 def _copied(owner: Any) -> Any:

@@ -85,7 +85,9 @@ class HooksPart(StatePart):
         if states := objects.collect():
             tree["hooks"][key] = {"objects": states}
         for name in objects.lost():
-            advice = "Make it in __init__, as plain values, or give the hook on_state_dict and on_load_state_dict"
+            advice = (
+                "Create it in __init__, as plain values, or define on_state_dict and on_load_state_dict in the hook"
+            )
             engine.state.warn_of_lost(engine, f"hook {key}: {name}", advice)
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
@@ -105,7 +107,7 @@ class HooksPart(StatePart):
             text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"
             yield Notice(text, topic="ignored hook state")
         for hook in without if not own_keys else ():
-            yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}: it starts fresh")
+            yield Notice(f"the checkpoint has no state of hook {hook.state_key!r}, so it starts fresh")
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if engine.state.options.strict:

@@ -34,7 +34,7 @@ def as_seconds(value: Duration) -> float:
     seconds = _seconds(value)
     if seconds is None or not 0 < seconds < math.inf:
         raise ConfigError(
-            "must be a time above 0: seconds, 'HH:MM:SS', 'DD:HH:MM:SS', a text such as '1h30m', or a timedelta",
+            "must be a time above 0: seconds, 'HH:MM:SS', 'DD:HH:MM:SS', a string such as '1h30m', or a timedelta",
             argument="max_time",
             value=value,
         )

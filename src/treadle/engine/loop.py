@@ -226,7 +226,10 @@ class Engine(EngineBase):
     def _log_nothing_to_do(self) -> None:
         """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
         level = logging.WARNING if self.state.num_runs else logging.INFO
-        text = "nothing to do: at step %d, epoch %d the target, %s of the whole run, is reached; a larger one trains on"
+        text = (
+            "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
+            "further"
+        )
         self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:

@@ -30,8 +30,8 @@ def warn_of_masks(engine: Engine, batch: Any, *, training: bool) -> None:
         return
     if set(wanted).isdisjoint(_names_in_user_code(engine)):
         engine.logger.warning(
-            "the batch has %s, which tells the rows that count in %s, and nothing reads it, so all rows count; select "
-            "them in the step, as in loss(outputs[batch.%s], batch.y[batch.%s]), or delete it from the data",
+            "the batch has %s, the mask of rows that count in %s, but nothing reads it, so all rows count; apply it "
+            "in the step, as in loss(outputs[batch.%s], batch.y[batch.%s]), or delete it from the data",
             " and ".join(dict.fromkeys(found)), "training" if training else "an evaluation", found[0], found[0],
         )  # fmt: skip
 

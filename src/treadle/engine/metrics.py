@@ -85,7 +85,9 @@ class EpochMetrics:
         for name, metric in _by_name(metrics):
             made = _as_metric(metric, name, loss_fn)
             if name is not None and name in self._named:
-                raise ConfigError(f"two are named {name!r}; pass a dict with a name for each", argument="metrics")
+                raise ConfigError(
+                    f"two metrics are named {name!r}; pass a dict that gives each a name", argument="metrics"
+                )
             self._named[name] = made.to(device) if callable(getattr(made, "to", None)) else made
 
     def __bool__(self) -> bool:
@@ -237,7 +239,7 @@ class FunctionMetric:
         except ConfigError:
             raise
         except ValueError as error:
-            _log.warning("metrics: %s fails on the first batch alone: %s", self._name, error)
+            _log.warning("metrics: %s fails when called on the first batch alone: %s", self._name, error)
             return None
         except Exception as error:
             raise ConfigError(
@@ -326,17 +328,18 @@ class ClassMetric:
             if per_class and len(prediction) == len(target) and not target.is_floating_point():
                 return "classes", prediction.shape[1]
         raise ConfigError(
-            f"{self._name} needs outputs of shape (N, C, ...) and whole numbers of shape (N, ...), or both of one "
-            f"shape, not {tuple(prediction.shape)} {prediction.dtype} and {tuple(target.shape)} {target.dtype}; give a "
-            "function fn(outputs, targets) that arranges them, such as one that shifts the labels of a language model",
+            f"{self._name} needs outputs of shape (N, C, ...) and integer targets of shape (N, ...), or both of one "
+            f"shape, not {tuple(prediction.shape)} {prediction.dtype} and {tuple(target.shape)} {target.dtype}; pass "
+            "a function fn(outputs, targets) that rearranges them, for example one that shifts the labels of a "
+            "language model",
             argument="metrics",
         )
 
     def _of_rows(self, scores: Tensor, targets: Tensor) -> Any:
         if ((targets != 0) & (targets != 1)).any():
             raise ConfigError(
-                f"{self._name} needs classes, or targets of 0 and 1 where outputs and targets have one shape; give a "
-                "metric of numbers, such as 'mae', or targets that are whole numbers of shape (N, ...)",
+                f"{self._name} needs class indices, or targets of 0 and 1 if outputs and targets have one shape; use "
+                "a regression metric, such as 'mae', or give integer targets of shape (N, ...)",
                 argument="metrics",
             )
         scores = scores.double()

@@ -26,11 +26,12 @@ class ModulesPart(StatePart):
         for name in engine.state.modules.replaced(engine.model):
             engine.state.warn_once(
                 engine,
-                f"model: {name or 'it'} is another module than when the run began, and a resumed run builds the first "
-                "one: it may not fit. Build the model with all its layers, and freeze or bypass those to come",
+                f"model: {name or 'it'} was replaced by another module after the run began; a resumed run builds the "
+                "original, which may not fit. Build the model with all its layers, and freeze or bypass those used "
+                "later",
             )
         for name in engine.state.modules.lost():
-            advice = "Make it a buffer, or give the module get_extra_state and set_extra_state"
+            advice = "Make it a buffer, or define get_extra_state and set_extra_state in the module"
             engine.state.warn_of_lost(engine, f"model: {name}", advice)
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
@@ -38,11 +39,11 @@ class ModulesPart(StatePart):
         if "frozen" in entry and sorted(modules.built_frozen) != entry["built_frozen"]:
             differ = sorted(modules.built_frozen ^ set(entry["built_frozen"]))
             yield Notice(
-                f"{', '.join(differ[:5])}: requires_grad is set as in the checkpoint, which was written by a run that "
-                "froze other parameters than this one when it began; to change it, set it in a hook's on_before_train"
+                f"{', '.join(differ[:5])}: requires_grad is restored from the checkpoint, whose run began with other "
+                "parameters frozen; to change it, set it in a hook's on_before_train"
             )
         for path in modules.unknown(engine.model, entry):
-            yield Notice(f"the checkpoint's state of {path} is ignored: the model of this run has no such module")
+            yield Notice(f"the checkpoint's state of {path} is ignored: this run's model has no such module")
 
     def load(self, engine: Engine, saved: Saved) -> None:
         engine.state.modules.restore(engine.model, saved.part("modules"), ready=engine.state.training)

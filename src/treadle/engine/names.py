@@ -61,7 +61,7 @@ def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign:
             hint = foreign[name] if foreign[name].startswith("pass ") else f"override {foreign[name]}"
             yield f"{kind.__name__}.{name}: nothing calls it; {hint}"
         elif _LIKE_AN_EVENT.match(name):
-            yield f"{kind.__name__}.{name}: nothing calls it; events are methods of a hook: pass one in hooks=[...]"
+            yield f"{kind.__name__}.{name}: nothing calls it; events are methods of hooks: pass a hook in hooks=[...]"
         elif meant := difflib.get_close_matches(name, known, n=1, cutoff=0.8):
             yield f"{kind.__name__}.{name}: nothing calls it; did you mean {meant[0]!r}?"
 
@@ -172,12 +172,12 @@ def overridden_on_instance(owner: Any, methods: Collection[str]) -> Iterator[str
         ...     def evaluate(self): ...
         >>> mine = Mine(); mine.evaluate = print
         >>> list(overridden_on_instance(mine, ["evaluate"]))
-        ['evaluate: set on this object of Mine, where nothing calls it; override it in a subclass']
+        ['evaluate: set on this object of Mine, which nothing calls; override it in a subclass']
     """
     for name in methods:
         if name in vars(owner):
             kind = type(owner).__name__
-            yield f"{name}: set on this object of {kind}, where nothing calls it; override it in a subclass"
+            yield f"{name}: set on this object of {kind}, which nothing calls; override it in a subclass"
 
 
 _BUILT = {
@@ -197,8 +197,7 @@ def idle_attributes(trainer: Any, base: type) -> Iterator[str]:
     for name, method in _BUILT.items():
         if getattr(trainer, name) is not None and name in vars(trainer):
             yield (
-                f"{kind.__name__}.{name}: assigned before training, and replaced by what {method}() returns; return it "
-                "there"
+                f"{kind.__name__}.{name}: assigned before training, but {method}() replaces it; return it from there"
             )
     arguments = inspect.signature(base.__init__).parameters  # type: ignore[misc]
     for owner in kind.__mro__[: kind.__mro__.index(base)]:

@@ -92,9 +92,9 @@ def warn_of_lost(engine: Engine) -> None:
     for name in engine.state.objects.lost():
         engine.state.warn_once(
             engine,
-            f"{name} has changed, or moves, and no checkpoint holds it: a resume is exact only if nothing depends on "
-            "it. Keep it in an object with state_dict and load_state_dict; an iterator over data, in the __iter__ of "
-            "the loader",
+            f"{name} changes during the run, but checkpoints do not hold it: a resume is exact only if nothing "
+            "depends on it. Keep it in an object with state_dict and load_state_dict; create iterators over data in "
+            "the __iter__ of the loader",
         )
 
 
@@ -114,7 +114,7 @@ class ObjectsPart(StatePart):
         missing = engine.state.objects.without_entry(saved.part("objects"))
         if missing:
             yield Notice(
-                f"the checkpoint has no state of {', '.join(missing)}: these start fresh and the resume is not exact"
+                f"the checkpoint has no state of {', '.join(missing)}, which start fresh; the resume is not exact"
             )
 
     def load(self, engine: Engine, saved: Saved) -> None:

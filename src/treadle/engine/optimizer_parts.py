@@ -43,7 +43,7 @@ class SchedulerPart(StatePart):
                 jump = jump_of_the_rate(scheduler, state)
                 yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:
-            yield Notice("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
+            yield Notice("no scheduler state was loaded: the scheduler starts fresh, so the resume is not exact")
         elif state is not None:
             yield Notice("the checkpoint's scheduler state is ignored: this run has no scheduler")
 
@@ -72,7 +72,9 @@ class OptimizerPart(StatePart):
             tree["optimizer"]["attributes"] = changed
         own = type(engine.optimizer).state_dict is not Optimizer.state_dict
         for name in () if own else engine.state.optimizer_attributes.lost():
-            engine.state.warn_of_lost(engine, f"optimizer: {name}", "Give the class state_dict() and load_state_dict()")
+            engine.state.warn_of_lost(
+                engine, f"optimizer: {name}", "Define state_dict() and load_state_dict() in the class"
+            )
 
     def check(self, engine: Engine, saved: Saved) -> None:
         if saved.get("optimizer") is not None:
@@ -125,8 +127,8 @@ class ScalerPart(StatePart):
         wrong = [key for key in live if not (isinstance(state, Mapping) and isinstance(state.get(key), (int, float)))]
         if wrong:
             raise CheckpointError(
-                f"scaler: the checkpoint's state of the gradient scaler has no number for {', '.join(wrong)}; take it "
-                "out of the file to start with a fresh scale"
+                f"scaler: the checkpoint's gradient-scaler state has no number for {', '.join(wrong)}; remove it "
+                "from the file to start with a fresh scale"
             )
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
@@ -143,6 +145,6 @@ class ScalerPart(StatePart):
 def _checkpoint_wins(what: str, settings: list[str]) -> Iterator[Notice]:
     if settings:
         yield Notice(
-            f"the {what} continues with the checkpoint's {', '.join(settings)}; to change a setting, set it in "
-            "on_before_train of a hook, or start a new run from load_weights(...)"
+            f"the {what} continues with the checkpoint's {', '.join(settings)}; to change a setting, set it in a "
+            "hook's on_before_train, or start a new run from load_weights(...)"
         )

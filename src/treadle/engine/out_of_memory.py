@@ -98,7 +98,9 @@ def _fix(engine: Engine) -> str:
     if size is not None and size < 2:
         return "Use a smaller model, mixed precision, or checkpointed activations"
     smaller = "half the batch size" if size is None else f"a batch size of {(size + 1) // 2}"
-    return f"Use {smaller} and {name}={2 * steps}, which makes the same step of smaller parts, or mixed precision"
+    return (
+        f"Use {smaller} and {name}={2 * steps}, which computes the same step in smaller parts, or use mixed precision"
+    )
 
 
 def _batch_size(engine: Engine) -> int | None:
@@ -123,20 +125,23 @@ def _save(engine: Engine) -> str:
     """Save the last finished step if possible; return a description of the outcome."""
     writes = _writers(engine)
     if not writes:
-        return "Nothing is saved, as no hook saves"
+        return "Nothing was saved, as no hook saves checkpoints"
     if distributed.world_size() > 1:
-        return "A resumed run continues from the last checkpoint: nothing was saved now, as the ranks do not wait here"
+        return (
+            "A resumed run continues from the last checkpoint: nothing was saved now, as the other ranks are not "
+            "at this point"
+        )
     if not _undo_step(engine):
-        return "A resumed run continues from the last checkpoint: the state in memory is none of a finished step"
+        return "A resumed run continues from the last checkpoint: the state in memory is not that of a finished step"
     if engine.progress.step == 0:
-        return "There was no finished step to save"
+        return "Nothing was saved, as no step was finished"
     try:
         for write in writes:
             write()
     except Exception as failure:  # noqa: BLE001  (the error of the memory is the one to raise)
         engine.logger.error("step %d could not be saved: %s", engine.progress.step, failure)
         return "A resumed run continues from the last checkpoint"
-    return f"Step {engine.progress.step} is saved, and a resumed run continues from there"
+    return f"Step {engine.progress.step} was saved; a resumed run continues from there"
 
 
 def _writers(engine: Engine) -> list[Callable[[], Any]]:

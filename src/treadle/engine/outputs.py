@@ -56,8 +56,8 @@ def joined(outputs: list[Any], name: str = "outputs") -> Any:
     shapes = {tuple(value.shape[1:]) for value in outputs}
     if len(shapes) > 1:
         raise ConfigError(
-            f"{name} of the batches have the shapes {sorted(shapes)} behind dimension 0 and cannot be "
-            "joined; pad all batches to one length, or go through the loader yourself",
+            f"{name}: the shapes of the batches, {sorted(shapes)} after dimension 0, differ, so they cannot be "
+            "concatenated; pad all batches to one length, or iterate over the loader yourself",
             argument="predict",
         )
     return torch.cat(outputs) if first.dim() else torch.stack(outputs)

@@ -272,8 +272,8 @@ class OwnObjects:
                 wrong = [name for name, mark in entry["fingerprints"].items() if here.get(name) != mark]
                 if wrong:
                     raise CheckpointError(
-                        f"{path}: its frozen weights differ from those of the run that wrote the checkpoint, first "
-                        f"{wrong[0]}; build it from the same weights"
+                        f"{path}: its frozen weights differ from those the checkpoint was written with (first: "
+                        f"{wrong[0]}); build it from the same weights"
                     )
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -295,8 +295,7 @@ class OwnObjects:
                     owner.load_state_dict(from_plain(to_plain(state, path)))
                 except Exception as error:
                     raise CheckpointError(
-                        f"{path}: {type(owner).__name__}.load_state_dict does not take the state of the checkpoint: "
-                        f"{error}"
+                        f"{path}: {type(owner).__name__}.load_state_dict rejects the checkpoint's state: {error}"
                     ) from error
         if path in self._modules:
             self._modules[path].restore(owner, entry.get("modules", {}), ready=False)
@@ -373,8 +372,8 @@ def _mappings_in(tree: Any) -> Iterator[Mapping[Any, Any]]:
 
 def _missing(path: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: the checkpoint holds the state of this object, and this run has none there when it loads; make it in "
-        "__init__ or in build_model(), before training, or start a new run from load_weights(...)"
+        f"{path}: the checkpoint holds the state of this object, which does not exist when the run loads it; create "
+        "it in __init__ or in build_model(), before training, or start a new run from load_weights(...)"
     )
 
 

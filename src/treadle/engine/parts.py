@@ -55,15 +55,15 @@ class FormatPart(StatePart):
         missing += [key for key in ("selection", "history") if key in written and key not in saved.tree]
         if missing:
             yield Notice(
-                f"nothing is loaded for {', '.join(missing)}, which the checkpoint lacks or which was left out: these "
-                "start fresh and the resume is not exact"
+                f"nothing was loaded for {', '.join(missing)}, missing from the checkpoint or left out: these start "
+                "fresh, so the resume is not exact"
             )
         before = saved.part("versions")
         for name, now in versions().items():
             if name in ("torch", "numpy") and before.get(name) not in (None, now):
                 yield Notice(
-                    f"the checkpoint was written with {name} {before[name]} and this is {now}: kernels may round "
-                    "differently"
+                    f"the checkpoint was written with {name} {before[name]} and this run has {now}: kernels may "
+                    "round differently"
                 )
         yield from _device_notices(saved.part("progress").get("device"), engine.device.type)
 
@@ -76,13 +76,13 @@ def _device_notices(before: str | None, now: str) -> Iterator[Notice]:
     """Yield a warning about another kind of device, or one whose kernels may vary from run to run."""
     if before not in (None, now):
         yield Notice(
-            f"the checkpoint was written on {before} and this run is on {now}: kernels round differently, and what is "
-            "drawn at random on the device is something else"
+            f"the checkpoint was written on {before} and this run is on {now}: kernels round differently, and the "
+            "device draws other random numbers"
         )
     elif now != "cpu" and not torch.are_deterministic_algorithms_enabled():
         yield Notice(
-            f"the resume is exact only if the kernels of this model are deterministic: on {now}, those that add with "
-            "atomics round otherwise each time; set_seed(seed, deterministic=True) chooses others"
+            f"the resume is exact only if this model's kernels are deterministic: on {now}, those that add with "
+            "atomics round differently each time; set_seed(seed, deterministic=True) selects others"
         )
 
 
@@ -138,8 +138,8 @@ class AveragesPart(StatePart):
         for name in live:
             if name not in known:
                 yield Notice(
-                    f"the checkpoint has no average {name!r}: it starts from the loaded weights, not from the initial "
-                    "ones"
+                    f"the checkpoint has no average {name!r}: it starts from the loaded weights, not from the "
+                    "initial ones"
                 )
         for name in known:
             if name not in (*live, POINT):
@@ -216,8 +216,9 @@ class RngPart(StatePart):
             if len({each["attributes"].get(name) for each in everyone}) > 1:
                 engine.state.warn_once(
                     engine,
-                    f"{name} differs between ranks, and all of them load what rank 0 saves: a resume is exact only if "
-                    "nothing depends on it. Keep it equal, or in the data set, whose attributes each rank keeps",
+                    f"{name} differs between ranks, but all load what rank 0 saves: a resume is exact only if "
+                    "nothing depends on it. Keep it equal, or in the data set, whose attributes each rank saves for "
+                    "itself",
                 )
         tree["data"]["ranks"] = [each["data"] for each in everyone]
         tree["progress"]["epoch_means"] = {
@@ -228,8 +229,8 @@ class RngPart(StatePart):
         states, ranks = saved.get("rng"), distributed.world_size()
         if states and len(states) != ranks:
             yield Notice(
-                f"the checkpoint was written by {len(states)} ranks and this run has {ranks}: the random streams start "
-                "fresh",
+                f"the checkpoint was written by {len(states)} ranks and this run has {ranks}: all random generators "
+                "start fresh",
                 topic="number of ranks",
             )
 

@@ -73,8 +73,8 @@ def try_schedule(engine: Engine) -> None:
     name = type(scheduler).__name__
     if not has_state(scheduler):
         raise ConfigError(
-            f"{name} has no state_dict() and load_state_dict(), so no checkpoint could hold where it "
-            "is; add them, or use one of torch.optim.lr_scheduler",
+            f"{name} has no state_dict() and load_state_dict(), so checkpoints could not hold its state; add them, "
+            "or use one of torch.optim.lr_scheduler",
             argument="scheduler",
         )
     to_plain(scheduler_state(scheduler), "scheduler", encoding="odd")  # raises now for what no checkpoint can hold
@@ -84,8 +84,8 @@ def try_schedule(engine: Engine) -> None:
     except TypeError as error:
         raise ConfigError(
             f"{name}.step() is called without arguments ({engine.scheduler_interval} by "
-            f"{engine.scheduler_interval}), and this one wants more: {error}. Wrap it in a class whose step() "
-            "counts and passes what it wants",
+            f"{engine.scheduler_interval}), but this one requires some: {error}. Wrap it in a class whose step() "
+            "counts and passes them",
             argument="scheduler",
         ) from error
     except ValueError:  # a function without a signature
@@ -100,9 +100,7 @@ def try_schedule(engine: Engine) -> None:
             warnings.simplefilter("ignore")  # torch warns about the order of steps, but the trial makes none
             trial.step(*arguments)
     except Exception as error:
-        raise ConfigError(
-            f"{name}.step() fails when it is tried before step 1: {error}", argument="scheduler"
-        ) from error
+        raise ConfigError(f"{name}.step() failed when tried before step 1: {error}", argument="scheduler") from error
     finally:
         engine.state.objects.restore_attributes(before)
 
@@ -137,7 +135,7 @@ def check_length_of_schedule(engine: Engine) -> None:
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + moves > scheduler.total_steps:
         raise ConfigError(
             f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "
-            f"{moves} more {engine.scheduler_interval}s and the schedule would raise before its end; build it with "
+            f"{moves} more {engine.scheduler_interval}s, so the schedule would raise before the end; build it with "
             f"total_steps={scheduler.last_epoch + moves}",
             argument="scheduler",
         )
@@ -145,15 +143,15 @@ def check_length_of_schedule(engine: Engine) -> None:
     for name, length, _ in [*_lengths(scheduler), *_one_cycle(scheduler)] if by_epochs else []:
         if steps is not None and length == steps > scheduler.last_epoch + moves:
             engine.logger.warning(
-                "scheduler: %s is as long as this run has steps, and it moves with each of the %d epochs; build it for "
-                "epochs, or let it move with steps",
+                "scheduler: %s covers the steps of this run but moves once in each of its %d epochs; build it for "
+                "epochs, or set scheduler_interval='step'",
                 name, scheduler.last_epoch + moves,
             )  # fmt: skip
     for name, length, effect in _lengths(scheduler):
         if scheduler.last_epoch + moves > length:
             engine.logger.warning(
-                "scheduler: %s ends after %d %ss and this run has %d: from there on the rate %s; build it for the "
-                "whole run if that is not intended",
+                "scheduler: %s ends after %d %ss but this run has %d: after that the rate %s; build it for the whole "
+                "run if that is not intended",
                 name, length, engine.scheduler_interval, scheduler.last_epoch + moves, effect,
             )  # fmt: skip
 
@@ -260,8 +258,8 @@ def into_training_mode(engine: Engine) -> None:
     thawed = [clean_name(name) for name, module in frozen if module.training]
     if thawed:
         engine.logger.warning(
-            "model: %d layers with running statistics were in eval mode (first: %s) and are in training mode now, as "
-            "every module is when training starts; to keep them frozen, override train() of the model",
+            "model: %d layers with running statistics were in eval mode (first: %s) and are now in training mode, as "
+            "all modules are when training starts; to keep them frozen, override train() of the model",
             len(thawed), thawed[0],
         )  # fmt: skip
 
@@ -276,8 +274,8 @@ def check_added_hooks(engine: Engine) -> None:
     for hook in late:
         if type(hook).averages is not BaseHook.averages or type(hook).refusal_plan is not BaseHook.refusal_plan:
             raise ConfigError(
-                f"{hook.state_key} was added after a run, a state or an evaluation had asked the hooks what "
-                "they declare, so it would do nothing; pass it with the others, before all of these",
+                f"{hook.state_key} was added too late, after a run, a load or an evaluation set up the hooks, so it "
+                "would have no effect; pass it in hooks=[...]",
                 argument="hooks",
             )
 
@@ -292,8 +290,8 @@ def check_before_training(engine: Engine) -> None:
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ConfigError(
-            f"lazy parameter {lazy[0]!r} is not initialised, so no optimizer or average can hold it; "
-            "run one batch through the model before building the optimizer",
+            f"lazy parameter {lazy[0]!r} is not initialised; run one batch through the model before building the "
+            "optimizer",
             argument="model",
         )
     check_scheduler(engine.lr_scheduler, engine.optimizer)
@@ -310,8 +308,8 @@ def check_before_training(engine: Engine) -> None:
     wanted = inspect.signature(engine.optimizer.step).parameters.get("closure")
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"a {type(engine.optimizer).__name__} needs a closure that runs the model several times per step; "
-            "here a step runs it once. Use an optimizer whose step() needs no closure",
+            f"a {type(engine.optimizer).__name__} needs a closure that runs the model several times per step, but a "
+            "step runs it once; use an optimizer whose step() needs no closure",
             argument="optimizer",
         )
     _warn_of_half_sums(engine)
@@ -322,8 +320,8 @@ def check_before_training(engine: Engine) -> None:
     names = [name for name, parameter in uncovered if id(parameter) not in held]
     if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
         raise ConfigError(
-            f"none of the {len(names)} trainable parameters of the model is in it, so nothing would be trained; build "
-            "it over model.parameters() of the model that you pass, after the model was moved, wrapped or loaded",
+            f"it holds none of the {len(names)} trainable parameters of the model, so nothing would be trained; "
+            "build it over model.parameters() of the model that you pass, after moving, wrapping or loading it",
             argument="optimizer",
         )
     if names:
@@ -352,7 +350,7 @@ def _warn_of_half_sums(engine: Engine) -> None:
     if kinds and engine.settings.accumulation_steps > 1:
         kind = str(kinds.pop()).removeprefix("torch.")
         engine.logger.warning(
-            "weights are %s and so are their gradients, so the sum over %d micro-batches loses small ones (256 + 1 is "
-            "256 in bfloat16); keep the weights in float32 and use mixed precision, or accumulate over fewer",
+            "weights are %s and so are their gradients, so the sum over %d micro-batches loses small ones (256 + 1 "
+            "is 256 in bfloat16); keep the weights in float32 with mixed precision, or accumulate over fewer",
             kind, engine.settings.accumulation_steps,
         )  # fmt: skip

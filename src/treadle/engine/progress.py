@@ -182,8 +182,8 @@ class LearningRates:
                 break
             if not math.isfinite(rate):
                 raise ConfigError(
-                    "a learning rate must be finite; the weights are still those of the step before. Look at the "
-                    "optimizer's arguments and at the schedule", argument="lr", value=rate,
+                    "a learning rate must be finite; the weights are still those of the previous step. Check the "
+                    "optimizer's arguments and the schedule", argument="lr", value=rate,
                 )  # fmt: skip
         else:
             return rates

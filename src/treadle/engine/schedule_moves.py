@@ -27,9 +27,9 @@ class ScheduleMoves:
         if self._since == since and others > self._others and not expected:
             engine.state.warn_once(
                 engine,
-                f"scheduler: something else steps this {type(engine.lr_scheduler).__name__} too, so it moves more "
-                f"than once each {engine.settings.scheduler_interval}; leave scheduler.step() to the trainer, or keep "
-                "the schedule in a hook and pass none",
+                f"scheduler: something else also steps this {type(engine.lr_scheduler).__name__}, so it moves more "
+                f"than once per {engine.settings.scheduler_interval}; leave scheduler.step() to the trainer, or keep "
+                "the schedule in a hook and pass no scheduler",
             )
         self._since, self._others = since, others
 

@@ -66,14 +66,13 @@ def declared_by_hooks(engine: Engine) -> Declared:
     for hook in engine.hooks:
         if hook.state_key in keys:
             raise ConfigError(
-                f"two hooks have the state key {hook.state_key!r}; pass another name= to one if it takes one, "
-                "else override state_key in one",
+                f"two hooks have the state key {hook.state_key!r}; give one another name=, or override its state_key",
                 argument="hooks",
             )
         keys.add(hook.state_key)
         for name, ema in hook.averages(engine).items():
             if name in averages:
-                raise ConfigError(f"two averages are named {name!r}; pass another name= to one", argument="hooks")
+                raise ConfigError(f"two averages are named {name!r}; give one another name=", argument="hooks")
             averages[name] = ema
     messages = [message for hook in engine.hooks if (message := hook.notice(engine)) is not None]
     return Declared(list(engine.hooks), averages, messages, complete=True)
@@ -100,9 +99,7 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
     """
     plans = {hook.state_key: plan for hook in engine.hooks if (plan := hook.refusal_plan(engine)) is not None}
     if len(plans) > 1:
-        raise ConfigError(
-            f"{' and '.join(plans)} both decide about non-finite gradients; keep one of them", argument="hooks"
-        )
+        raise ConfigError(f"{' and '.join(plans)} both handle non-finite gradients; keep one of them", argument="hooks")
     return next(iter(plans.values()), None)
 
 
@@ -125,7 +122,7 @@ def resume_from_hooks(engine: Engine) -> None:
     for hook in engine.hooks:
         tree = hook.checkpoint_to_resume(engine)
         if tree is not None and state.loaded:
-            engine.logger.warning("%s: a state was loaded already and wins", type(hook).__name__)
+            engine.logger.warning("%s is ignored: a state was already loaded", type(hook).__name__)
         elif tree is not None:
             engine.load_state_dict(tree)
     state.record_resumed()  # not before: after an error here, the next run must not start from scratch
@@ -199,7 +196,7 @@ def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         engine.events.abandoned = False
         if engine.progress.in_step:
             engine.logger.warning(
-                "step %d was interrupted by an error: it counts and is not repeated; to continue without it, resume "
+                "step %d was interrupted by an error; it counts and is not repeated. To continue without it, resume "
                 "from a checkpoint in a new trainer", engine.progress.step,
             )  # fmt: skip
         engine.progress.in_step = False

@@ -138,7 +138,7 @@ class SignalListener:
             return self._handled(signals)
         if SignalRelay.active is None:
             raise ConfigError(
-                "python handles signals in the main thread only; train there, or pass None", argument="exit_signals"
+                "Python handles signals only in the main thread; train there, or pass None", argument="exit_signals"
             )
         return SignalRelay.active.serving(self, signals)
 

@@ -32,9 +32,9 @@ def explaining_single_samples(engine: Engine) -> Iterator[None]:
         batch, layer = found
         step = engine.step + (not engine.progress.in_step)  # a user's loop counts a step only after it
         raise ConfigError(
-            f"batch {batch} of epoch {engine.epoch + 1} (step {step}) has one sample, and {layer} normalises "
-            "over the samples of a batch in training: one has no variance. Pass drop_last=True to the loader, another "
-            "batch_size, or put the layer into eval mode"
+            f"batch {batch} of epoch {engine.epoch + 1} (step {step}) has one sample, but {layer} normalises over "
+            "the samples of a batch in training, and one sample has no variance. Pass drop_last=True to the loader, "
+            "use another batch_size, or put the layer into eval mode"
         ) from error
 
 

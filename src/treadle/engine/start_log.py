@@ -102,7 +102,7 @@ def short_path(path: str) -> str:
 
 def _why_device(engine: Engine) -> str:
     if engine.settings.device_asked is not None:
-        return f"asked for as {engine.settings.device_asked!r}"
+        return f"requested as {engine.settings.device_asked!r}"
     if engine.device.type == "cpu":
         return "not specified, and neither CUDA nor MPS is available"
     return "not specified; CUDA is preferred, then MPS, then the CPU"
@@ -127,29 +127,29 @@ def _ranks(engine: Engine) -> str:
 
 def _model(engine: Engine) -> str:
     if distributed.replicated(engine.model) is not None:
-        return "a replica of the model on each, gradients exchanged during the backward pass"
+        return "one replica of the model each, gradients all-reduced during the backward pass"
     if not distributed.is_sharded(engine.model):
-        return "a model on each, whose gradients are not exchanged here"
+        return "one model each, gradients not exchanged by treadle"
     names = {module: clean_name(name) for name, module in distributed.unwrap(engine.model).named_modules()}
     blocks = [names[part] for part in distributed.sharded_parts(engine.model) if names.get(part)]
     shown = ", ".join(blocks[:8]) + (f" and {len(blocks) - 8} more" if len(blocks) > 8 else "")
-    return f"the model is sharded; gathered one at a time: {shown or 'nothing but the whole'}"
+    return f"the model is sharded; gathered one at a time: {shown or 'only the whole model'}"
 
 
 def _start(engine: Engine) -> str:
     if not engine.progress.step:
         return "fresh: no checkpoint specified or found"
-    source = engine.state.source or "a loaded state, or this trainer's own"
+    source = engine.state.source or "a loaded state or this trainer's earlier run"
     return f"step {engine.progress.step}, epoch {engine.epoch}, from {source}"
 
 
 def _non_finite(engine: Engine) -> str:
     retries = engine.max_non_finite_grad_retries
     last = "an error" if engine.guard.plan is None else engine.guard.plan.described
-    at_once = f"{last} at once" if engine.guard.plan is None else last
+    at_once = f"{last} immediately" if engine.guard.plan is None else last
     policy = f"up to {retries} retries with fresh data, then {last}" if retries else at_once
     if engine.guard.deferred:
-        return f"{policy}; the optimizer skips on the device and the host checks some steps later"
+        return f"{policy}; skipped on the device, checked by the host some steps later"
     if engine.device.type == "cpu":
         return f"{policy}; checking is free on the CPU"
     return f"{policy}; one device read per step (a fused optimizer without retries needs none)"

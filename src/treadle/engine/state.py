@@ -145,7 +145,7 @@ class RunState:
 
     def warn_of_lost(self, engine: Engine, name: str, advice: str) -> None:
         """Log a warning about a change that no checkpoint holds, once."""
-        text = f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on it. "
+        text = f"{name} has changed, but checkpoints do not hold it: a resume is exact only if nothing depends on it. "
         self.warn_once(engine, text + advice)
 
     def look_again(self) -> None:
@@ -254,7 +254,7 @@ class RunState:
         others = other_settings(tree.get("config"), engine.config)
         if others:
             engine.logger.warning(
-                "resumed with other settings than the checkpoint's: %s; from here on the run is another",
+                "resumed with settings that differ from the checkpoint's: %s; from here on the run differs",
                 ", ".join(others), extra={"topic": "other settings"},
             )  # fmt: skip
         self._refuse_what_differs(engine, saved)
@@ -272,9 +272,9 @@ class RunState:
         for part in PARTS:
             for path, how in part.differences(engine, saved):
                 raise CheckpointError(
-                    f"{path}: after loading, it is not what the checkpoint holds ({how}, in the file and in "
-                    "memory). Its object loads something else than it saves, or was built otherwise than in the run "
-                    "that wrote the file; build it as it was, or start a new run from load_weights(...)"
+                    f"{path}: after loading, it differs from the checkpoint ({how}, in the file and in memory). The "
+                    "object does not restore what it saves, or was built differently than in the run that wrote the "
+                    "file; build it the same way, or start a new run from load_weights(...)"
                 )
 
     def roll_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 _REFUSED = {
-    "broadcast_from_rank0": "load_state_dict takes the tree on every rank, and each copies its part of it",
-    "flatten_optimizer_state_dict": "a checkpoint holds the state of the optimizer by parameter already",
-    "keep_submodule_prefixes": "a state is that of the whole model",
+    "broadcast_from_rank0": "load_state_dict takes the whole tree on every rank, and each copies its part",
+    "flatten_optimizer_state_dict": "checkpoints already hold the optimizer state by parameter",
+    "keep_submodule_prefixes": "the state is that of the whole model",
     "dsd_fqn_modifiers": "names are those of the model without its wrappers",
 }
 
@@ -62,6 +62,6 @@ def state_options(asked: StateDictOptions | None) -> StateOptions:
         value = getattr(asked, name)
         if value != getattr(type(asked), name):
             raise ConfigError(
-                f"{name}={value!r} has no meaning here: {reason}; leave it out", argument="state_dict_options"
+                f"{name}={value!r} does not apply here: {reason}; leave it out", argument="state_dict_options"
             )
     return StateOptions(asked.full_state_dict, asked.ignore_frozen_params, asked.strict)

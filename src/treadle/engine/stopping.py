@@ -43,7 +43,9 @@ class Target:
             )
         for name, value in (("max_steps", self.max_steps), ("epochs", self.epochs)):
             if value is not None and not (isinstance(value, Integral) and value >= 0):
-                raise ConfigError(f"{name}={value!r} must be a whole number >= 0, of the whole run", argument="run")
+                raise ConfigError(
+                    f"{name}={value!r} must be a whole number >= 0, counted over the whole run", argument="run"
+                )
 
     def __str__(self) -> str:
         return f"step {self.max_steps}" if self.max_steps is not None else f"epoch {self.epochs}"

@@ -57,7 +57,7 @@ class TrialSteps:
                 break
             engine.cursor.restart(epoch=engine.cursor.epoch + 1)
         else:
-            raise ConfigError("it gave no batch", argument="loader")
+            raise ConfigError("it yielded no batch", argument="loader")
         if engine.train_step(group) != "applied":
             return None
         losses = [output.loss for output in engine.attempt.outputs if output.loss is not None]
@@ -79,9 +79,9 @@ def undone(engine: Engine, loader: Iterable[Any]) -> Iterator[TrialSteps]:
         ConfigError: the engine is training, or there are several ranks.
     """
     if engine.state.training:
-        raise ConfigError("steps cannot be tried while training runs; do it before train()", argument="trainer")
+        raise ConfigError("cannot try steps during training; do it before train()", argument="trainer")
     if distributed.world_size() > 1:
-        raise ConfigError("steps are tried in one process; start it without torchrun", argument="trainer")
+        raise ConfigError("cannot try steps on several ranks; start without torchrun", argument="trainer")
     engine.prepare()
     with _kept_model(engine), _kept_objects(engine), forked_rng(), kept_generators(loader), _kept_workers(loader):
         parts = {

@@ -558,7 +558,7 @@ def test_an_epoch_by_itself_returns_means_and_evaluates_nothing(tmp_path):
     assert list(values) == ["loss_total", *(f"loss_{term}" for term in TERMS), *(f"n_{term}" for term in TERMS)]
     assert trainer.epoch == 1
     assert trainer.history == []
-    with pytest.raises(ConfigError, match="gave no batch"):
+    with pytest.raises(ConfigError, match="yielded no batch"):
         trainer.evaluate([])
 
 

@@ -191,7 +191,7 @@ def test_a_file_with_the_keys_of_the_seed_document_loads_and_names_what_starts_f
     trainer = make()
     with caplog.at_level(logging.WARNING, "treadle"):
         trainer.load_checkpoint(tmp_path / "seed.pt")
-    assert "nothing is loaded for progress, rng, data, scheduler, selection, history, which" in caplog.text
+    assert "nothing was loaded for progress, rng, data, scheduler, selection, history, missing" in caplog.text
     assert (trainer.global_step, trainer.epoch) == (4, 1)
     assert same_weights(trainer, donor)
 

@@ -202,7 +202,7 @@ def test_predictions_keep_tuples_and_mappings_and_leave_out_what_is_no_tensor():
 
 
 def test_predictions_that_cannot_be_joined_or_are_none_are_refused():
-    with pytest.raises(ConfigError, match="cannot be joined"):
+    with pytest.raises(ConfigError, match="cannot be concatenated"):
         predict(lambda x: x, [torch.ones(2, 3), torch.ones(2, 4)])
     with pytest.raises(ConfigError, match="empty"):
         predict(lambda x: x, [])

@@ -187,7 +187,7 @@ def test_a_finished_run_returns_its_history_at_once_and_says_how_to_train_on(cap
     with caplog.at_level("INFO", "treadle"):
         assert trainer.train(loader(), 2, save_dir=tmp_path) == history
         assert trainer.train(loader(), 1) == history
-    assert caplog.text.count("a larger one trains on") == 2  # one line a call
+    assert caplog.text.count("raise the target to train further") == 2  # one line a call
     assert trainer.step == 6
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
 

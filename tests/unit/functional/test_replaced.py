@@ -365,5 +365,5 @@ def test_steps_that_move_the_weights_by_another_way_are_applied(cls, caplog):
 @pytest.mark.parametrize("cls", [Step, Loop, LoopOverSteps])
 def test_a_batch_of_one_in_a_batch_norm_layer_is_named_in_them_too(cls):
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    with pytest.raises(ConfigError, match=r"batch 3 of epoch 1 \(step 3\) has one sample, and 1 \(BatchNorm1d\)"):
+    with pytest.raises(ConfigError, match=r"batch 3 of epoch 1 \(step 3\) has one sample, but 1 \(BatchNorm1d\)"):
         make(cls, model=model).train(loader(17), 1)

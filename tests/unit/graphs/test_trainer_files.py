@@ -231,7 +231,7 @@ def test_a_file_of_a_plain_loop_goes_on_and_what_starts_fresh_is_named(tmp_path,
     other = make(scheduler=warmed, seed=7)
     with caplog.at_level(logging.WARNING, "treadle.graphs"):
         other.load_checkpoint(tmp_path / "theirs.pt")
-    assert [message.split(",")[0] for message in caplog.messages] == ["nothing is loaded for progress"]
+    assert [message.split(",")[0] for message in caplog.messages] == ["nothing was loaded for progress"]
     assert "progress, rng, data, selection, history," in caplog.text
     assert (other.epoch, other.global_step, other.best_epoch) == (2, trainer.global_step, None)
     assert [record["epoch"] for record in other.fit(data(), data(), epochs=3)["train"]] == [3]

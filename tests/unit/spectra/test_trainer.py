@@ -338,14 +338,14 @@ def test_a_checkpoint_of_another_loss_is_named(tmp_path, caplog):
 def test_a_validation_loader_without_batches_is_refused(tmp_path):
     trainer = make(tmp_path)
     trainer.val_loader = []
-    with pytest.raises(ConfigError, match="val_loader: it gave no batch"):
+    with pytest.raises(ConfigError, match="val_loader: it yielded no batch"):
         trainer.fit(2)
-    with pytest.raises(ConfigError, match="val_loader: it gave no batch"):
+    with pytest.raises(ConfigError, match="val_loader: it yielded no batch"):
         trainer.validate()
-    with pytest.raises(ConfigError, match="loader: it gave no batch"):
+    with pytest.raises(ConfigError, match="loader: it yielded no batch"):
         Tester(trainer.model, TesterConfig(tmp_path, device="cpu"))([])
     assert not (tmp_path / "test_history.json").exists()
-    with pytest.raises(ConfigError, match="loader: it gave no batch"):
+    with pytest.raises(ConfigError, match="loader: it yielded no batch"):
         Extractor(trainer.model, ExtractorConfig(device="cpu"))([])
 
 
