@@ -172,18 +172,18 @@ def test_replicas_keep_no_buckets_that_nobody_uses(found):
 
 def test_a_backward_pass_that_nobody_would_exchange_is_an_error(found):
     for told in (rank["replicas"] for rank in found):
-        assert "a backward pass was run outside an engine's step" in told["own loop"]
+        assert "a backward pass ran outside an engine's step" in told["own loop"]
 
 
 def test_replicas_of_different_shapes_are_refused_on_every_rank(found):
     for told in (rank["replicas"] for rank in found):
-        assert "the ranks have different models; this one has 2 parameters" in told["unequal"]
+        assert "the models of the ranks differ; this one has 2 parameters" in told["unequal"]
 
 
 def test_an_optimizer_that_was_made_before_goes_on_with_the_sharded_weights_in_its_groups(found):
     for told in (rank["optimizers"] for rank in found):
         assert told["kept"]
-        assert "SGD has a state already" in told["with state"]
+        assert "SGD already has state" in told["with state"]
         assert "group 0 holds 2 parameters that are not the model's" in told["foreign"]
         assert told["whole still"]  # what cannot be done was not begun
 
@@ -197,7 +197,7 @@ def test_blocks_are_the_items_of_module_lists_or_what_is_asked_for(found):
 
 def test_errors_name_the_rule(found):
     for told in (rank["blocks"] for rank in found):
-        assert "spread over ranks already" in told["twice"]
+        assert "already parallelized" in told["twice"]
         assert "'temperature' is a scalar" in told["scalar"]
         for case in ("no such block", "no such name"):
             assert "no Conv2d inside; its parts are GELU, LayerNorm, Linear" in told[case]
@@ -240,8 +240,8 @@ def test_two_groups_of_two_ranks_train_as_one_process():
     [
         ("dp", "parallel='dp': must be 'ddp', 'fsdp' or None"),
         ({"kind": "dp"}, "must be 'ddp' or 'fsdp'"),
-        ({"kind": "ddp", "param_dtype": "bf16"}, "param_dtype='bf16': is a setting of kind 'fsdp'"),
-        ({"kind": "ddp", "replicas": 2}, "replicas=2: is a setting of kind 'fsdp'"),
+        ({"kind": "ddp", "param_dtype": "bf16"}, "param_dtype='bf16': applies only to kind 'fsdp'"),
+        ({"kind": "ddp", "replicas": 2}, "replicas=2: applies only to kind 'fsdp'"),
         ({"kind": "fsdp", "param_dtype": "half"}, "must be a torch dtype, 'bf16'"),
         ({"kind": "fsdp", "replicas": 0}, "replicas=0: must be at least 1"),
         ({"kind": "fsdp", "shards": 2}, "unknown key 'shards'"),

@@ -304,7 +304,7 @@ def test_the_settings_of_any_class_of_config_are_read(make):
 
 
 def test_a_config_that_shows_nothing_is_refused():
-    with pytest.raises(ConfigError, match="shows neither keys nor attributes"):
+    with pytest.raises(ConfigError, match="has neither keys nor attributes"):
         read_settings({"training": object()})
 
 
@@ -560,7 +560,7 @@ def test_a_constructor_that_forgot_its_base_is_named():
 def test_a_metric_to_select_by_that_does_not_exist_is_found_before_step_1(metric):
     metrics = {"gap": lambda outputs, targets: {"mean": 1.0}, "mae": "mae"}
     trainer = Trainer(net(), None, nn.MSELoss(), device="cpu", metrics=metrics)
-    with pytest.raises(ConfigError, match="it will have eval_gap/mean, eval_loss, eval_mae, and train_loss"):
+    with pytest.raises(ConfigError, match="they will contain eval_gap/mean, eval_loss, eval_mae, and train_loss"):
         trainer.train(points_loader(), 1, points_loader(), best_model_metric=metric, best_mode="min")
     assert trainer.step == 0
 

@@ -144,7 +144,9 @@ def test_a_metric_that_the_users_evaluation_does_not_give_is_named_at_once(caplo
 
     with pytest.raises(ConfigError):
         trainer(Mine).train(loader(), 1, loader(), best_model_metric="accuracy")
-    assert "the override gave acc for the first batch, and the best epoch is selected by eval_accuracy" in caplog.text
+    assert (
+        "the override returned acc for the first batch, but the best epoch is selected by eval_accuracy" in caplog.text
+    )
 
 
 def test_the_best_rule_of_an_epoch_trainer_names_a_metric_that_is_there():
@@ -191,7 +193,7 @@ def test_a_misspelt_method_of_a_task_is_named(caplog):
 
 def test_a_direction_against_the_name_of_the_metric_is_named(caplog):
     trainer(metrics=["r2"]).train(loader(), 1, loader(), best_model_metric="r2", best_mode="min")
-    assert "best_mode='min': eval_r2 is better the higher it is" in caplog.text
+    assert "best_mode='min': the name of eval_r2 means that higher is better" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -275,8 +277,9 @@ KINDS = {
     "omegaconf": OmegaConf.create(VALUES),
 }  # fmt: skip
 EXPECTED = {
-    "batch_size=64: the loader has batch_size=8", "num_epochs=5: train() was asked for 1 epochs",
-    "seed=3: torch was seeded with 0",
+    "batch_size=64 is ignored: the loader has batch_size=8",
+    "num_epochs=5 is ignored: train() was called with num_epochs=1",
+    "seed=3 is ignored: torch was seeded with 0",
 }  # fmt: skip
 
 
@@ -299,7 +302,7 @@ def test_values_that_are_in_force_are_not_named(caplog):
 
 def test_more_samples_of_an_evaluation_than_the_config_tells_are_named(caplog):
     trainer(config={"training": {"max_eval_samples": 10}}).train(loader(), 1, loader())
-    assert "max_eval_samples=10: the evaluation's loader has 24 samples and all count" in caplog.text
+    assert "max_eval_samples=10 is ignored: the evaluation loader yields 24 samples and all are used" in caplog.text
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------

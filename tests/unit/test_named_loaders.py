@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_before_step_1(face, tmp_path):
     loaders = face.loaders()
     for given, words in (
         ([*loaders.values()], "val_loader: is a list of loaders"),
-        ({}, "val_loader: a dict of loaders needs a name for each"),
+        ({}, "val_loader: a dict of loaders must have at least one, with non-empty strings as names"),
         ({"near": []}, r"val_loader\['near'\]: it is empty"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -131,9 +131,9 @@ def test_the_epoch_driver_has_them_too():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ConfigError, match=r"validate\(\) came before train\(\)"):
+    with pytest.raises(ConfigError, match=r"validate\(\) was called before train\(\)"):
         Fit().validate([])
-    with pytest.raises(ConfigError, match=r"predict\(\) came before train\(\)"):
+    with pytest.raises(ConfigError, match=r"predict\(\) was called before train\(\)"):
         Fit().predict([])
     trainer = Fit()
     trainer.prepare()

@@ -59,7 +59,7 @@ def test_a_wrong_number_of_micro_batches_is_refused_by_the_name_that_it_was_give
 
 def test_an_evaluation_before_the_training_says_what_to_call():
     trainer = Line(2, device="cpu")
-    with pytest.raises(ConfigError, match=r"evaluate\(\) came before train\(\)"):
+    with pytest.raises(ConfigError, match=r"evaluate\(\) was called before train\(\)"):
         trainer.evaluate([])
     trainer.prepare()
     assert trainer.evaluate(trainer.data_loader)["loss"] >= 0

@@ -194,12 +194,12 @@ def test_what_is_no_loader_trains_no_step_face(loader):
 @pytest.mark.parametrize(
     ("settings", "call", "named"),
     [
-        ({"save_top_k": 2}, {}, "save_top_k: nothing is written"),
-        ({"save_total_limit": 2}, {"save_freq": 3}, "save_total_limit, save_freq: nothing is written"),
-        ({}, {"save_freq": 1}, "save_freq: nothing is written"),
+        ({"save_top_k": 2}, {}, "save_top_k has no effect without save_dir"),
+        ({"save_total_limit": 2}, {"save_freq": 3}, "save_total_limit, save_freq has no effect without save_dir"),
+        ({}, {"save_freq": 1}, "save_freq has no effect without save_dir"),
         ({}, {}, ""),
         ({"save_total_limit": 1}, {"save_dir": "."}, ""),
-        ({"save_top_k": 1}, {"save_dir": ".", "best_model_metric": None}, "no epoch is the best"),
+        ({"save_top_k": 1}, {"save_dir": ".", "best_model_metric": None}, "selects no best epoch"),
     ],
 )
 def test_settings_of_files_that_are_not_written_are_named(settings, call, named, caplog, tmp_path, monkeypatch):
@@ -338,11 +338,11 @@ def test_members_of_a_population_share_no_workspace(tmp_path):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("gradient_clip_val", "here it is max_grad_norm"),
-        ("accumulate_grad_batches", "here it is gradient_accumulation_steps"),
+        ("gradient_clip_val", "did you mean max_grad_norm"),
+        ("accumulate_grad_batches", "did you mean gradient_accumulation_steps"),
         ("early_stopping_patience", r"pass early_stopping_patience= to train\(\)"),
         ("max_epochs", r"pass num_epochs= to train\(\)"),
-        ("batch_size", "it is an argument of the DataLoader"),
+        ("batch_size", "pass it to the DataLoader"),
         ("min_dleta", "did you mean 'min_delta'"),
     ],
 )

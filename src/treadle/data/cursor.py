@@ -441,8 +441,9 @@ class Cursor:
 
     def _warn_of_lost(self) -> None:
         lost = [
-            f"{name} has changed, but checkpoints do not hold it: a resume is exact only if no item depends on it. Give "
-            "its object state_dict and load_state_dict, or make items from their index and the global random generators"
+            f"{name} has changed, but checkpoints do not hold it: a resume is exact only if no item depends on it. "
+            "Define state_dict and load_state_dict on its object, or make items from their index and the global random "
+            "generators"
             for name in self._objects.lost()
         ]
         self.warn(lost, topic="state that is lost")

@@ -70,7 +70,7 @@ def place(
     """
     where = get_device(device)
     if not isinstance(model, nn.Module):
-        raise ConfigError("must be a model: an object of a subclass of nn.Module", argument="model", value=model)
+        raise ConfigError("must be a model: an instance of an nn.Module subclass", argument="model", value=model)
     refuse_meta(model)
     moved = model.to(where)
     made = optimizer(moved) if callable(optimizer) else optimizer

@@ -182,7 +182,7 @@ class EpochTrainer:
         known = ["epoch", "lr", "train_loss", *(f"{self.prefix}{name}" for name in sorted(found))]
         if self.best.metric not in known:
             raise ConfigError(
-                f"no epoch's record will have it; it will have {', '.join(known)}", argument="best.metric",
+                f"epoch records will not contain it; they will contain {', '.join(known)}", argument="best.metric",
                 value=self.best.metric,
             )  # fmt: skip
 
@@ -227,7 +227,7 @@ class EpochTrainer:
             self.improved = self.best.update(record["epoch"], value)
             if math.isnan(value):
                 engine.logger.warning(
-                    "epoch %d: %s is NaN, so it cannot be the best; look for NaN in the data or the outputs",
+                    "epoch %d: %s is NaN, so this epoch cannot be the best; check the data and the outputs for NaN",
                     record["epoch"], self.best.metric,
                 )  # fmt: skip
         elif val_loader is not None:
@@ -259,7 +259,7 @@ class EpochTrainer:
         if self.best is not None and selection is not None:
             self.best.load_state_dict(selection)
         elif self.best is not None:
-            self.engine.logger.warning("the checkpoint has no state of the best rule: selection starts fresh")
+            self.engine.logger.warning("the checkpoint has no best value: selection starts fresh")
         self.metrics = state_dict.get("metrics")
         self.history = [dict(record) for record in state_dict.get("history") or []]
 

@@ -194,7 +194,7 @@ def _ready(trainer: Any, loader: Iterable[Any] | None) -> tuple[Engine, Iterable
     engine.prepare()
     loader = getattr(engine, "data_loader", None) if loader is None else loader
     if loader is None:
-        raise ConfigError("pass the micro-batches of training", argument="loader", value=None)
+        raise ConfigError("pass the batches of training", argument="loader", value=None)
     return engine, loader
 
 

@@ -44,8 +44,8 @@ def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterabl
     other = [f"{key}={saved[key]!r} (here {own[key]!r})" for key in both if saved[key] != own[key]]
     if other:
         engine.logger.warning(
-            "the checkpoint was trained on another loss: %s. Its history, its best value and the optimizer's averages "
-            "are of that loss and stay in force; else start a new run elsewhere, from load_weights(...)",
+            "the checkpoint was trained with another loss: %s. Its history, best value and optimizer state come from "
+            "that loss and remain in use; to avoid this, start a new run elsewhere from load_weights(...)",
             ", ".join(other),
         )  # fmt: skip
 
@@ -182,7 +182,7 @@ class CheckpointFolder:
             return None
         if str(source) == "auto":
             if self.path is None:
-                raise ConfigError(f"='auto': needs {self._argument}, the folder to look in", argument="resume_from")
+                raise ConfigError(f"='auto': needs {self._argument}, the folder to search", argument="resume_from")
             if self.engine.step > 0:
                 return None
             found = find_latest(on_rank_0(self._states_of_run), load=open_on_ranks)
@@ -194,15 +194,16 @@ class CheckpointFolder:
             return found[0]
         if self.engine.step > 0:
             self.engine.logger.warning(
-                "resume_from=%s: this trainer is at step %d already and continues from there; make a new one for it",
+                "resume_from=%s is ignored: this trainer is already at step %d and continues from there; create a "
+                "new trainer to load it",
                 source, self.engine.step,
             )  # fmt: skip
         else:
             source = self.find(source)
             if source.is_dir() and (files := list(self.candidates(source))):
                 raise ConfigError(
-                    f"is the folder of a run; name one of its files, such as {str(files[0])!r}, or pass 'auto' and "
-                    f"{self._argument}={str(source)!r} for the furthest one",
+                    f"is a run folder; pass one of its files, such as {str(files[0])!r}, or pass 'auto' and "
+                    f"{self._argument}={str(source)!r} for the latest one",
                     argument="resume_from", value=str(source),
                 )  # fmt: skip
             self.restore(open_on_ranks(source), source)
@@ -233,8 +234,8 @@ class CheckpointFolder:
             engine.load_state_dict(tree)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{source}: {error}. Another model needs another {self._argument}, or resume_from=None to start "
-                "afresh here"
+                f"{source}: {error}. To train another model, use another {self._argument}, or resume_from=None to "
+                "start from scratch here"
             ) from error
         say_if_other_loss(engine, tree, self.loss_settings)
         engine.state.record_source(source)

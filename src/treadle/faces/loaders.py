@@ -27,8 +27,8 @@ def check_loader(loader: Any, argument: str) -> None:
         raise ConfigError("must be a DataLoader or another iterable of batches", argument=argument, value=loader)
     if isinstance(loader, (list, tuple)) and any(isinstance(one, DataLoader) for one in loader):
         raise ConfigError(
-            "is a list of loaders, whose items would be taken for batches; evaluate several as a dict of names and "
-            "loaders, and join data sets to train on by ConcatDataset",
+            "is a list of loaders, each of which would be taken for a batch; pass several for evaluation as a dict "
+            "of names and loaders, and join training data sets with ConcatDataset",
             argument=argument,
         )
 
@@ -40,7 +40,7 @@ def check_batches(loader: Any, argument: str) -> None:
         >>> check_batches([[0.5, 1.5]], "loader")
     """
     if isinstance(loader, Mapping):
-        raise ConfigError("is a dict of loaders; pass one of them", argument=argument)
+        raise ConfigError("is a dict of loaders; pass a single one", argument=argument)
     if loader is None:
         raise ConfigError("must be a DataLoader or another iterable of batches", argument=argument, value=None)
     check_loader(loader, argument)
@@ -59,7 +59,9 @@ def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
     for name, loader in loaders.items():
         _check_eval_loader(loader, f"{argument}[{name!r}]")
     if not loaders or not all(isinstance(name, str) and name for name in loaders):
-        raise ConfigError("a dict of loaders needs a name for each, and at least one", argument=argument)
+        raise ConfigError(
+            "a dict of loaders must have at least one, with non-empty strings as names", argument=argument
+        )
 
 
 def refuse_used_up(loaders: EvalLoaders | None, argument: str, *, times: int) -> None:
@@ -73,7 +75,7 @@ def refuse_used_up(loaders: EvalLoaders | None, argument: str, *, times: int) ->
     named = loaders.values() if isinstance(loaders, Mapping) else [loaders]
     if times > 1 and any(isinstance(loader, Iterator) for loader in named):
         raise ConfigError(
-            f"a generator or another iterator can be read once, and it would be read {times} times; pass a list or a "
+            f"a generator or other iterator can be read only once, but would be read {times} times; pass a list or a "
             "DataLoader",
             argument=argument,
         )
@@ -87,7 +89,7 @@ def _check_eval_loader(loader: Any, argument: str) -> None:
         except TypeError:  # a DataLoader over a stream
             return
         if length == 0:
-            raise ConfigError("it is empty, so there is nothing to take a mean over; pass None", argument=argument)
+            raise ConfigError("it is empty, so there is nothing to average; pass None", argument=argument)
 
 
 def results_by_name(results: Iterable[str], loaders: EvalLoaders | None) -> list[str]:

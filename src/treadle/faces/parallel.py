@@ -66,7 +66,7 @@ class ParallelConfig:
             if field.name not in of_both:
                 value = getattr(self, field.name)
                 raise ConfigError(
-                    "is a setting of kind 'fsdp'; leave it out for 'ddp'", argument=field.name, value=value
+                    "applies only to kind 'fsdp'; leave it out for 'ddp'", argument=field.name, value=value
                 )
 
 
@@ -127,13 +127,13 @@ def parallelize(
     config = kind if isinstance(kind, ParallelConfig) else ParallelConfig(kind, **settings)
     if not distributed.is_distributed():
         raise ConfigError(
-            "no process group was started, so there is one rank only; launch with torchrun "
-            "and call torch.distributed.init_process_group(), or leave parallel out",
+            "no process group was initialized, so there is only one rank; launch with torchrun and call "
+            "torch.distributed.init_process_group(), or leave parallel out",
             argument="parallel",
             value=config.kind,
         )
     if distributed.replicated(model) is not None or distributed.is_sharded(model):
-        raise ConfigError("the model is spread over ranks already; do it once", argument="parallel", value=config.kind)
+        raise ConfigError("the model is already parallelized; do it only once", argument="parallel", value=config.kind)
     blocks = _blocks(model, config.blocks)
     if config.compile_blocks:
         for block in blocks:
@@ -190,8 +190,8 @@ def _check_alike(model: nn.Module) -> None:
     largest, smallest = extremes.tolist()
     if largest != -smallest:
         raise ConfigError(
-            f"='ddp': the ranks have different models; this one has {len(described)} parameters, from "
-            f"{described[0]} to {described[-1]}. Build the same model on every rank",
+            f"='ddp': the models of the ranks differ; this one has {len(described)} parameters, from {described[0]} "
+            f"to {described[-1]}. Build the same model on every rank",
             argument="parallel",
         )
 
@@ -199,9 +199,9 @@ def _check_alike(model: nn.Module) -> None:
 def _refuse_own_loop() -> torch.futures.Future[Tensor]:
     """Raise when torch's reducer would all-reduce gradients, which an engine never lets it do."""
     raise ConfigError(
-        "='ddp': a backward pass was run outside an engine's step, so that nobody would exchange its "
-        "gradients; for your own loop, wrap the model in DistributedDataParallel yourself, or use the model's "
-        "no_sync() where no exchange is wanted",
+        "='ddp': a backward pass ran outside an engine's step, so its gradients would not be all-reduced; for your "
+        "own loop, wrap the model in DistributedDataParallel yourself, or use the model's no_sync() where none is "
+        "wanted",
         argument="parallel",
     )
 
@@ -236,8 +236,8 @@ def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
         return []
     if optimizer.state:
         raise ConfigError(
-            f"{type(optimizer).__name__} has a state already, which belongs to the whole parameters; make "
-            "it after the model is sharded, or load a checkpoint afterwards",
+            f"{type(optimizer).__name__} already has state, which belongs to the unsharded parameters; create it "
+            "after the model is sharded, or load a checkpoint afterwards",
             argument="optimizer",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -246,7 +246,7 @@ def _places(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
         missing = [parameter for parameter in group["params"] if id(parameter) not in names]
         if missing:
             raise ConfigError(
-                f"group {number} holds {len(missing)} parameters that are not the model's; make it over "
+                f"group {number} holds {len(missing)} parameters that are not the model's; build it over "
                 "model.parameters()",
                 argument="optimizer",
             )
@@ -276,7 +276,7 @@ def _mesh(device_type: str, replicas: int | None) -> Any:
         return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
     if size % replicas:
         raise ConfigError(
-            f"{size} ranks cannot be divided into groups of one size", argument="replicas", value=replicas
+            f"{size} ranks cannot be divided into groups of equal size", argument="replicas", value=replicas
         )
     return init_device_mesh(device_type, (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 

@@ -60,7 +60,7 @@ class RunFilesHook(BaseHook):
         if distributed.rank() == 0:
             self._settings = trainer.workspace / "settings.json"
             if trainer.step == 0:
-                with self._guard(trainer, self, "setting the settings of an earlier run aside"):
+                with self._guard(trainer, self, "moving aside the settings of an earlier run"):
                     set_aside(trainer, self._settings)
 
     def on_after_step(self, trainer: Engine) -> None:

@@ -54,8 +54,8 @@ class SelectingEpochs(EpochTrainer):
             return rule
         if known is not None:
             self.engine.logger.warning(
-                "best metric %r (%s): the run selected by %r (%s) so far; the best epoch is searched afresh in its "
-                "history", rule.metric, rule.mode, known["metric"], known["mode"],
+                "best metric %r (%s): until now this run selected by %r (%s); the best epoch is selected anew from "
+                "its history", rule.metric, rule.mode, known["metric"], known["mode"],
             )  # fmt: skip
         for record in self.history:
             with contextlib.suppress(ConfigError):  # no evaluation in this epoch

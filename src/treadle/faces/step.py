@@ -208,8 +208,8 @@ class BaseTrainer(Engine):
         """Train to ``max_steps``; a finished run is a no-op. Exceptions propagate unchanged."""
         if "max_steps" not in vars(self):
             raise ConfigError(
-                f"{type(self).__name__}.__init__() did not call super().__init__(max_steps=...); call it, before "
-                "anything that uses the trainer"
+                f"{type(self).__name__}.__init__() did not call super().__init__(max_steps=...); call it before "
+                "using the trainer"
             )
         with failing_by_name(self):
             self.prepare()
@@ -227,8 +227,8 @@ class BaseTrainer(Engine):
     def _refuse_unbuilt(self, method: str) -> None:
         if self.hooks is None:
             raise ConfigError(
-                f"{method}() came before train(): there is no model yet; call train(), which only loads what a "
-                f"finished run left, or prepare() to {method} with fresh weights"
+                f"{method}() was called before train(), so there is no model yet; call train(), which only loads the "
+                f"state if the run is finished, or prepare() to {method} with fresh weights"
             )
 
     def validate(self, loader: Iterable[Any] | Mapping[str, Iterable[Any]]) -> dict[str, Any]:
@@ -273,8 +273,8 @@ class BaseTrainer(Engine):
         step = getattr(self, "predict_step", None)
         if step is None:
             raise ConfigError(
-                f"{type(self).__name__} has no predict_step(input), which returns the predictions of a batch; add it, "
-                "such as: return self.model(input[0].to(self.device))",
+                f"{type(self).__name__} has no predict_step(input), which returns the predictions for a batch; "
+                "define it, for example: return self.model(input[0].to(self.device))",
                 argument="predict",
             )
         return predicted(self, loader, step)
@@ -358,8 +358,8 @@ class BaseTrainer(Engine):
             self._refuse_replaced_parts()  # build methods may assign too
             if self.hooks is None:
                 raise ConfigError(
-                    f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call it, "
-                    "and change a part by overriding its own method, such as build_model"
+                    f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call "
+                    "it, and override methods such as build_model to change a part"
                 )
         super().prepare()
 
@@ -372,7 +372,8 @@ class BaseTrainer(Engine):
         if not hasattr(self.optimizer, "param_groups"):
             raise ConfigError(
                 f"{type(self).__name__}.build_optimizer() returned a {type(self.optimizer).__name__}; return one "
-                "optimizer. A schedule comes from build_lr_scheduler; docs/guide/several-optimizers.md steps several"
+                "optimizer. Return a schedule from build_lr_scheduler; for several optimizers see "
+                "docs/guide/several-optimizers.md"
             )
         self.lr_scheduler = self.build_lr_scheduler()
         self.grad_scaler = self.build_grad_scaler()
@@ -399,15 +400,15 @@ class BaseTrainer(Engine):
             value = getattr(self, name)
             if not isinstance(value, kind):
                 raise ConfigError(
-                    f"{type(self).__name__}.{name}={value!r}: the engine keeps its {kind.__name__} under this name; "
-                    "give the attribute of the subclass another one"
+                    f"{type(self).__name__}.{name}={value!r}: the engine stores its {kind.__name__} under this name; "
+                    "rename the attribute of the subclass"
                 )
         functions = (types.FunctionType, types.MethodType, partial)  # may replace a method on purpose
         for name, value in vars(self).items():
             if callable(getattr(BaseTrainer, name, None)) and not isinstance(value, functions):
                 raise ConfigError(
                     f"{type(self).__name__}.{name}: a {type(value).__name__} was assigned to this attribute, which "
-                    f"hides the method {name}() of BaseTrainer; give the attribute another name"
+                    f"hides the method {name}() of BaseTrainer; rename the attribute"
                 )
 
     def _built(self, method: str) -> Any:

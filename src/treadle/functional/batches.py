@@ -28,7 +28,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         return batch, None
     if not batch:
         raise ConfigError(
-            f"the loader gave an empty {type(batch).__name__}; there is nothing to train on", argument="batch"
+            f"the loader yielded an empty {type(batch).__name__}; there is nothing to train on", argument="batch"
         )
     return batch[0], batch[1] if len(batch) > 1 else None
 

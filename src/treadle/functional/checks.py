@@ -71,8 +71,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            "must be an optimizer of torch, made for the model, such as "
-            "AdamW(model.parameters(), lr=1e-3), or None for one made from the config",
+            "must be a torch optimizer over the model's parameters, such as AdamW(model.parameters(), lr=1e-3), or "
+            "None to build one from the config",
             argument="optimizer",
             value=optimizer,
         )
@@ -89,8 +89,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
         own = {float(group.get(f"initial_{key}", group.get(key, 0.0))) for group in optimizer.param_groups}
         if wanted is not None and wanted not in own:
             _log.warning(
-                "config.training.%s=%s: the given optimizer has %s and keeps it; pass optimizer=None to have one built "
-                "from the config",
+                "config.training.%s=%s has no effect: the given optimizer keeps its %s; pass optimizer=None to build "
+                "one from the config",
                 name, wanted, ", ".join(f"{value:g}" for value in sorted(own)),
             )  # fmt: skip
     return optimizer
@@ -105,8 +105,8 @@ def warn_of_idle_interval(scheduler: Any, settings: TrainingSettings) -> None:
     plateau = isinstance(scheduler, ReduceLROnPlateau)
     if settings.scheduler_step_per_batch and (scheduler is None or plateau):
         _log.warning(
-            "config.training.scheduler_step_per_batch=True: %s",
-            "a ReduceLROnPlateau moves with each new value of the best metric" if plateau else "there is no scheduler",
+            "config.training.scheduler_step_per_batch=True has no effect: %s",
+            "a ReduceLROnPlateau steps with each new value of the best metric" if plateau else "there is no scheduler",
         )
 
 
@@ -125,7 +125,7 @@ def scheduler_for(optimizer: Optimizer, scheduler: Any, settings: TrainingSettin
         return scheduler
     if scheduler is not None:
         raise ConfigError(
-            f"a {type(scheduler).__name__} is given as scheduler= too; keep one of the two",
+            f"a {type(scheduler).__name__} is also given as scheduler=; keep one of the two",
             argument="lr_scheduler",
             value=settings.lr_scheduler,
         )
@@ -155,7 +155,7 @@ def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settin
         batches = len(loader)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(
-            "the loader has no length, so the steps of the run are not known; pass "
+            "the loader has no length, so the number of steps is unknown; pass "
             "scheduler=treadle.build_schedule(optimizer, name, total_steps=...) and scheduler_step_per_batch=True",
             argument="lr_scheduler",
             value=settings.lr_scheduler,
@@ -177,15 +177,15 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None =
     """
     if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
         raise ConfigError(
-            "must be a function of (outputs, targets), such as nn.MSELoss() with its brackets, "
-            "or None where the model returns its loss",
+            "must be a function of (outputs, targets), such as nn.MSELoss() (an instance, not the class), or None if "
+            "the model returns its loss",
             argument="loss_fn",
             value=loss_fn,
         )
     if getattr(loss_fn, "reduction", None) == "none" and not own_loss:
         raise ConfigError(
-            "reduction='none' gives no scalar to train on; use 'mean' or 'sum', or override "
-            "_compute_loss and reduce it there",
+            "reduction='none' does not yield a scalar to train on; use 'mean' or 'sum', or override _compute_loss to "
+            "reduce it",
             argument="loss_fn",
             value=loss_fn,
         )
@@ -197,8 +197,8 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None =
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
     if any(id(parameter) not in held for parameter in own):
         _log.warning(
-            "loss_fn: %s has parameters that require gradients and are in no group of the optimizer, so they are not "
-            "trained; build the optimizer over them too, or make the loss a part of the model",
+            "loss_fn: the parameters of %s require gradients but are in no optimizer group, so they will not be "
+            "trained; add them to the optimizer, or make the loss part of the model",
             type(loss_fn).__name__,
         )
 
@@ -230,7 +230,9 @@ def check_call(
     check_loader(train_loader, "train_dataloader")
     if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
         raise ConfigError(
-            "must be a whole number of epochs >= 0, counted from the start", argument="num_epochs", value=num_epochs
+            "must be a whole number of epochs >= 0, counted from the start of the run",
+            argument="num_epochs",
+            value=num_epochs,
         )
     if save_freq is not None and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 0):
         raise ConfigError(
@@ -246,7 +248,10 @@ def check_call(
     warn_of_claims(trainer._claims, num_epochs=num_epochs, loaders=loaders, accumulation=steps)
     evaluates = trainer._is_own("evaluate") or trainer._is_own("eval_step") or trainer._eval_task.metrics
     if eval_loader is None and evaluates:
-        _log.info("eval_dataloader=None: no epoch is evaluated; metrics and evaluate() serve calls of your own")
+        _log.info(
+            "eval_dataloader=None: no evaluation during training; metrics and evaluate() are used only if you "
+            "call evaluate()"
+        )
 
 
 def warn_of_idle_files(settings: TrainingSettings, save_dir: Any, *, save_freq: Any, metric: str | None) -> None:
@@ -258,9 +263,9 @@ def warn_of_idle_files(settings: TrainingSettings, save_dir: Any, *, save_freq: 
     limits = [name for name in ("save_total_limit", "save_top_k") if getattr(settings, name) is not None]
     given = [*limits, *(["save_freq"] if save_freq and save_freq is not EVERY_EPOCH else [])]
     if save_dir is None and given and not settings.fast_dev_run:
-        _log.warning("%s: nothing is written without save_dir; pass save_dir= to train()", ", ".join(given))
+        _log.warning("%s has no effect without save_dir; pass save_dir= to train()", ", ".join(given))
     elif metric is None and "save_top_k" in limits:
-        _log.warning("save_top_k=%d: no epoch is the best with best_model_metric=None", settings.save_top_k)
+        _log.warning("save_top_k=%d has no effect: best_model_metric=None selects no best epoch", settings.save_top_k)
 
 
 def check_callback(callback: Any) -> None:
@@ -271,13 +276,14 @@ def check_callback(callback: Any) -> None:
     """
     instead = ""
     if isinstance(callback, (EarlyStopping, BestRule)):
-        instead = "; to stop early pass early_stopping_patience= and best_model_metric= to train()"
+        instead = "; for early stopping pass early_stopping_patience= and best_model_metric= to train()"
     elif isinstance(callback, BaseHook):
-        instead = "; it is a hook: pass it as hooks=[...] when the trainer is made"
+        instead = "; it is a hook: pass it to the trainer in hooks=[...]"
     elif callable(callback) and takes(callback, 3):
         return
     raise ConfigError(
-        f"{callback!r} cannot be called with (trainer, epoch, metrics){instead or '; write a function of these'}",
+        f"{callback!r} cannot be called with (trainer, epoch, metrics)"
+        f"{instead or '; pass a function that takes these'}",
         argument="callbacks",
     )
 
@@ -356,13 +362,15 @@ def rule_for(
     if metric is None:
         if patience is not None:
             raise ConfigError(
-                "needs a metric, and best_model_metric is None", argument="early_stopping_patience", value=patience
+                "needs a metric, but best_model_metric is None", argument="early_stopping_patience", value=patience
             )
         return None
     name = metric if metric.startswith((PREFIX, "train_")) else PREFIX + metric
     if known is not None and not {name, metric} & set(known):
         raise ConfigError(
-            f"no epoch's record will have it; they have {', '.join(known)}", argument="best_model_metric", value=metric
+            f"epoch records will not contain it; they contain {', '.join(known)}",
+            argument="best_model_metric",
+            value=metric,
         )
     make = partial(MetricRule, name, mode or mode_over(name.removeprefix(PREFIX), loaders), min_delta, patience)
     try:
@@ -370,7 +378,7 @@ def rule_for(
     except ConfigError as error:
         if error.argument == "metric":
             raise ConfigError(
-                "its direction cannot be told from its name; pass best_mode='min' or best_mode='max'",
+                "its name does not show whether lower or higher is better; pass best_mode='min' or best_mode='max'",
                 argument="best_model_metric", value=name,
             ) from None  # fmt: skip
         raise error.renamed(_OURS.get(error.argument or "", str(error.argument))) from None
@@ -386,7 +394,7 @@ def _warn_of_direction(name: str, mode: Mode | None) -> None:
         return
     if mode is not None and mode != told:
         _log.warning(
-            "best_mode=%r: %s is better the %s it is, by its name, and the epoch with the %s is selected",
+            "best_mode=%r: the name of %s means that %s is better, but the epoch with the %s value will be selected",
             mode, name, "higher" if told == "max" else "lower", "lowest" if mode == "min" else "highest",
         )  # fmt: skip
 
@@ -434,5 +442,5 @@ def say_if_stopped_early(epochs: FaceEpochs) -> None:
     """Log how to train on, where early stopping has ended the run; of a reached target the engine does."""
     if epochs.finished:
         level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO
-        text = "early stopping ended this run at epoch %d: pass a larger early_stopping_patience to train on"
+        text = "early stopping ended this run at epoch %d; pass a larger early_stopping_patience to train further"
         _log.log(level, text, epochs.engine.epoch)

@@ -50,15 +50,15 @@ def warn_of_claims(
     for name, value in claims.items():
         kind, text = name.rpartition(".")[2], None
         if kind in ("num_epochs", "epochs") and value != num_epochs:
-            text = f"train() was asked for {num_epochs} epochs, and trains these"
+            text = f"train() was called with num_epochs={num_epochs}"
         elif kind == "batch_size" and sizes and value not in sizes:
-            text = f"the loader has batch_size={size} and keeps it; build it with the config's"
+            text = f"the loader has batch_size={size}; build it with the value of the config"
         elif kind == "seed" and value != seed:
-            text = f"torch was seeded with {seed}; call treadle.set_seed({value}) before the model is made"
+            text = f"torch was seeded with {seed}; call treadle.set_seed({value}) before building the model"
         elif kind == "max_eval_samples" and samples is not None and samples > value:
-            text = f"the evaluation's loader has {samples} samples and all count; shorten its data set to the config's"
+            text = f"the evaluation loader yields {samples} samples and all are used; shorten its data set"
         if text is not None:
-            _log.warning("%s=%s: %s", name, value, text)
+            _log.warning("%s=%s is ignored: %s", name, value, text)
 
 
 def _is_number(value: Any) -> bool:

@@ -77,7 +77,7 @@ class FaceEpochs(SelectingEpochs):
         """Train the running epoch to its end, or one more; return its record, or only its means if interrupted."""
         if self._own_steps is not None:
             raise ConfigError(
-                "the override reaches the trainer's own loop by a way that was not seen when it was made; call it as "
+                "the override calls the trainer's own loop in a way that cannot be detected; call it as "
                 "super().train_epoch(...)",
                 argument="train_epoch",
             )
@@ -142,7 +142,7 @@ class FaceEpochs(SelectingEpochs):
         if self._epochs_run != 1 or not isinstance(result, Mapping):
             raise ConfigError(
                 f"the override called super().train_epoch() {self._epochs_run} times and returned a "
-                f"{type(result).__name__}; it must call it once and return a dict of numbers",
+                f"{type(result).__name__}; call it once and return a dict of numbers",
                 argument="train_epoch",
             )
         if self.engine.epoch == before:  # stopped within the epoch
@@ -209,7 +209,7 @@ class FaceEpochs(SelectingEpochs):
             result.pop("train_loss", None)
         engine.logger.warning(
             "epoch %d: resumed after %d batches, which the override of train_epoch does not see again. train_loss is "
-            "the mean of all steps that went through train_step; the override's other numbers are about the rest",
+            "the mean of all steps that went through train_step; other values from the override cover only the rest",
             engine.epoch + 1, before,
         )  # fmt: skip
 
@@ -221,7 +221,8 @@ class FaceEpochs(SelectingEpochs):
             )
         if self.engine.cursor.position == 0:
             raise ConfigError(
-                "the override read no batch of the train_dataloader that it was given; an epoch is what it reads there",
+                "the override read no batch of the given train_dataloader; an epoch consists of the batches read "
+                "from it",
                 argument="train_epoch",
             )
         return _as_record(result, prefix="")
@@ -284,8 +285,8 @@ class FaceEpochs(SelectingEpochs):
         bare = metric.removeprefix(PREFIX)
         if found is not None and bare not in found and bare != "lr" and not metric.startswith("train_"):
             self.engine.logger.warning(
-                "evaluate: the override gave %s for the first batch, and the best epoch is selected by %s; return it "
-                "or pass best_model_metric=", ", ".join(sorted(found)) or "nothing", metric,
+                "evaluate: the override returned %s for the first batch, but the best epoch is selected by %s; "
+                "return that too, or pass best_model_metric=", ", ".join(sorted(found)) or "nothing", metric,
             )  # fmt: skip
 
     def _check_names(self, names: Mapping[str, list[str] | None]) -> None:
@@ -302,7 +303,7 @@ class FaceEpochs(SelectingEpochs):
         if bare not in {name.removeprefix(PREFIX) for name in known}:
             there = ", ".join(sorted(PREFIX + name.removeprefix(PREFIX) for name in known))
             raise ConfigError(
-                f"no epoch's record will have it; it will have {there}, and train_loss",
+                f"epoch records will not contain it; they will contain {there}, and train_loss",
                 argument="best_model_metric", value=metric,
             )  # fmt: skip
 
@@ -366,7 +367,7 @@ def _as_record(values: Mapping[str, Any], *, prefix: str = PREFIX) -> dict[str, 
         name = "/".join(path).removeprefix(prefix)
         if name in record:
             raise ConfigError(
-                f"{name!r} and '{PREFIX}{name}' are one name in the record; return one of them", argument="evaluate"
+                f"{name!r} and '{PREFIX}{name}' become one key in the record; return one of them", argument="evaluate"
             )
         try:
             record[name] = value if isinstance(value, list) else float(as_number(path, value))

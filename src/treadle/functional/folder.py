@@ -162,7 +162,7 @@ class NumberedFolder(CheckpointFolder):
         self._history.write()
         self.write_end()
         if self.engine.state.saved is not None and distributed.rank() == 0:
-            text = "saved %s at step %d, epoch %d; run it again with resume_from='auto' to train on from there"
+            text = "saved %s at step %d, epoch %d; run again with resume_from='auto' to continue from there"
             path = short_path(self.engine.state.saved)
             self.engine.logger.info(text, path, self.engine.step, self.engine.epoch)
 

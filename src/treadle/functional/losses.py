@@ -39,7 +39,7 @@ def refuse_broadcast(loss_fn: Any, outputs: Any, targets: Any) -> None:
     if rows > 1 and (given, wanted) in (((rows, 1), (rows,)), ((rows,), (rows, 1))):
         raise ConfigError(
             f"outputs have shape {given} and targets {wanted}, which {type(loss_fn).__name__} would broadcast to "
-            f"({rows}, {rows}); give both one shape, such as targets[:, None] or outputs.squeeze(1)",
+            f"({rows}, {rows}); give both the same shape, for example targets[:, None] or outputs.squeeze(1)",
             argument="targets",
         )
 
@@ -50,7 +50,7 @@ def explain_loss_error(error: Exception, loss_fn: Any, outputs: Any, targets: An
         return
     rule = next((f"; it takes {rule}" for kinds, rule in _RULES if isinstance(loss_fn, kinds)), "")
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    error.add_note(f"loss_fn={name} was given outputs {shapes_of(outputs)} and targets {shapes_of(targets)}{rule}")
+    error.add_note(f"loss_fn={name} rejected outputs {shapes_of(outputs)} and targets {shapes_of(targets)}{rule}")
 
 
 def model_loss(outputs: Any) -> Tensor | None:
@@ -73,7 +73,7 @@ def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
             f"{given}; pass a loss function, or labels for the model's own", argument="loss_fn", value=None
         )
     return ConfigError(
-        f"{given} and the batch has none; yield (inputs, targets), or override _compute_loss", argument="targets"
+        f"{given} but the batch has no targets; yield (inputs, targets), or override _compute_loss", argument="targets"
     )
 
 

@@ -45,18 +45,18 @@ def where_it_is(name: str, known: Sequence[str]) -> str:
 
     Example:
         >>> where_it_is("gradient_clip_val", []), where_it_is("epochs", []), where_it_is("batch_size", [])
-        ('here it is max_grad_norm', 'pass num_epochs= to train()', 'it is an argument of the DataLoader')
+        ('here it is max_grad_norm', 'pass num_epochs= to train()', 'pass it to the DataLoader')
         >>> where_it_is("seed", []), where_it_is("min_dleta", ["min_delta"])
-        ('call treadle.set_seed(...) before the model is built', "did you mean 'min_delta'?")
+        ('call treadle.set_seed(...) before building the model', "did you mean 'min_delta'?")
     """
     if name == "seed":
-        return "call treadle.set_seed(...) before the model is built"
+        return "call treadle.set_seed(...) before building the model"
     if name in _OF_A_LOADER.split():
-        return "it is an argument of the DataLoader"
+        return "pass it to the DataLoader"
     for ours, theirs in _IN_TRAIN.items():
         if name in theirs.split():
             return f"pass {ours}= to train()"
     for ours, theirs in _HERE.items():
         if name in theirs.split():
-            return f"here it is {ours}"
+            return f"did you mean {ours}?"
     return nearest(name, known)

@@ -53,13 +53,13 @@ class OwnStepEngine(Engine):
         """
         if self.accumulation_steps > 1:
             raise ConfigError(
-                f"={self.accumulation_steps}: a step of several micro-batches cannot go "
-                "through an overridden train_step, which sees one; override _compute_loss, or accumulate nothing",
+                f"={self.accumulation_steps}: an overridden train_step sees a single micro-batch, so a step cannot "
+                "have several; override _compute_loss instead, or turn accumulation off",
                 argument="gradient_accumulation_steps",
             )
         if self._replaced is not None and distributed.world_size() > 1:
             raise ConfigError(
-                "the override replaces this trainer's step, and its gradients would not be all-reduced over ranks; "
+                "the override replaces this trainer's step, so its gradients would not be all-reduced over ranks; "
                 "call super().train_step(batch), or override _forward_pass or _compute_loss",
                 argument="train_step",
             )
@@ -78,8 +78,8 @@ class OwnStepEngine(Engine):
             self._waiting = None
         if not self._outcomes:
             raise ConfigError(
-                "the override did not call super().train_step(batch) for this batch, as it does for others; call it "
-                "for every batch, or nowhere: then it replaces the step",
+                "the override did not call super().train_step(batch) for this batch but did for others; call it for "
+                "every batch, or for none to replace the step",
                 argument="train_step",
             )
         self._note_added(result)
@@ -93,7 +93,7 @@ class OwnStepEngine(Engine):
         """
         if self._replaced is not None and self.progress.in_step:
             raise ConfigError(
-                "the override reaches the trainer's own step by a way that was not seen when it was made; call it as "
+                "the override calls the trainer's own step in a way that cannot be detected; call it as "
                 "super().train_step(batch)",
                 argument="train_step",
             )
@@ -101,7 +101,7 @@ class OwnStepEngine(Engine):
             return False
         if self._outcomes:
             raise ConfigError(
-                "the override calls super().train_step(batch) a second time; one batch is one step",
+                "the override calls super().train_step(batch) a second time; call it once, since one batch is one step",
                 argument="train_step",
             )
         group = Group([batch], self._waiting.data_time, self._waiting.sample_ids)
@@ -116,8 +116,8 @@ class OwnStepEngine(Engine):
     def _note_added(self, result: Any) -> None:
         if not isinstance(result, Mapping):
             raise ConfigError(
-                f"the override returned a {type(result).__name__}; return the dict of "
-                "super().train_step(batch), with what you add to it",
+                f"the override returned a {type(result).__name__}; return the dict of super().train_step(batch), "
+                "with your additions",
                 argument="train_step",
             )
         added = {name: value for name, value in result.items() if name not in _STEP_KEYS}

@@ -26,8 +26,8 @@ _log = logging.getLogger("treadle.functional")
 _LOSS_KEYS = ("loss", "train_loss")
 _STEP_KEYS = (*_LOSS_KEYS, "lr", "grad_norm")
 _SAVED = (
-    "weights, optimizer, scheduler, counters, data position and random state are saved and resume as always; what the "
-    "override keeps elsewhere (a gradient scaler, gradients gathered over several calls) is not"
+    "weights, optimizer, scheduler, counters, data position and random state are saved and resumed as usual, but not "
+    "what the override keeps elsewhere (a gradient scaler, gradients gathered over several calls)"
 )
 
 
@@ -261,9 +261,9 @@ def warn_of_replaced_step(settings: TrainingSettings) -> None:
     """
     _refuse_precision(settings, "train_step")
     _log.warning(
-        "train_step: the override replaces this trainer's step. A call is a step, applied where it moves the "
-        "weights; %s. Its loss weighs each batch by its samples. Gradients are not clipped, not checked for being "
-        "finite and not shown to hooks%s",
+        "train_step: the override replaces this trainer's step. Each call is a step, applied if it changes the "
+        "weights; %s. Its loss weights each batch by its number of samples. Gradients are not clipped, checked for "
+        "being finite or passed to hooks%s",
         _SAVED, _idle(settings),
     )  # fmt: skip
 
@@ -277,14 +277,14 @@ def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
     _refuse_precision(settings, "train_epoch")
     if settings.gradient_accumulation_steps > 1:
         raise ConfigError(
-            "the override of train_epoch replaces this trainer's loop, so nothing accumulates: do it in the override",
+            "the override of train_epoch replaces this trainer's loop, so there is no accumulation; do it in the "
+            "override",
             argument="config.training.gradient_accumulation_steps",
             value=settings.gradient_accumulation_steps,
         )
     _log.warning(
-        "train_epoch: the override replaces this trainer's loop. Epochs are saved and resume exactly, as seen from "
-        "their boundaries: %s. Hooks see the steps that go through train_step; optimizer steps of the override are "
-        "counted only%s",
+        "train_epoch: the override replaces this trainer's loop. Whole epochs are saved and resume exactly: %s. "
+        "Hooks see only the steps that go through train_step; the override's optimizer steps are only counted%s",
         _SAVED,
         _idle(settings),
     )
@@ -294,13 +294,13 @@ def _idle(settings: TrainingSettings) -> str:
     """Return the end of a message about ignored settings of the step."""
     names = ("max_grad_norm", "grad_clip_value", "max_non_finite_grad_retries")
     idle = [f"{name}={getattr(settings, name)}" for name in names if getattr(settings, name)]
-    return f"; without effect unless the override reads them: {', '.join(idle)}" if idle else ""
+    return f"; no effect unless the override reads them: {', '.join(idle)}" if idle else ""
 
 
 def _refuse_precision(settings: TrainingSettings, method: str) -> None:
     if settings.precision is not None:
         raise ConfigError(
-            f"the override of {method} replaces this trainer's, so its autocast does not act: use torch.autocast in "
+            f"the override of {method} replaces this trainer's, so its autocast is not used: use torch.autocast in "
             "the override and leave the setting out",
             argument="config.training.mixed_precision",
             value=settings.mixed_precision,

@@ -33,7 +33,7 @@ UNUSED = ("batch_size", "num_epochs", "epochs", "seed", "max_eval_samples")
 _OF_FILES = ("checkpoint_dir", "save_interval")
 _MEANT = {"lr": "learning_rate", "max_epochs": "num_epochs", "grad_clip": "max_grad_norm", "amp": "mixed_precision",
           "accumulate_grad_batches": "gradient_accumulation_steps", "scheduler": "lr_scheduler"}  # fmt: skip
-_NOWHERE = {"eval_interval": "evaluations come after each epoch; ValidationHook(interval=...) evaluates between steps"}
+_NOWHERE = {"eval_interval": "evaluation runs after each epoch; ValidationHook(interval=...) evaluates between steps"}
 
 
 class _Default(int):
@@ -169,7 +169,7 @@ class TrainingSettings:
         for name in ("warmup_steps", "warmup_ratio"):
             if self.lr_scheduler is None and getattr(self, name) is not None:
                 raise ConfigError(
-                    "belongs to a schedule by name; set lr_scheduler too, such as 'cosine'",
+                    "needs a schedule by name; also set lr_scheduler, such as 'cosine'",
                     argument=f"{_WHERE}.{name}",
                     value=getattr(self, name),
                 )
@@ -256,7 +256,7 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
         raise ConfigError(f"unknown key {name!r}; did you mean {_MEANT[name]!r}?", argument=_WHERE)
     refuse_unknown(_WHERE, values, [*known, *UNUSED, *_OF_FILES, *_NOWHERE])
     for name in values.keys() & _NOWHERE.keys():
-        _log.warning("config.training.%s=%s is not read: %s", name, values[name], _NOWHERE[name])
+        _log.warning("config.training.%s=%s has no effect: %s", name, values[name], _NOWHERE[name])
     given = {name: value for name, value in values.items() if name in known}
     # None is kept where it means off; elsewhere it means the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
@@ -287,8 +287,7 @@ def config_of(config: Any) -> UserConfig:
     """
     if isinstance(config, (str, bytes, int, float, Path)) or (isinstance(config, (list, set)) and config):
         raise ConfigError(
-            "must be a dict, or an object, with a part 'training'; read a file first, for example by "
-            "treadle.config.load_config",
+            "must be a dict, or an object, with a part 'training'; to read a file use treadle.config.load_config",
             argument="config", value=config,
         )  # fmt: skip
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
@@ -312,19 +311,19 @@ def _refuse_misplaced(config: UserConfig, known: Sequence[str], *, has_part: boo
     misplaced = [name for name in known if name in there]
     if misplaced and not has_part:
         raise ConfigError(
-            f"only its part 'training' is read, and it has none: write {{'training': {{{misplaced[0]!r}: ...}}}} or "
+            f"only its part 'training' is read, which is missing: write {{'training': {{{misplaced[0]!r}: ...}}}} or "
             f"SimpleNamespace(training=...), or pass {misplaced[0]}= to the trainer",
             argument="config",
         )
     if misplaced:
         _log.warning(
-            "config: only its 'training' part is read, and %r is outside of it: write {'training': {%r: ...}}",
+            "config: only its 'training' part is read, but %r is outside it; write {'training': {%r: ...}}",
             misplaced[0], misplaced[0],
         )  # fmt: skip
     if has_part or not there:
         return
     near = difflib.get_close_matches("training", there, n=1, cutoff=0.7)
     _log.warning(
-        "config: has no part 'training', so nothing of it is read (it has %s)%s",
+        "config: ignored, since it has no part 'training' (it has %s)%s",
         ", ".join(there), "; did you mean 'training'?" if near else "",
     )  # fmt: skip

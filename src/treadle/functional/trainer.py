@@ -218,7 +218,7 @@ class Trainer(EpochFace):
         if isinstance(batch, (list, tuple)) and batch[0] is inputs and len(batch) > 2 and not self._warned_of_length:
             self._warned_of_length = True
             _log.warning(
-                "a batch of %d items: the first is the input, the second the target, the others are not used; "
+                "a batch has %d items: the first is the input, the second the target, the others are ignored; "
                 "override _prepare_batch to use them",
                 len(batch),
             )
@@ -465,7 +465,9 @@ class Trainer(EpochFace):
             metric_value: stored as ``best_metric``; None stores the best value so far.
         """
         if epoch != self.epoch:
-            _log.warning("_save_checkpoint(epoch=%d): the state is that of epoch %d, saved as such", epoch, self.epoch)
+            _log.warning(
+                "_save_checkpoint(epoch=%d): the state is that of epoch %d and is saved as such", epoch, self.epoch
+            )
         self._folder.write(Path(path), metric_value)
 
 

@@ -38,7 +38,7 @@ class UserConfig:
         self._where = where
         self._known = tuple(known)
         if isinstance(source, type) and dataclasses.is_dataclass(source):
-            raise ConfigError(f"is the class {source.__name__}; make an object: {source.__name__}()", argument=where)
+            raise ConfigError(f"is the class {source.__name__}; pass an instance: {source.__name__}()", argument=where)
 
     def part(self, name: str) -> UserConfig | None:
         """Return a part under a key or an attribute, or None.
@@ -99,7 +99,7 @@ class UserConfig:
         empty = not found and type(self.source) is not types.SimpleNamespace
         if empty and not closed and (not attributes or _serves(self.source)):
             raise ConfigError(
-                f"a {type(self.source).__name__} shows neither keys nor attributes, so its settings cannot be read; "
+                f"a {type(self.source).__name__} has neither keys nor attributes, so its settings cannot be read; "
                 "pass a dict, a dataclass or an object with attributes",
                 argument=self._where,
             )

@@ -278,4 +278,4 @@ def test_other_numbers_than_the_loss_are_means_over_the_targets(size, weights, r
 def test_an_epoch_whose_metric_is_nan_is_named(caplog):
     x, y = torch.ones(4, 4), torch.full((4, 1), torch.nan)
     assert make().train(loader(), 1, [(x, y)])["epoch"] == [1]
-    assert "epoch 1: eval_loss is NaN, so it cannot be the best" in caplog.text
+    assert "epoch 1: eval_loss is NaN, so this epoch cannot be the best" in caplog.text

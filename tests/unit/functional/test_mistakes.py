@@ -61,7 +61,7 @@ def test_lists_of_loaders_are_refused_and_dicts_are_not_trained_on(data):
     untouched(trainer, "eval_dataloader: is a list of loaders.*dict", lambda: trainer.train(loader, 1, [loader]))
     untouched(trainer, "train_dataloader: is a dict, whose keys", lambda: trainer.train({"a": loader}, 1))
     untouched(trainer, r"eval_dataloader\['a'\]: it is empty", lambda: trainer.train(loader, 1, {"a": []}))
-    untouched(trainer, "needs a name for each", lambda: trainer.train(loader, 1, {}))
+    untouched(trainer, "must have at least one, with non-empty strings as names", lambda: trainer.train(loader, 1, {}))
 
 
 def test_several_named_loaders_are_evaluated_each_and_the_first_selects(data, tmp_path):
@@ -84,7 +84,7 @@ def test_several_named_loaders_are_evaluated_each_and_the_first_selects(data, tm
     ("callback", "instead"),
     [
         (EarlyStopping(3), "early_stopping_patience="),
-        (CheckpointingHook(3), r"pass it as hooks=\[...\]"),
+        (CheckpointingHook(3), r"pass it to the trainer in hooks=\[...\]"),
         (lambda trainer: None, r"cannot be called with \(trainer, epoch, metrics\)"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_stopped_run_follows_the_same_schedule_to_the_bit(tmp_path):
     ("settings", "message"),
     [
         ({"name": "cosin"}, "lr_scheduler='cosin': did you mean 'cosine'"),
-        ({"warmup_steps": 3}, "warmup_steps=3: belongs to a schedule by name"),
+        ({"warmup_steps": 3}, "warmup_steps=3: needs a schedule by name"),
         ({"name": "cosine", "warmup_steps": -1}, "warmup_steps=-1"),
         ({"name": "cosine", "warmup_steps": 1.5}, "whole number"),
         ({"name": "cosine", "warmup_steps": 1, "warmup_ratio": 0.1}, "not both"),

@@ -380,7 +380,7 @@ def test_another_metric_in_a_later_call_is_looked_for_anew_in_the_history(caplog
     trainer, train = scalar(evaluations([3.0, 4.0])), [constant(1)]
     trainer.train(train, 1, train)
     trainer.train(train, 2, train, best_model_metric="train_loss")
-    assert "searched afresh" in caplog.text
+    assert "selected anew" in caplog.text
     assert (trainer.best_metric, trainer.best_epoch) == (1.0, 1)
 
 

@@ -211,7 +211,5 @@ def test_an_epoch_whose_evaluation_fails_is_saved_and_evaluated_by_the_next_call
 
 def test_the_folder_of_a_run_is_no_checkpoint_and_a_message_names_its_files(tmp_path):
     make().train(loader(), 1, save_dir=tmp_path)
-    with pytest.raises(
-        treadle.ConfigError, match=r"resume_from=.*is the folder of a run.*checkpoint_epoch_1.pt.*'auto'"
-    ):
+    with pytest.raises(treadle.ConfigError, match=r"resume_from=.*is a run folder.*checkpoint_epoch_1.pt.*'auto'"):
         make().train(loader(), 2, resume_from=tmp_path)

@@ -164,4 +164,4 @@ def test_other_settings_than_the_checkpoints_are_a_warning(tmp_path, caplog):
     """There they are refused."""
     small(tmp_path).fit(1)
     small(tmp_path, loss_region="all", grad_clip=None).fit(2)
-    assert "was trained on another loss: loss_region='masked' (here 'all')" in caplog.text
+    assert "was trained with another loss: loss_region='masked' (here 'all')" in caplog.text
