@@ -93,7 +93,7 @@ class EngineBase:
         self.should_stop = False
         self.target = Target(max_steps=0)
         limits = settings.limits
-        self.cursor = Cursor(ranks="together", limit=limits.train, only=limits.overfit_batches)
+        self.cursor = Cursor(ranks="equal", limit=limits.train, only=limits.overfit_batches)
         self.eval_cursor = Cursor()
         self.progress = Progress()
         self.attempt = Attempt()

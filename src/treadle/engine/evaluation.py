@@ -194,7 +194,7 @@ def for_each_batch(
         EvaluationAbandoned: ``interrupted`` returned True.
     """
     cursor = Cursor() if cursor is None else cursor
-    cursor.ranks = "together" if distributed.is_sharded(model) else "apart" if interrupted is None else "told"
+    cursor.ranks = "equal" if distributed.is_sharded(model) else "independent" if interrupted is None else "unequal"
     with evaluation_rules(model, loader, eval_seed=eval_seed):
         cursor.restart()
         cursor.warn(copies_in(loader))
