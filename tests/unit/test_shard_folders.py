@@ -16,7 +16,7 @@ from treadle.checkpoint import find_latest, load_checkpoint, load_weights, save_
 from treadle.checkpoint.convert import convert_checkpoint
 from treadle.checkpoint.files import STORED
 from treadle.checkpoint.find_step import nearest_state, states_in
-from treadle.checkpoint.order import furthest_first
+from treadle.checkpoint.order import by_progress
 from treadle.checkpoint.safe.inspect import inspect_path
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.shard_manifest import MARKER
@@ -215,7 +215,7 @@ def test_the_furthest_of_files_and_folders_comes_first_whenever_it_was_written(t
     os.utime(first / MARKER, ns=(hour_ahead, hour_ahead))
     second = save_sharded(state(2), tmp_path / "checkpoint_step_2")
     third = save_checkpoint(dense(state(3)), tmp_path / "checkpoint_step_3.pt")
-    assert furthest_first([first, third, second]) == [third, second, first]
+    assert by_progress([first, third, second]) == [third, second, first]
 
 
 def test_a_state_that_is_not_finite_is_put_aside(tmp_path, caplog):

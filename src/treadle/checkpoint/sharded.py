@@ -25,7 +25,7 @@ from treadle.checkpoint.retention import date_last
 from treadle.checkpoint.schema import is_finite, non_finite_names
 from treadle.checkpoint.shard_files import write_shard
 from treadle.checkpoint.shard_manifest import MARKER, STATE, checksum
-from treadle.checkpoint.store import put_aside, save_checkpoint
+from treadle.checkpoint.store import non_finite_path, save_checkpoint
 from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
@@ -58,7 +58,7 @@ def save_sharded(
     rank = 0 if group is None else dist.get_rank(group)
     tensors, rest, bad = own_part(tree, equal, group)
     if bad:
-        target = put_aside(target, bad)
+        target = non_finite_path(target, bad)
     try:
         place = together(group, lambda: _begin(target) if rank == 0 else target)[0]
         written = write_shard(tensors, place, group)

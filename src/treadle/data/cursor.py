@@ -19,7 +19,7 @@ from treadle.data.batch_sizes import other_batch_size
 from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
 from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
-from treadle.data.own_state import LoaderState, kept_generators, set_epoch
+from treadle.data.own_state import LoaderState, restored_generators, set_epoch
 from treadle.data.samplers import generators_of
 from treadle.data.sources import Source, open_source
 from treadle.errors import ConfigError
@@ -128,7 +128,7 @@ class Cursor:
     def _first_batches(self, loader: Any, only: Amount) -> list[Any]:
         """Return the first batches of a loader, in the same order in every process of the run."""
         if self._first is None or loader is not self._first[0]:
-            with forked_rng(0), kept_generators(loader):
+            with forked_rng(0), restored_generators(loader):
                 first = Cursor()
                 first.attach(loader)
                 count = batches_in(only, first.length, "overfit_batches")

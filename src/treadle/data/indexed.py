@@ -51,7 +51,7 @@ _KNOWN = (
 )
 
 
-def is_known(loader: Any) -> bool:
+def has_known_order(loader: Any) -> bool:
     """Return whether a DataLoader's order comes from torch's own samplers, whose behaviour is known."""
     lists = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     inner = lists.sampler if type(lists) is BatchSampler else lists
@@ -131,7 +131,7 @@ class _WorkerInit:
             self.user_fn(worker_id)
 
 
-class _Feed:
+class _EpochFeed:
     """Iterator over the index lists of one epoch."""
 
     def __init__(self, lists: Iterable[Any], *, skip: int, seed: int | None, watch: bool, turns: int = 0):
@@ -146,7 +146,7 @@ class _Feed:
         self.exhausted = False
         self.draws_while_running = False
 
-    def __iter__(self) -> _Feed:
+    def __iter__(self) -> _EpochFeed:
         return self
 
     def prime(self) -> None:
@@ -197,7 +197,7 @@ def _moved(before: RngState) -> bool:
     return not (before.python == after.python and same_numpy and torch.equal(before.torch, after.torch))
 
 
-def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> None:
+def draw_worker_seed(generator: torch.Generator | None) -> None:
     """Make the draw that torch omits when persistent workers begin another epoch.
 
     Persistent workers are not reseeded, while those of a resumed run start and are seeded. Drawing in both cases keeps
@@ -246,13 +246,13 @@ class _IndexFeed:
         self.seed = 0
         self.workers_are_running = False
         self.generator: torch.Generator | None = None
-        self.current: _Feed | None = None
+        self.current: _EpochFeed | None = None
 
     def __iter__(self) -> Iterator[Any]:
         seed = self.seed if self.seeded else None
-        self.current = _Feed(self.lists, skip=self.skip, seed=seed, watch=self.watch, turns=self.turns)
+        self.current = _EpochFeed(self.lists, skip=self.skip, seed=seed, watch=self.watch, turns=self.turns)
         if self.workers_are_running:
-            draw_as_workers_do_when_they_start(self.generator)
+            draw_worker_seed(self.generator)
         return self.current
 
     def __len__(self) -> int:
@@ -270,14 +270,14 @@ class IndexedReader:
         batched = loader.batch_sampler is not None
         lists = loader.batch_sampler if batched else loader.sampler
         self.seeded = loader.num_workers > 0
-        self.known = is_known(loader)
+        self.known = has_known_order(loader)
         self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not self.known and not self.seeded)
         self.feed.generator = loader.generator
         self._watch = WatchedState({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
-        self.loader = self._remake(loader, batched=batched)
+        self.loader = self._build_loader(loader, batched=batched)
         self._workers = Workers()
 
-    def _remake(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
+    def _build_loader(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
         dataset: Any = _SeededDataset(loader.dataset, self._watch) if self.seeded else loader.dataset
         settings: dict[str, Any] = (
             {"batch_sampler": self.feed} if batched else {"sampler": self.feed, "batch_size": None}

@@ -11,14 +11,14 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from treadle.checkpoint.introspection import has_state, is_users
-from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
+from treadle.checkpoint.introspection import has_state, is_user_object
+from treadle.data.indexed import IndexedReader, Workers, draw_worker_seed, has_known_order
 from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
 from treadle.data.read_ahead import checked_to_resume, warning_of_drawing_threads
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
 from treadle.data.stateful_workers import drop_iterator, drop_unread_iterator, seeded_workers, seeds_workers
-from treadle.data.streamed import StreamReader, keeps_its_place
+from treadle.data.streamed import StreamReader, is_stateful_stream
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 from treadle.seed import RngState
@@ -123,7 +123,7 @@ class _Stateful:
         self.loader = loader
         self.length = _length(loader)
         certain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        certain = (certain and is_known(loader)) or getattr(loader, "exact_length", False)
+        certain = (certain and has_known_order(loader)) or getattr(loader, "exact_length", False)
         self.exact = self.length is not None and certain
         self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
         self.counts_epochs = not isinstance(loader, (RowLoader, DataLoader))  # their epochs come from elsewhere
@@ -136,7 +136,7 @@ class _Stateful:
     def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         if skip and state is not None and not self._replays:
             self.loader.load_state_dict(state)
-            with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
+            with _without_restart(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
         if state is not None and self.counts_epochs:
             self._pass_the_end(state, cut=cut)
@@ -146,13 +146,13 @@ class _Stateful:
             return iter(self.loader)
         if seeds_workers(self.loader):
             with seeded_workers(self.loader, seed):
-                return _passed_over(self._workers.of(iter(self.loader)), skip)
+                return _skipped(self._workers.of(iter(self.loader)), skip)
         _draw_for_running_workers(self.loader)
-        iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
+        iterator = _skipped(self._workers.of(iter(self.loader)), skip)
         if skip or self._proved:
             return iterator
         self._proved = True
-        watch = checked_to_resume if is_users(self.loader) else warning_of_drawing_threads
+        watch = checked_to_resume if is_user_object(self.loader) else warning_of_drawing_threads
         return watch(self.loader, iterator)
 
     def _pass_the_end(self, state: Any, *, cut: bool) -> None:
@@ -162,7 +162,7 @@ class _Stateful:
         """
         before = RngState.capture()
         self.loader.load_state_dict(state)
-        with _ending_where_it_ends(self.loader):
+        with _without_restart(self.loader):
             if next(iter(self.loader), None) is not None and not cut:
                 self.loader.load_state_dict(state)
         before.restore()
@@ -234,7 +234,7 @@ class _Streamed(_FromStart):
     def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         if skip and state is not None:
             return self.reader.open(seed=seed, state=state)
-        return _passed_over(self.reader.open(seed=seed, state=None), skip)
+        return _skipped(self.reader.open(seed=seed, state=None), skip)
 
     def warnings(self, *, resuming: bool) -> list[str]:
         sentences = hidden_generators(self.loader)
@@ -265,7 +265,7 @@ class _Replayed(_FromStart):
 
     def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         _draw_for_running_workers(self.loader)
-        iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
+        iterator = _skipped(self._workers.of(iter(self.loader)), skip)
         if skip or self._watched or self.one_shot:
             return iterator
         self._watched = True
@@ -304,7 +304,7 @@ def _is_users_with_state(sampler: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _ending_where_it_ends(loader: Any) -> Iterator[None]:
+def _without_restart(loader: Any) -> Iterator[None]:
     """Keep a loader with a state at the end of an epoch from starting the next one, as ``torchdata.nodes`` would."""
     restarts = getattr(loader, "restart_on_stop_iteration", None) is True
     if restarts:
@@ -327,7 +327,7 @@ def _draw_for_running_workers(loader: Any) -> None:
     """
     if _keeps_workers(loader) and getattr(loader, "_iterator", None) is not None:
         iter(loader._index_sampler)
-        draw_as_workers_do_when_they_start(getattr(loader, "generator", None))
+        draw_worker_seed(getattr(loader, "generator", None))
 
 
 def _end_persistent_workers(loader: Any) -> None:
@@ -336,7 +336,7 @@ def _end_persistent_workers(loader: Any) -> None:
         drop_iterator(loader)
 
 
-def _passed_over(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+def _skipped(iterator: Iterator[Any], count: int) -> Iterator[Any]:
     for _ in itertools.islice(iterator, count):
         pass
     return iterator
@@ -380,11 +380,11 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
             )
 
 
-def _is_torchs_own(loader: Any) -> bool:
+def _iterates_like_torch(loader: Any) -> bool:
     """Return whether a DataLoader iterates like torch's class, so that one rebuilt from its parts is equivalent.
 
     Example:
-        >>> _is_torchs_own(DataLoader([1.0]))
+        >>> _iterates_like_torch(DataLoader([1.0]))
         True
     """
     return all(
@@ -393,7 +393,7 @@ def _is_torchs_own(loader: Any) -> bool:
     )
 
 
-def _refuse_counts(loader: Any) -> None:
+def _refuse_sample_counts(loader: Any) -> None:
     """Raise ConfigError for a loader or a stream whose state is a sample count that does not determine their order.
 
     These are litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own
@@ -401,7 +401,7 @@ def _refuse_counts(loader: Any) -> None:
     """
     dataset = getattr(loader, "dataset", None)
     named = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
-    if not named or not isinstance(dataset, IterableDataset) or keeps_its_place(dataset):
+    if not named or not isinstance(dataset, IterableDataset) or is_stateful_stream(dataset):
         return
     if hasattr(dataset, "next_epoch"):  # mosaicml-streaming
         raise ConfigError(
@@ -435,13 +435,13 @@ def open_source(loader: Any) -> Source:
     if isinstance(loader, TransferLoader):
         return TransferredSource(open_source(loader.loader), loader)
     refuse_dataset(loader)
-    _refuse_counts(loader)
+    _refuse_sample_counts(loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if map_style and _is_torchs_own(loader) and hasattr(loader.dataset, "__getitem__"):
+    if map_style and _iterates_like_torch(loader) and hasattr(loader.dataset, "__getitem__"):
         return _Indexed(loader)
-    if isinstance(loader, DataLoader) and _is_torchs_own(loader) and keeps_its_place(loader.dataset):
+    if isinstance(loader, DataLoader) and _iterates_like_torch(loader) and is_stateful_stream(loader.dataset):
         return _Streamed(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigError(

@@ -38,7 +38,7 @@ _BACKENDS = ("gloo", "nccl", "tcpstore")
 
 
 @contextlib.contextmanager
-def failing_by_name(engine: Engine) -> Iterator[None]:
+def errors_logged_with_rank(engine: Engine) -> Iterator[None]:
     """Log an error raised in the block, with the rank and the location, if there are several ranks.
 
     Raises:

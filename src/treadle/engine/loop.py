@@ -32,7 +32,7 @@ from treadle.engine.base import EngineBase
 from treadle.engine.block import run_ahead
 from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
-from treadle.engine.failure import failing_by_name, non_finite_error
+from treadle.engine.failure import errors_logged_with_rank, non_finite_error
 from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.leaving import interruption, leave_on_signal
 from treadle.engine.limits import Deadline, Limits
@@ -180,7 +180,7 @@ class Engine(EngineBase):
         limits = self.settings.limits
         steps, epochs = limits.target(max_steps, epochs)
         self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
-        with failing_by_name(self), run_log_shown(self):
+        with errors_logged_with_rank(self), run_log_shown(self):
             self.prepare()
             self.state.leave_out(loader)
             resume_from_hooks(self)

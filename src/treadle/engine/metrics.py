@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle import distributed
-from treadle.engine.outputs import joined, kept_outputs
+from treadle.engine.outputs import joined, outputs_on_cpu
 from treadle.errors import ConfigError, MissingExtraError, nearest
 from treadle.nested import flatten_nested_dict
 
@@ -205,7 +205,7 @@ class FunctionMetric:
 
     def update(self, prediction: Any, target: Any) -> None:
         """Keep outputs and targets of one batch on the CPU."""
-        self._batches.append(kept_outputs((prediction, target)))
+        self._batches.append(outputs_on_cpu((prediction, target)))
 
     def compute(self) -> Any:
         """Apply the function to all batches of all ranks, then release them."""

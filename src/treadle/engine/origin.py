@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from treadle.checkpoint.order import Reach, set_aside_beyond
+from treadle.checkpoint.order import StateProgress, move_aside_beyond
 from treadle.checkpoint.ranks import on_rank_0
 
 States = Callable[[Path], Iterable[Path]]
@@ -29,16 +29,16 @@ class RunOrigin:
 
     Example:
         >>> RunOrigin().reach
-        Reach(step=0, epoch=0)
+        StateProgress(step=0, epoch=0)
     """
 
     def __init__(self) -> None:
-        self.reach = Reach()
+        self.reach = StateProgress()
         self.source: str | None = None
         self._watched: list[_Watched] = []
         self._cleared: set[_Watched] = set()
 
-    def moved(self, reach: Reach) -> None:
+    def moved(self, reach: StateProgress) -> None:
         """Set the origin to a loaded state."""
         self.reach = reach
         self._cleared = set()
@@ -69,4 +69,4 @@ class RunOrigin:
             self._cleared.add(entry)
 
     def _clear(self, entry: _Watched) -> None:
-        set_aside_beyond(entry.states(entry.folder), self.reach, source=self.source)
+        move_aside_beyond(entry.states(entry.folder), self.reach, source=self.source)

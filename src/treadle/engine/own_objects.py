@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treadle.checkpoint.attributes import Attributes, Mark, beside
+from treadle.checkpoint.attributes import Attributes, Mark, missing_from_state
 from treadle.checkpoint.base_fingerprints import fingerprint
 from treadle.checkpoint.comparison import same, unequal
 from treadle.checkpoint.constants import CONSTANTS
-from treadle.checkpoint.introspection import attributes_of, has_state, is_users
+from treadle.checkpoint.introspection import attributes_of, has_state, is_user_object
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import OPAQUE, encode
 from treadle.checkpoint.references import References
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.data.own_state import owners_of
-from treadle.engine.search import OF_TRAINERS, Search, hidden_in
+from treadle.engine.search import OF_TRAINERS, Search, unregistered_in
 from treadle.engine.state_part import Difference
 from treadle.errors import CheckpointError
 
@@ -105,7 +105,7 @@ class OwnObjects:
             self._roots[name] = owner
             self._restore_found(self._look({name: owner}))
 
-    def look_again(self) -> None:
+    def search_again(self) -> None:
         """Search for objects created since, by hooks before training, and load their states from the checkpoint.
 
         Raises:
@@ -144,7 +144,7 @@ class OwnObjects:
             if isinstance(owner, nn.Module):
                 self._marks[path] = [Mark(value) for value in _tensors_of(owner)]
                 self._modules[path] = ModuleState(owner)
-            elif is_users(owner):
+            elif is_user_object(owner):
                 left_out = OF_OPTIMIZERS if isinstance(owner, Optimizer) else ()
                 self._attributes[path] = self._attributes_of(owner, left_out)
         for path, owner in plain.items():
@@ -182,7 +182,7 @@ class OwnObjects:
                 found[path] = {"state": to_plain(state, f"objects.{path}", encoding="exact")}
         for path, entry in self.attributes().items():
             known = found.get(path, {})
-            if other := beside(known.get("state"), entry["attributes"]):
+            if other := missing_from_state(known.get("state"), entry["attributes"]):
                 found[path] = {**known, "attributes": other}
         for path, entry in found.items():
             settings = [name for name, value in (self._set or {}).get(path, {}).items()
@@ -192,7 +192,7 @@ class OwnObjects:
             path: {**entry, "late": True} if path in self._late else entry for path, entry in found.items() if entry
         }
 
-    def as_loaded(self) -> dict[str, Any]:
+    def loaded_states(self) -> dict[str, Any]:
         """Return copies of what a checkpoint has set since the last call, before hooks begin; nothing if none has."""
         is_new, self._is_new = self._is_new, False
         if not is_new:
@@ -213,7 +213,7 @@ class OwnObjects:
         What the run that wrote the checkpoint had left as they set it stays where it is a text, a time, or a constant.
 
         Args:
-            before: what :meth:`as_loaded` returned then.
+            before: what :meth:`loaded_states` returned then.
 
         Yields:
             In words, numbers that may have been set on purpose and are as in the checkpoint.
@@ -349,8 +349,8 @@ class OwnObjects:
 def _left_out_of(path: str, owner: Any) -> dict[str, Any]:
     """Return objects with state held by an object with a state dict that may leave them out."""
     if isinstance(owner, nn.Module):
-        return hidden_in(path, owner)
-    if not is_users(owner):
+        return unregistered_in(path, owner)
+    if not is_user_object(owner):
         return {}
     inner = {name: value for name, value in attributes_of(owner).items() if has_state(value)}
     if not inner:

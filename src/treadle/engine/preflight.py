@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from treadle.checkpoint.introspection import has_state, is_users_class
+from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name
@@ -37,7 +37,7 @@ from treadle.engine.objects_part import warn_of_lost
 from treadle.errors import ConfigError
 from treadle.nested import flatten_nested_dict
 from treadle.optim.evaluation_point import into_training_point
-from treadle.optim.optimizer import check_scheduler, is_of_torch, uncovered_parameters
+from treadle.optim.optimizer import check_scheduler, is_torch_optimizer, uncovered_parameters
 from treadle.optim.schedules import check_plateau, scheduler_state
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, as_step_output, update_of
@@ -302,7 +302,7 @@ def check_before_training(engine: Engine) -> None:
     warn_of_lost(engine)
     engine.state.objects.collect()  # raises now, not at the first save, for a state that no checkpoint can hold
     refuse_hidden_tensors(engine.optimizer)
-    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_of_torch(engine.optimizer):
+    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_torch_optimizer(engine.optimizer):
         try_optimizer(engine.optimizer)
     try_schedule(engine)
     try_folders(engine)
@@ -340,7 +340,7 @@ _OF_A_TASK = ("step", "weights", "new_metrics", "prepare_batch", "replayed", "wi
 def _warn_of_uncalled(engine: Engine) -> None:
     """Warn about methods of the user's task with misspelt names."""
     kind = type(engine.task)
-    if is_users_class(kind) and not engine.progress.step and not engine.state.num_runs:
+    if is_user_class(kind) and not engine.progress.step and not engine.state.num_runs:
         for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
             engine.logger.warning("%s", warning)
 

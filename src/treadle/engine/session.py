@@ -16,7 +16,7 @@ import torch
 from treadle import distributed
 from treadle.data.agreement import numbers_of_ranks
 from treadle.engine.evaluation import EvaluationAbandoned
-from treadle.engine.failure import failing_by_name
+from treadle.engine.failure import errors_logged_with_rank
 from treadle.engine.hook import BaseHook
 from treadle.engine.leaving import exit_by, leave_on_signal
 from treadle.engine.objects_part import hooks_beginning
@@ -135,7 +135,7 @@ def resume_from_hooks(engine: Engine) -> None:
 def training_session(engine: Engine) -> Iterator[None]:
     """Open hooks and signal handlers for a run, and always close them."""
     with run_log_shown(engine), contextlib.ExitStack() as held:
-        signals = _make_ready(engine, held)
+        signals = _begin_session(engine, held)
         plans = engine.signals.plans
         with engine.signals.listening(signals) as outermost:  # hooks that close may upload for minutes
             first_step, started = engine.progress.step, time.perf_counter()
@@ -154,7 +154,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
     opened: list[BaseHook] = []
     failure: BaseException | None = None
     try:
-        with failing_by_name(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
+        with errors_logged_with_rank(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
             with contextlib.suppress(EvaluationAbandoned):  # raised in a callback, or in a hook before the first step
                 with hooks_beginning(engine):
                     for hook in engine.hooks:
@@ -179,7 +179,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_by_hooks(engine: Engine) -> Iterator[None]:
+def claimed_by_hooks(engine: Engine) -> Iterator[None]:
     """Hold, inside the block, what the hooks of an engine claim for a run."""
     with contextlib.ExitStack() as held:
         for hook in engine.hooks:
@@ -187,9 +187,9 @@ def held_by_hooks(engine: Engine) -> Iterator[None]:
         yield
 
 
-def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
+def _begin_session(engine: Engine, held: contextlib.ExitStack) -> list[int]:
     """Check a run and enter the claims of its hooks, before any event; return the signals to listen to."""
-    with failing_by_name(engine):
+    with errors_logged_with_rank(engine):
         check_added_hooks(engine)
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))

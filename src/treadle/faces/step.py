@@ -23,7 +23,7 @@ from treadle.engine import Engine
 from treadle.engine.attempt import Attempt
 from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.events import Events
-from treadle.engine.failure import failing_by_name
+from treadle.engine.failure import errors_logged_with_rank
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
 from treadle.engine.names import FOREIGN, idle_attributes, is_own_helper, refuse_signatures, uncalled_methods
@@ -211,7 +211,7 @@ class BaseTrainer(Engine):
                 f"{type(self).__name__}.__init__() did not call super().__init__(max_steps=...); call it, before "
                 "anything that uses the trainer"
             )
-        with failing_by_name(self):
+        with errors_logged_with_rank(self):
             self.prepare()
         self.run(self.data_loader, max_steps=self.max_steps)
 

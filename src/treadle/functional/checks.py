@@ -430,7 +430,7 @@ def unused_names(trainer: Any, base: type) -> list[str]:
     return [*uncalled_methods(type(trainer), base, known=_ARGUMENTS, foreign=_FOREIGN), *set_on_it]
 
 
-def say_if_stopped_early(epochs: FaceEpochs) -> None:
+def log_early_stopping(epochs: FaceEpochs) -> None:
     """Log how to train on, where early stopping has ended the run; of a reached target the engine does."""
     if epochs.finished:
         level = logging.WARNING if epochs.engine.state.num_runs else logging.INFO

@@ -22,7 +22,7 @@ from treadle.engine.evaluation import (
     try_override,
 )
 from treadle.engine.leaving import BetweenRuns
-from treadle.engine.session import held_by_hooks, ranks_stop, resume_from_hooks
+from treadle.engine.session import claimed_by_hooks, ranks_stop, resume_from_hooks
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs
@@ -117,7 +117,7 @@ class FaceEpochs(SelectingEpochs):
         self.deadline = engine.settings.limits.deadline()
         last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
-            with held_by_hooks(engine), BetweenRuns(engine) as between:
+            with claimed_by_hooks(engine), BetweenRuns(engine) as between:
                 while engine.epoch < last and not (self.finished or ranks_stop(engine)):
                     record = self._one_through(train_epoch)
                     with between.acting():
@@ -187,7 +187,7 @@ class FaceEpochs(SelectingEpochs):
             if batches.before:
                 self._leave_out_partial_loss(result, batches.before)
             own_steps.stop()
-            return own_steps.moves.schedule_moved
+            return own_steps.observer.schedule_stepped
 
         target = Target(
             epochs=epochs,

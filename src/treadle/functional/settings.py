@@ -18,7 +18,7 @@ from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.errors.arguments import check_argument
 from treadle.faces.build import EngineArguments
-from treadle.functional.other_names import where_it_is
+from treadle.functional.other_names import hint_for_unknown
 from treadle.functional.user_config import UserConfig
 from treadle.optim.precision import PrecisionName
 from treadle.optim.schedules import ScheduleShape
@@ -298,7 +298,7 @@ def config_of(config: Any) -> UserConfig:
 def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     for name in keywords:
         if name not in known:
-            raise ConfigError(f"no such argument of the trainer; {where_it_is(name, known)}", argument=name)
+            raise ConfigError(f"no such argument of the trainer; {hint_for_unknown(name, known)}", argument=name)
     return dict(keywords)
 
 

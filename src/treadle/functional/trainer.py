@@ -36,9 +36,9 @@ from treadle.functional.checks import (
     eval_losses,
     in_argument_order,
     known_keys,
+    log_early_stopping,
     optimizer_for,
     rule_for,
-    say_if_stopped_early,
     scheduler_for,
     set_length,
     warn_of_idle_files,
@@ -340,13 +340,13 @@ class Trainer(EpochFace):
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._use_folder(save_dir, save_freq, best_model_metric)
-        breaking = self._folder.saving_what_an_evaluation_breaks(self._epochs)
+        breaking = self._folder.saving_if_evaluation_fails(self._epochs)
         with run_log_shown(self._engine), self._folder.training(), breaking:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
-            say_if_stopped_early(self._epochs)
+            log_early_stopping(self._epochs)
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
         return self.history
 

@@ -14,7 +14,7 @@ import torch
 from treadle import distributed
 from treadle.checkpoint.files import TEMPORARY, remove_leftover
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
-from treadle.checkpoint.order import furthest_first
+from treadle.checkpoint.order import by_progress
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
@@ -243,7 +243,7 @@ class NonFiniteHook(BaseHook):
             files = states_in(in_workspace(trainer, self.checkpoints))
             files = [path for path in files if stamp_of(path) not in self.foreign_states]
             if files:
-                return furthest_first(files)[0].name
+                return by_progress(files)[0].name
         return None
 
     def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:

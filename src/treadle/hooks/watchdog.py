@@ -140,7 +140,7 @@ class Note:
         return f"({self.host}, process {self.pid}) has been in step {step} ({doing}) for {self.quiet:.0f} s"
 
 
-def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
+def stuck_ranks(notes: Sequence[Note], timeout: float) -> list[Note]:
     """Return the ranks that the others wait for; none while any rank advanced within the timeout.
 
     Ranks inside a collective are waiting; of the others, those that are behind are stuck. If all are waiting, those
@@ -277,7 +277,7 @@ class _Watch:
 
     def _judge(self, now: float) -> None:
         notes = [self._with_silence(note, now) for note in self._board.notes()]
-        stuck = who_is_stuck(notes, self._hook.timeout)
+        stuck = stuck_ranks(notes, self._hook.timeout)
         if not self._board.is_shared:
             stuck = [note for note in stuck if not note.waits]  # the awaited rank is unknown
         blamed = [(note.rank, note.place) for note in stuck]

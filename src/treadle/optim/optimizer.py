@@ -38,7 +38,7 @@ _OF_NO_OPTIMIZER = {
 }  # fmt: skip
 
 
-def is_of_torch(optimizer: Any) -> bool:
+def is_torch_optimizer(optimizer: Any) -> bool:
     """Return whether an optimizer's class is torch's."""
     return type(optimizer).__module__.startswith("torch.")
 
@@ -259,7 +259,7 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         )
 
 
-def overruled_settings(
+def overridden_settings(
     optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool, built: Sequence[Mapping[str, Any]] = ()
 ) -> list[str]:
     """Return settings that a checkpoint overrides in the optimizer as built: ``"lr=0.1 (built as 0.2)"``.
@@ -273,7 +273,7 @@ def overruled_settings(
     Example:
         >>> import torch
         >>> old, new = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
-        >>> overruled_settings(new, old.state_dict(), scheduled=False)
+        >>> overridden_settings(new, old.state_dict(), scheduled=False)
         ['lr=0.1 (built as 0.2)']
     """
     left_out = {"params", "param_names", "capturable", *(("lr", "momentum", "betas", "max_lr") if scheduled else ())}

@@ -19,7 +19,7 @@ _MOVING = {
 }  # fmt: skip
 
 
-def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
+def rate_jump(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
     """Return a warning if a LambdaLR's function, which no checkpoint holds, returns a different rate than before."""
     if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callables is loaded
         return None
@@ -35,7 +35,7 @@ def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def overruled_schedule(
+def overridden_schedule(
     scheduler: Any, saved: Mapping[str, Any], *, objects: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Return the settings of a schedule that a checkpoint overrides: ``"T_max=10 (built as 20)"``.
@@ -51,7 +51,7 @@ def overruled_schedule(
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         >>> old, new = (torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2))
-        >>> overruled_schedule(new, old.state_dict())
+        >>> overridden_schedule(new, old.state_dict())
         ['step_size=1 (built as 2)']
     """
     factors = (entry for path, entry in (objects or {}).items() if path.startswith("scheduler.lr_lambdas"))

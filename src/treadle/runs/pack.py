@@ -23,7 +23,7 @@ from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.engine.evaluation import for_each_batch
 from treadle.engine.observers import observing
-from treadle.engine.outputs import joined, kept_outputs
+from treadle.engine.outputs import joined, outputs_on_cpu
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.hooks.files import to_json
@@ -521,7 +521,7 @@ def predicted_arrays(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
     """Return the concatenated outputs of a BaseTrainer's ``predict_step`` over batches, by name."""
     outputs: list[Any] = []
     for_each_batch(
-        trainer.model, batches, lambda batch: outputs.append(kept_outputs(trainer.predict_step(batch))),
+        trainer.model, batches, lambda batch: outputs.append(outputs_on_cpu(trainer.predict_step(batch))),
         precision=trainer.precision, eval_seed=trainer.eval_seed,
     )  # fmt: skip
     found = joined(outputs)
