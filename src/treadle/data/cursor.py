@@ -21,7 +21,8 @@ from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, restored_generators, set_epoch
 from treadle.data.samplers import generators_of
-from treadle.data.sources import Source, open_source
+from treadle.data.source import Source
+from treadle.data.sources import open_source
 from treadle.errors import ConfigError
 from treadle.seed import RngState, forked_rng, mix_seed
 

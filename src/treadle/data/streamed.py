@@ -25,7 +25,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from treadle.checkpoint.comparison import same
 from treadle.checkpoint.introspection import has_state
 from treadle.checkpoint.schema import to_plain
+from treadle.data.amount import length_of
 from treadle.data.indexed import Workers, seed_worker
+from treadle.data.own_state import hidden_generators
+from treadle.data.source import EXACT_REPLAY, FromStart, skipped
 from treadle.errors import CheckpointError
 from treadle.seed import mix_seed
 
@@ -334,8 +337,8 @@ class StreamInit:
             self.user_fn(worker)
 
 
-class StreamReader:
-    """Reader that opens the epochs of a DataLoader over a stateful stream at any position.
+class StreamSource(FromStart):
+    """Source that opens the epochs of a DataLoader over a stateful stream at any position.
 
     Args:
         loader: the user's loader, which is neither changed nor iterated.
@@ -344,15 +347,20 @@ class StreamReader:
         problem: why the stream cannot be resumed in the middle, or None.
     """
 
+    kind = "streamed"
+    exact = False
+
     def __init__(self, loader: DataLoader[Any]):
-        self.workers = max(1, loader.num_workers)
+        self.loader = loader
+        self.length = length_of(loader)
+        self._num_workers = max(1, loader.num_workers)
         self.stream = SeededStream(loader.dataset, batch_size=loader.batch_size, seeded=loader.num_workers > 0)
         self.problem = _problem_of_workers(loader) or shuffle_buffer_of_datasets(loader.dataset)
         self._enters = isinstance(loader.dataset, ResumableStream)
         self._states: list[Any] = []
         self._next = 0
-        self._running = Workers()
-        self._loader = self._build_loader(loader)
+        self._workers = Workers()
+        self._own = self._build_loader(loader)
 
     def _build_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         settings: dict[str, Any] = {}
@@ -374,31 +382,33 @@ class StreamReader:
             **settings,
         )
 
-    def open(self, *, seed: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Open an epoch at its start, or at the position of ``state``.
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
+        """Open an epoch at the position of ``state``, or at its start and drop ``skip`` batches.
 
         Raises:
             CheckpointError: the state has another number of workers.
         """
+        state = state if skip else None
         states = [] if state is None else list(state["workers"])
-        if states and len(states) != self.workers:
+        if states and len(states) != self._num_workers:
             raise CheckpointError(
                 f"the stream's state was saved with num_workers={len(states)} and cannot be loaded with "
-                f"num_workers={self.workers}: keep the number"
+                f"num_workers={self._num_workers}: keep the number"
             )
         self.stream.seed, self.stream.start = seed, states
         self.stream.first = self._next = 0 if state is None else int(state["next"])
         self.stream.tests_state = not self._enters and not states and self.problem is None
-        self._states = states or [None] * self.workers
+        self._states = states or [None] * self._num_workers
         self._enters = self._enters or bool(states)
-        return self._batches(self._running.of(iter(self._loader)))
+        batches = self._batches(self._workers.of(iter(self._own)))
+        return skipped(batches, skip) if state is None else batches
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for sent in iterator:
             self._enters = self._enters or (sent.test_finished and sent.problem is None)
             self.problem = self.problem or sent.problem
             self._states[sent.worker] = sent.state
-            self._next = (sent.worker + 1) % self.workers
+            self._next = (sent.worker + 1) % self._num_workers
             yield sent.batch
 
     def state(self) -> dict[str, Any] | None:
@@ -407,6 +417,19 @@ class StreamReader:
             return None
         return {"workers": to_plain(self._states, "data.loader"), "next": self._next}
 
+    def warnings(self, *, resuming: bool) -> list[str]:
+        """Return warnings about exact resume with this stream."""
+        sentences = hidden_generators(self.loader)
+        name = type(self.loader.dataset).__name__
+        if self.problem is not None:
+            sentences.append(
+                f"the stream {name} cannot be entered in the middle by its state_dict: {self.problem}. A resume "
+                "replays its epoch from the start, reads the consumed batches again and drops them. "
+                f"{EXACT_REPLAY}; treadle.data.ShardedStream and a treadle.data.ShuffleBuffer around a stream that "
+                "is not shuffled itself are entered where they are"
+            )
+        return sentences
+
     def close(self) -> None:
         """End the workers."""
-        self._running.end()
+        self._workers.end()

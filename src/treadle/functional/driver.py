@@ -11,7 +11,6 @@ from treadle import distributed
 from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.base import temporarily
-from treadle.engine.best import BestRule
 from treadle.engine.epoch_end import run_own_epochs
 from treadle.engine.evaluation import (
     EvaluationAbandoned,
@@ -26,27 +25,12 @@ from treadle.engine.session import claimed_by_hooks, ranks_stop, resume_from_hoo
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs
+from treadle.functional.metric_rule import PREFIX
 from treadle.functional.replaced import EpochBatches, OwnSteps
 from treadle.functional.task import EvalTask
 from treadle.nested import as_number, flatten_nested_dict
 
-PREFIX = "eval_"
 Evaluate = Callable[[Iterable[Any]], Mapping[str, Any]]
-
-
-class MetricRule(BestRule):
-    """Best rule for a metric with or without the evaluation prefix in records."""
-
-    def value_in(self, record: Mapping[str, Any]) -> float:
-        """Return the metric's value in an epoch record.
-
-        Raises:
-            ConfigError: the record has neither name.
-        """
-        bare = self.metric.removeprefix(PREFIX)
-        if self.metric not in record and bare in record:
-            return float(record[bare])
-        return super().value_in(record)
 
 
 class FaceEpochs(SelectingEpochs):

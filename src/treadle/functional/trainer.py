@@ -30,25 +30,21 @@ from treadle.faces.folder import loss_name
 from treadle.faces.loaders import EvalLoaders, check_batches
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
-from treadle.functional.checks import (
-    check_call,
+from treadle.functional.checks import check_call, log_early_stopping, warn_of_idle_files
+from treadle.functional.claims import read_claims
+from treadle.functional.construction import (
     check_loss_fn,
-    eval_losses,
     in_argument_order,
-    known_keys,
-    log_early_stopping,
     optimizer_for,
-    rule_for,
     scheduler_for,
     set_length,
-    warn_of_idle_files,
     warn_of_idle_interval,
 )
-from treadle.functional.claims import read_claims
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import explain_loss_error, loss_weight, missing_loss, model_loss
+from treadle.functional.metric_rule import eval_losses, known_keys, rule_for
 from treadle.functional.own_hooks import own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
