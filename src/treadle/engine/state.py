@@ -233,7 +233,7 @@ class RunState:
         small = {key: SmallCopies(value) for key, value in tree.items()} if joins else {}
         plain = {
             key: to_plain(
-                value, key, copies=small[key].arrived() if joins else None, buffers=buffers, parts=parts,
+                value, key, copies=small[key].result() if joins else None, buffers=buffers, parts=parts,
                 encoding=OF_USERS.get(key, "none"),
             )
             for key, value in tree.items()

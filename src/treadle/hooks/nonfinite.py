@@ -16,6 +16,7 @@ from treadle.checkpoint.files import TEMPORARY, remove_leftover
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
 from treadle.checkpoint.order import by_progress
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
+from treadle.device.host_transfer import read_scalars
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
 from treadle.errors.arguments import check_least, check_within, checked
@@ -29,7 +30,6 @@ from treadle.hooks.flight import (
     ids_as_plain,
     is_finite,
 )
-from treadle.means import read_scalars
 from treadle.optim.nonfinite import RefusalPlan
 from treadle.optim.optimizer import parameter_names, scale_learning_rate
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.device.host_transfer import NumbersTransfer
 from treadle.engine.hook import BaseHook
 from treadle.errors.arguments import check_least
-from treadle.means import RunningMeans, SentNumbers, means_of
+from treadle.means import RunningMeans, means_of
 from treadle.task import add_output
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class _Sent:
     """
 
     names: list[tuple[tuple[str, ...], bool]]
-    numbers: SentNumbers
+    numbers: NumbersTransfer
     known: dict[str, Any]
 
 
@@ -98,7 +99,7 @@ class IntervalHook(BaseHook):
         self._sent = None
 
     def _report_if_due(self, trainer: Engine) -> None:
-        if self._sent is not None and self._sent.numbers.there:
+        if self._sent is not None and self._sent.numbers.done:
             self._deliver(trainer)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
@@ -126,12 +127,12 @@ class IntervalHook(BaseHook):
         if "max_memory" in trainer.step_info:
             known["max_memory"] = float(trainer.step_info["max_memory"])
         numbers = [*self._means.parts(), *self._times.parts(), *trainer.step_info.get("lr", trainer.last_lr)]
-        self._sent = _Sent([*self._means.names(), *self._times.names()], SentNumbers(numbers), known)
+        self._sent = _Sent([*self._means.names(), *self._times.names()], NumbersTransfer(numbers), known)
         self._means.reset()
         self._times.reset()
         self._retries = 0
         self._pending = False
-        if not late or self._sent.numbers.there:
+        if not late or self._sent.numbers.done:
             self._deliver(trainer)
 
     def _deliver(self, trainer: Engine) -> None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from treadle.device.host_transfer import read_scalars
 from treadle.engine import Engine
 from treadle.engine.block import StepBlock
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.hooks.bar import ProgressBarHook, RunProgress
-from treadle.means import read_scalars
 from treadle.nested import flatten_nested_dict
 from treadle.seed import as_seed, set_seed
 

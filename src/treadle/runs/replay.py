@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from treadle.checkpoint.find_step import nearest_state
+from treadle.device.host_transfer import read_scalars
 from treadle.engine import Engine
 from treadle.engine.hook import read_only
 from treadle.engine.observers import observing
@@ -21,7 +22,6 @@ from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks.steplog import StepRows
-from treadle.means import read_scalars
 from treadle.runs.folder import CHECKPOINTS
 from treadle.runs.script import run_as_main, train_from
 
