@@ -7,16 +7,16 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from treadle import distributed
 from treadle.checkpoint.schema import from_plain
-from treadle.data.agreement import Lengths, lengths_of_ranks
+from treadle.data.agreement import Coordination, EpochAgreement
 from treadle.data.amount import Amount, batches_in
 from treadle.data.batch_sizes import other_batch_size
-from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
+from treadle.data.duplicates import repeated_by_workers
 from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, restored_generators, set_epoch
@@ -50,9 +50,7 @@ class Cursor:
     """Position in the data. It is created before its loader, so that a checkpoint can be loaded into it first.
 
     Args:
-        ranks: coordination of several ranks. ``"equal"``: their epochs must have equally many micro-batches; if a
-            length is unknown, all end with the first to end. ``"unequal"``: they inform each other, and may differ.
-            ``"independent"``: none.
+        ranks: coordination of several ranks, see :class:`EpochAgreement`.
         limit: micro-batches after which an epoch ends, or a fraction of it; None for all.
         only: micro-batches from the start of the loader, or a fraction of it, that are read once, kept, and make up
             every epoch; None reads the loader in each epoch.
@@ -62,7 +60,7 @@ class Cursor:
         position: micro-batches consumed in the running epoch. If another number of ranks began the epoch, the number
             that leaves the same remainder.
         ended: whether the running epoch has no more micro-batches.
-        lengths: lengths reported by the ranks when the epoch was opened; None on one rank or with ``"independent"``.
+        agreement: agreement of the ranks on the length and the end of an epoch.
 
     Example:
         >>> cursor = Cursor()
@@ -74,11 +72,11 @@ class Cursor:
     def __init__(
         self,
         *,
-        ranks: Literal["equal", "unequal", "independent"] = "independent",
+        ranks: Coordination = "independent",
         limit: Amount | None = None,
         only: Amount | None = None,
     ) -> None:
-        self.ranks = ranks
+        self.agreement = EpochAgreement(ranks)
         self._limit = limit
         self._end: int | None = None  # position at which the limit ends an epoch of the attached loader
         self._only = only
@@ -86,7 +84,6 @@ class Cursor:
         self.epoch = 0
         self.position = 0
         self.ended = False
-        self.lengths: Lengths | None = None
         self._place = ResumePoint(0)  # where the running epoch was resumed
         self._passed = 0  # positions before that point that this loader never had
         self._source: Source | None = None
@@ -115,6 +112,10 @@ class Cursor:
             self._loader = loader
             self._iterator = None
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
+
+    def coordinate(self, ranks: Coordination) -> None:
+        """Set the coordination of several ranks, from the next epoch on."""
+        self.agreement = EpochAgreement(ranks)
 
     def limit_to(self, limit: Amount | None) -> None:
         """End epochs after a number of micro-batches or a fraction of the attached loader; None removes the limit.
@@ -154,31 +155,12 @@ class Cursor:
         if self._opening is not None:
             self._objects.restore(self._opening.get("objects") or {})  # it may determine the length of the epoch
         self._attached_source().measure()
-        self._gather_lengths()
+        exact = self._attached_source().exact
+        self.warn(self.agreement.open(self._loader, self.length, exact=exact))
         if self._opening is None:
             self._open_fresh()
         else:
             self._reopen(self._opening)
-
-    def _gather_lengths(self) -> None:
-        """Gather the length of the epoch on all ranks, before any of them begins it."""
-        if self.ranks == "independent" or distributed.world_size() == 1:
-            self.lengths = None
-            return
-        source, ordered = self._attached_source(), in_global_order(self._loader)
-        certain = source.exact or isinstance(self._loader, (list, tuple, range))
-        order = None if ordered is None else ordered.order
-        trains = self.ranks == "equal"
-        data = fingerprint(self._loader) if trains else 0
-        self.lengths = lengths_of_ranks(self.length, certain=certain, order=order, data=data)
-        if trains:
-            self.lengths.check_equal()
-            self.warn(repeated_by_ranks(self._loader, same_data=self.lengths.same_data))
-
-    @property
-    def _agrees_on_groups(self) -> bool:
-        """Return whether some rank may end early, so that ranks must agree on each group."""
-        return self.ranks == "equal" and self.lengths is not None and not self.lengths.certain
 
     def _open_fresh(self) -> None:
         self._opening = {
@@ -287,7 +269,7 @@ class Cursor:
             return group
         if count > 1:
             self._check_buffers(count)
-        source, asks, end = self._attached_source(), self._agrees_on_groups, self._end
+        source, asks, end = self._attached_source(), self.agreement.on_each_group, self._end
         fresh = self.position == 0
         if end is not None and self.position >= end:
             self.ended, self._iterator = True, None
@@ -341,7 +323,7 @@ class Cursor:
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
         """Drop micro-batches that other ranks do not have, and end the epoch on all ranks."""
-        used = -distributed.agree(-len(group.batches))  # the minimum over ranks
+        used = self.agreement.smallest(len(group.batches))
         unused = len(group.batches) - used
         if unused:
             self.position -= unused

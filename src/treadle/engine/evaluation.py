@@ -194,7 +194,8 @@ def for_each_batch(
         EvaluationAbandoned: ``interrupted`` returned True.
     """
     cursor = Cursor() if cursor is None else cursor
-    cursor.ranks = "equal" if distributed.is_sharded(model) else "independent" if interrupted is None else "unequal"
+    sharded = distributed.is_sharded(model)
+    cursor.coordinate("equal" if sharded else "independent" if interrupted is None else "unequal")
     with evaluation_rules(model, loader, eval_seed=eval_seed):
         cursor.restart()
         cursor.warn(copies_in(loader))
@@ -203,7 +204,8 @@ def for_each_batch(
         if limit is not None:
             cursor.limit_to(batches_in(limit, cursor.length, "limit_eval_batches"))
         cursor.open(loader)
-        left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
+        lengths = cursor.agreement.lengths
+        left_in_common = math.inf if lengths is None else lengths.common
         try:
             while batches := cursor.take(1).batches:
                 if interrupted is not None and left_in_common > 0 and interrupted():
