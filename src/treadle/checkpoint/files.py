@@ -158,10 +158,10 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     No system call replaces a folder. The old one is briefly renamed to ``.NAME.old``; if a crash happens at that
     moment, the next call restores it first.
     """
-    aside = _aside(target)
+    aside = _old_name(target)
     make_folder(target.parent)
     _remove_stale(target)
-    settle(target)
+    finish_replacement(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
     try:
         os.mkdir(temporary)
@@ -174,20 +174,20 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             _remove_tree(temporary)
         with contextlib.suppress(OSError):
-            settle(target)
+            finish_replacement(target)
         raise
     _confirm(target)
     with contextlib.suppress(OSError):  # the next call tries again
         _remove_tree(aside)
 
 
-def _aside(target: Path) -> Path:
+def _old_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def settle(target: Path) -> None:
+def finish_replacement(target: Path) -> None:
     """Finish an interrupted replacement of a folder: restore the old one, or remove it if the new one exists."""
-    aside = _aside(target)
+    aside = _old_name(target)
     if aside.exists() and not target.exists():
         os.rename(aside, target)
     _remove_tree(aside)

@@ -26,7 +26,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import EXPORTED, TEMPORARY, TRIAL, make_folder, remove_leftover, reported, settle
+from treadle.checkpoint.files import (
+    EXPORTED,
+    TEMPORARY,
+    TRIAL,
+    finish_replacement,
+    make_folder,
+    remove_leftover,
+    reported,
+)
 from treadle.errors import CheckpointError
 
 try:
@@ -104,7 +112,7 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in (path for place in (folder, *free) for path in leftovers(place)):
         remove_leftover(leftover)
     with contextlib.suppress(OSError):  # the next start tries again
-        settle(folder / EXPORTED)
+        finish_replacement(folder / EXPORTED)
 
 
 def leftovers(folder: Path) -> list[Path]:

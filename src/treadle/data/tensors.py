@@ -99,7 +99,7 @@ class TensorLoader(RowLoader):
             order, rank = self.order, self._rank_of()[0]
             outs = self._outs(len(order.part(0, rank)), order)
             if outs is not None:
-                spare = TRIED_AHEAD * order.global_batch_size
+                spare = MAX_OVERRUN * order.global_batch_size
                 self._gather = RowGather(self.tensors, outs, self.names, num_rows=self.num_rows, spare=spare)
         return self._gather
 
@@ -159,7 +159,7 @@ class TensorLoader(RowLoader):
         return [buffer[:count] for buffer in self._buffers[number]]
 
 
-TRIED_AHEAD = 16
+MAX_OVERRUN = 16
 """Batches that may be gathered after the one that was given last where nothing comes of it: also beyond the epoch."""
 
 

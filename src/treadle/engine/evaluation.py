@@ -20,7 +20,7 @@ from treadle.data.amount import Amount, batches_in
 from treadle.data.cursor import Cursor
 from treadle.data.own_state import restored_generators
 from treadle.data.samplers import samplers_of
-from treadle.engine.failure import noting_batch
+from treadle.engine.failure import batch_named_in_errors
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
@@ -211,7 +211,7 @@ def for_each_batch(
                 if interrupted is not None and left_in_common > 0 and interrupted():
                     raise EvaluationAbandoned
                 left_in_common -= 1
-                with precision.autocast(), noting_batch(batches[0], "evaluation"):
+                with precision.autocast(), batch_named_in_errors(batches[0], "evaluation"):
                     fn(batches[0])
         except BaseException:
             cursor.close()  # workers must not outlive the evaluation through the error's traceback

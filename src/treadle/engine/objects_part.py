@@ -83,7 +83,7 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     yield
     engine.state.search_again()
     for name, objects in kept.items():
-        for text in objects.settle(before[name]):
+        for text in objects.restore_loaded(before[name]):
             engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
 
 

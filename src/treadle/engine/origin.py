@@ -13,7 +13,7 @@ from treadle.checkpoint.ranks import on_rank_0
 States = Callable[[Path], Iterable[Path]]
 
 
-class _Watched(NamedTuple):
+class _WatchedFolder(NamedTuple):
     """Folder used by one of the run's writers, with the function that lists its states."""
 
     folder: Path
@@ -35,8 +35,8 @@ class RunOrigin:
     def __init__(self) -> None:
         self.reach = StateProgress()
         self.source: str | None = None
-        self._watched: list[_Watched] = []
-        self._cleared: set[_Watched] = set()
+        self._watched: list[_WatchedFolder] = []
+        self._cleared: set[_WatchedFolder] = set()
 
     def moved(self, reach: StateProgress) -> None:
         """Set the origin to a loaded state."""
@@ -50,7 +50,7 @@ class RunOrigin:
             folder: the folder; need not exist yet.
             states: lists the states that a run resuming from the folder would consider.
         """
-        entry = _Watched(folder, states)
+        entry = _WatchedFolder(folder, states)
         if entry not in self._watched:
             self._watched.append(entry)
 
@@ -68,5 +68,5 @@ class RunOrigin:
             on_rank_0(partial(self._clear, entry))
             self._cleared.add(entry)
 
-    def _clear(self, entry: _Watched) -> None:
+    def _clear(self, entry: _WatchedFolder) -> None:
         move_aside_beyond(entry.states(entry.folder), self.reach, source=self.source)

@@ -77,14 +77,14 @@ class OwnObjects:
         self._set: dict[str, dict[str, Any]] | None = None  # what hooks set before training, which may be settings
         self._roots = dict(roots)
         self.functions: list[types.FunctionType] = []  # the user's, for the variables that they use
-        self._look(self._roots)
-        self._look(hidden or {}, plain_too=False)
+        self._search(self._roots)
+        self._search(hidden or {}, plain_too=False)
 
     def add(self, path: str, owner: Any) -> None:
         """Search one more root, and restore it from the checkpoint that was loaded before it was added."""
         self._roots[path] = owner
         self.functions.clear()
-        self._restore_found(self._look({path: owner}, late=True))
+        self._restore_found(self._search({path: owner}, late=True))
         self.add_variables(f"{path}.variables", [owner, *self.functions])
 
     def leave_out(self, loader: Any) -> None:
@@ -103,7 +103,7 @@ class OwnObjects:
         variables = Variables(roots, known=known)
         for name, owner in {path: variables, **variables.stateful}.items():
             self._roots[name] = owner
-            self._restore_found(self._look({name: owner}))
+            self._restore_found(self._search({name: owner}))
 
     def search_again(self) -> None:
         """Search for objects created since, by hooks before training, and load their states from the checkpoint.
@@ -111,14 +111,14 @@ class OwnObjects:
         Raises:
             CheckpointError: it holds the state of one that was not created.
         """
-        found = self._look(self._roots, late=True)
+        found = self._search(self._roots, late=True)
         self._late |= found & self.owners.keys()
         self._restore_found(found)
         for path, entry in self._loaded.items():
             if entry.get("late") and path not in self.owners:
                 raise _missing(path)
 
-    def _look(self, roots: Mapping[str, Any], *, plain_too: bool = True, late: bool = False) -> set[str]:
+    def _search(self, roots: Mapping[str, Any], *, plain_too: bool = True, late: bool = False) -> set[str]:
         """Return the paths of objects newly found from some roots.
 
         Args:
@@ -150,7 +150,7 @@ class OwnObjects:
         for path, owner in plain.items():
             self._attributes[path] = self._attributes_of(owner, OF_TRAINERS if path in self._whole else ())
         inside = [held for path, owner in owners.items() if (held := _left_out_of(path, owner))]
-        deeper = [self._look(held, plain_too=False, late=late) for held in inside]
+        deeper = [self._search(held, plain_too=False, late=late) for held in inside]
         return {*owners, *plain}.union(*deeper)
 
     def _is_part(self, owner: Any) -> bool:
@@ -177,7 +177,7 @@ class OwnObjects:
         found: dict[str, Any] = {}
         for path, owner in self.owners.items():
             if isinstance(owner, nn.Module):
-                found |= self._of_module(path, owner)
+                found |= self._module_state(path, owner)
             elif state := owner.state_dict():
                 found[path] = {"state": to_plain(state, f"objects.{path}", encoding="exact")}
         for path, entry in self.attributes().items():
@@ -207,7 +207,7 @@ class OwnObjects:
         other = {key: value for key, value in modules.items() if key in _OF_MODULES}
         return dict(to_plain({"state": owner.state_dict(), "modules": other}, path, encoding="exact"))
 
-    def settle(self, before: Mapping[str, Any]) -> Iterator[str]:
+    def restore_loaded(self, before: Mapping[str, Any]) -> Iterator[str]:
         """Put back what hooks changed in ``on_before_train`` of what a checkpoint set: they made it as for a new run.
 
         What the run that wrote the checkpoint had left as they set it stays where it is a text, a time, or a constant.
@@ -239,7 +239,7 @@ class OwnObjects:
             for path, entry in self.attributes().items()
         }  # fmt: skip
 
-    def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
+    def _module_state(self, path: str, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         other = {key: value for key, value in self._modules[path].collect(module).items() if key in _OF_MODULES}
         tensors, built = _tensors_of(module), self._marks[path]

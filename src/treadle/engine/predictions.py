@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from treadle.engine.evaluation import for_each_batch
-from treadle.engine.leaving import interruption
 from treadle.engine.outputs import joined, outputs_on_cpu
+from treadle.engine.signal_exit import interruption
 from treadle.optim.evaluation_point import at_evaluation_point
 
 if TYPE_CHECKING:

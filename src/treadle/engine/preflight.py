@@ -27,7 +27,7 @@ from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
-from treadle.engine.failure import noting_batch
+from treadle.engine.failure import batch_named_in_errors
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
 from treadle.engine.masks import warn_of_masks
@@ -229,7 +229,7 @@ def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> 
             metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
             if metrics:
                 metrics.reset()
-            with engine.precision.autocast(), noting_batch(batches[0], "the evaluation, tried before step 1"):
+            with engine.precision.autocast(), batch_named_in_errors(batches[0], "the evaluation, tried before step 1"):
                 output = as_step_output(task.step(engine.model, batches[0]), training=False)
             records = ["/".join(path) for path in flatten_nested_dict(output.records or {})]
             if not metrics or output.outputs is None:

@@ -18,7 +18,6 @@ from treadle.data.agreement import numbers_of_ranks
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import errors_logged_with_rank
 from treadle.engine.hook import BaseHook
-from treadle.engine.leaving import exit_by, leave_on_signal
 from treadle.engine.objects_part import hooks_beginning
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.preflight import (
@@ -27,6 +26,7 @@ from treadle.engine.preflight import (
     into_training_mode,
 )
 from treadle.engine.run_log import run_log_shown
+from treadle.engine.signal_exit import exit_by, exit_on_signal
 from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.errors import ConfigError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Declared:
+class HookDeclarations:
     """Declarations of a run's hooks, collected once before any state is collected or loaded.
 
     Attributes:
@@ -55,7 +55,7 @@ class Declared:
     complete: bool = False
 
 
-def declared_by_hooks(engine: Engine) -> Declared:
+def hook_declarations(engine: Engine) -> HookDeclarations:
     """Return what the hooks of an engine declare.
 
     Raises:
@@ -76,7 +76,7 @@ def declared_by_hooks(engine: Engine) -> Declared:
                 raise ConfigError(f"two averages are named {name!r}; pass another name= to one", argument="hooks")
             averages[name] = ema
     messages = [message for hook in engine.hooks if (message := hook.notice(engine)) is not None]
-    return Declared(list(engine.hooks), averages, messages, complete=True)
+    return HookDeclarations(list(engine.hooks), averages, messages, complete=True)
 
 
 def leave_out_writers(engine: Engine) -> None:
@@ -164,7 +164,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
                 into_training_mode(engine)
                 engine.state.begin_run(engine)
                 yield
-            leave_on_signal(engine)  # a signal after the last boundary must not be lost
+            exit_on_signal(engine)  # a signal after the last boundary must not be lost
     except BaseException as error:
         failure = error
         raise

@@ -19,13 +19,13 @@ from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.schema import KEYS, OF_USERS, SmallCopies, to_plain
 from treadle.device.handover import wait_for_work
-from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
 from treadle.engine.hooks_part import HookStates
 from treadle.engine.objects_part import objects_of, parts_of
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
+from treadle.engine.prepared_parts import PreparedParts
 from treadle.engine.schedule_moves import ScheduleMoves
 from treadle.engine.settings import MOVABLE, EngineSettings, other_settings
 from treadle.engine.state_options import StateOptions
@@ -90,7 +90,7 @@ class RunState:
     base: FrozenBase
     modules: ModuleState
     objects: OwnObjects
-    built: Built
+    built: PreparedParts
     hooks: HookStates
     optimizer_attributes: Attributes
 
@@ -124,7 +124,7 @@ class RunState:
         """Fingerprint the frozen weights, and record the initial state of the user's objects."""
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
-        self.built = Built(engine)
+        self.built = PreparedParts(engine)
         self._parts = (*parts_of(engine), engine.task)  # kept alive: they are known by id, which could be reused
         self.objects = objects_of(engine)
         known = {id(part) for part in (*self._parts, engine, *self.objects.owners.values())}
@@ -224,8 +224,8 @@ class RunState:
         tree: dict[str, Any] = dict.fromkeys(KEYS)
         if self.training:
             self.schedule.compare(engine)
-            self.built.refuse_others(engine)
-            for text in (*self.built.unfit(engine), *self.built.replaced(engine)):
+            self.built.refuse_replaced(engine)
+            for text in (*self.built.unloadable(engine), *self.built.replaced(engine)):
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)

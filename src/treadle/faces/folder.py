@@ -13,7 +13,7 @@ from treadle.checkpoint.order import StateProgress, is_moved_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
-from treadle.engine.leaving import BetweenRuns
+from treadle.engine.signal_exit import SignalsBetweenRuns
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.checkpointing import CheckpointingHook, settled_states, step_states
 
@@ -103,9 +103,9 @@ class CheckpointFolder:
         """Lock the folder inside the block and write the final state at its end, for which signals wait."""
         with self.held():
             self.engine.prepare()  # removes writing hooks from a short trial run
-            with BetweenRuns(self.engine) as between:
+            with SignalsBetweenRuns(self.engine) as between:
                 yield
-                with between.acting():
+                with between.handled():
                     self.write_end()
 
     def candidates(self, folder: Path) -> Iterable[Path]:

@@ -30,7 +30,7 @@ from treadle.engine.names import FOREIGN, idle_attributes, is_own_helper, refuse
 from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
-from treadle.engine.session import Declared
+from treadle.engine.session import HookDeclarations
 from treadle.engine.settings import Capture, EngineSettings, check_accumulation
 from treadle.engine.signals import SignalListener
 from treadle.engine.state import RunState
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _PARTS: dict[str, type] = {
     "settings": EngineSettings, "progress": Progress, "attempt": Attempt, "state": RunState, "events": Events,
-    "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": Declared,
+    "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": HookDeclarations,
     "precision": Precision,
 }  # fmt: skip
 """Parts of the engine that a subclass could replace by mistake."""

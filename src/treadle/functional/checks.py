@@ -18,9 +18,9 @@ from treadle.faces.loaders import (
     check_loader,
     refuse_used_up,
 )
-from treadle.functional.claims import warn_of_claims
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.settings import EVERY_EPOCH, TrainingSettings
+from treadle.functional.unused_settings import warn_of_unused_settings
 
 _log = logging.getLogger("treadle.functional")
 _ARGUMENTS = {
@@ -85,7 +85,7 @@ def check_call(
     check_eval_loaders(eval_loader, "eval_dataloader")
     refuse_used_up(eval_loader, "eval_dataloader", times=num_epochs)
     steps = trainer.settings.gradient_accumulation_steps
-    warn_of_claims(trainer._claims, num_epochs=num_epochs, loaders=loaders, accumulation=steps)
+    warn_of_unused_settings(trainer._unused_settings, num_epochs=num_epochs, loaders=loaders, accumulation=steps)
     evaluates = trainer._is_own("evaluate") or trainer._is_own("eval_step") or trainer._eval_task.metrics
     if eval_loader is None and evaluates:
         _log.info("eval_dataloader=None: no epoch is evaluated; metrics and evaluate() serve calls of your own")

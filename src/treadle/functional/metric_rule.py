@@ -12,7 +12,7 @@ from treadle.errors import ConfigError
 from treadle.errors.arguments import check_argument
 from treadle.faces.loaders import (
     EvalLoaders,
-    mode_over,
+    mode_of_metric,
     results_by_name,
     selected_by,
 )
@@ -76,7 +76,7 @@ def rule_for(
         raise ConfigError(
             f"no epoch's record will have it; they have {', '.join(known)}", argument="best_model_metric", value=metric
         )
-    make = partial(MetricRule, name, mode or mode_over(name.removeprefix(PREFIX), loaders), min_delta, patience)
+    make = partial(MetricRule, name, mode or mode_of_metric(name.removeprefix(PREFIX), loaders), min_delta, patience)
     try:
         make()  # validates the values now
     except ConfigError as error:

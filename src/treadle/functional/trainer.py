@@ -31,7 +31,6 @@ from treadle.faces.loaders import EvalLoaders, check_batches
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
 from treadle.functional.checks import check_call, log_early_stopping, warn_of_idle_files
-from treadle.functional.claims import read_claims
 from treadle.functional.construction import (
     check_loss_fn,
     in_argument_order,
@@ -50,6 +49,7 @@ from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
 from treadle.functional.settings import EVERY_EPOCH, read_run_defaults, read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
+from treadle.functional.unused_settings import read_unused_settings
 from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.precision import in_full_precision
 
@@ -119,7 +119,7 @@ class Trainer(EpochFace):
         optimizer, loss_fn = in_argument_order(optimizer, loss_fn)
         self.config = config
         self.settings = read_settings(config, settings)
-        self._run_defaults, self._claims = read_run_defaults(config), read_claims(config)
+        self._run_defaults, self._unused_settings = read_run_defaults(config), read_unused_settings(config)
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
@@ -373,7 +373,7 @@ class Trainer(EpochFace):
                 loaders = train_loader, eval_loader
                 self._epochs.fit_replaced(train_epoch, loaders, num_epochs, after_epoch)
             else:
-                self._epochs.fit_through(partial(train_epoch, train_loader), num_epochs, after_epoch)
+                self._epochs.fit_wrapped(partial(train_epoch, train_loader), num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 

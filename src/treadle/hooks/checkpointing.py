@@ -16,7 +16,7 @@ from treadle.checkpoint.files import link_in_folder, remove_link
 from treadle.checkpoint.lock import check_free, leftovers, run_lock
 from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
-from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
+from treadle.checkpoint.shard_manifest import is_whole, remove_unfinished, unfinished
 from treadle.checkpoint.store import Retention, find_latest, link_sibling, save_checkpoint
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
@@ -60,7 +60,7 @@ def settled_states(folder: Path) -> list[Path]:
     if left or leftovers(folder):
         with run_lock(folder):  # which removes temporary files
             for path in left:
-                tidy(path)
+                remove_unfinished(path)
     return step_states(folder)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _TransferredReport:
     """Data of a report, during its copy to the host.
 
     Attributes:
@@ -58,12 +58,12 @@ class IntervalHook(BaseHook):
         self._times = RunningMeans()  # of this process; not part of an exact resume
         self._retries = 0
         self._pending = False
-        self._sent: _Sent | None = None  # pending report
+        self._transferred: _TransferredReport | None = None  # pending report
 
     def on_after_step(self, trainer: Engine) -> None:
         """Collect the step and report if due; read nothing on the host before that."""
         self._collect(trainer)
-        if self._sent is not None or trainer.step % self.interval == 0 or trainer.is_last_step:
+        if self._transferred is not None or trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
@@ -96,10 +96,10 @@ class IntervalHook(BaseHook):
         """Deliver a pending report, unless an error ended the run."""
         if error is None:
             self._deliver(trainer)
-        self._sent = None
+        self._transferred = None
 
     def _report_if_due(self, trainer: Engine) -> None:
-        if self._sent is not None and self._sent.numbers.done:
+        if self._transferred is not None and self._transferred.numbers.done:
             self._deliver(trainer)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
@@ -127,17 +127,19 @@ class IntervalHook(BaseHook):
         if "max_memory" in trainer.step_info:
             known["max_memory"] = float(trainer.step_info["max_memory"])
         numbers = [*self._means.parts(), *self._times.parts(), *trainer.step_info.get("lr", trainer.last_lr)]
-        self._sent = _Sent([*self._means.names(), *self._times.names()], NumbersTransfer(numbers), known)
+        self._transferred = _TransferredReport(
+            [*self._means.names(), *self._times.names()], NumbersTransfer(numbers), known
+        )
         self._means.reset()
         self._times.reset()
         self._retries = 0
         self._pending = False
-        if not late or self._sent.numbers.done:
+        if not late or self._transferred.numbers.done:
             self._deliver(trainer)
 
     def _deliver(self, trainer: Engine) -> None:
         """Deliver a sent report."""
-        sent, self._sent = self._sent, None
+        sent, self._transferred = self._transferred, None
         if sent is None:
             return
         numbers, count = sent.numbers.read(), 4 * len(sent.names)

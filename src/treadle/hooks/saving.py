@@ -86,10 +86,10 @@ class SavingHook(BaseHook):
 
     def _save_and_leave(self, trainer: Engine) -> None:
         """Write the current state in the foreground, which makes up for an earlier failed write."""
-        late = self._writer.settle()
+        late = self._writer.wait_for_error()
         if late is not None:
             self._saved = None
-        for error in (late, *(writer.settle() for writer in trainer.state.writers)):
+        for error in (late, *(writer.wait_for_error() for writer in trainer.state.writers)):
             if error is not None:
                 trainer.logger.error("%s", error)
         self._save(trainer, background=False)

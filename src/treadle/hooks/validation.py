@@ -21,10 +21,10 @@ from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, Mode
 from treadle.engine.evaluation import EvaluationAbandoned, restored_closure, try_override
 from treadle.engine.hook import BaseHook
-from treadle.engine.leaving import leave_on_signal
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.predictions import scored_weights
 from treadle.engine.preflight import try_evaluation
+from treadle.engine.signal_exit import exit_on_signal
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, to_json
@@ -186,7 +186,7 @@ class ValidationHook(BaseHook):
         try:
             values = self._results(trainer)
         except EvaluationAbandoned:
-            leave_on_signal(trainer)
+            exit_on_signal(trainer)
             raise
         self._due = False
         record = {f"{self.name}_{key}": float(value) for key, value in values.items() if _is_number(value)}

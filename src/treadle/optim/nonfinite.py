@@ -150,7 +150,7 @@ def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
     A fused optimizer does so itself. For any other, all changes are undone; it must already have all of its state.
     """
     if not all(group.get("fused") for group in optimizer.param_groups):
-        _step_or_put_back(found_inf, optimizer)
+        _step_or_restore(found_inf, optimizer)
         return
     optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
     try:
@@ -160,7 +160,7 @@ def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _step_or_put_back(found_inf: Tensor, optimizer: Optimizer) -> None:
+def _step_or_restore(found_inf: Tensor, optimizer: Optimizer) -> None:
     moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moved += [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
     before = [tensor.clone() for tensor in moved]

@@ -101,7 +101,7 @@ def _is_setting(key: str) -> bool:
 def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scheduler's saved state, including its components, with the original container types."""
     before = vars(scheduler)
-    state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
+    state = {key: _as_original_type(before.get(key), value) for key, value in saved.items()}
     if state.get("_schedulers"):
         state["_schedulers"] = [
             as_built(part, own) for part, own in zip(scheduler._schedulers, state["_schedulers"], strict=True)
@@ -109,7 +109,7 @@ def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _as_before(before: Any, value: Any) -> Any:
+def _as_original_type(before: Any, value: Any) -> Any:
     """Convert a plain value to the scheduler's original container type, such as MultiStepLR's Counter."""
     container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
     return type(before)(value) if container else value

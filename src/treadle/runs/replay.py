@@ -160,7 +160,7 @@ def _writes(hook: BaseHook) -> bool:
 
 
 @contextmanager
-def _quiet_about_left_out_hooks() -> Iterator[None]:
+def _removed_hooks_unmentioned() -> Iterator[None]:
     """Suppress warnings about unused state of the removed hooks."""
 
     def passes(record: logging.LogRecord) -> bool:
@@ -263,7 +263,7 @@ def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
         ConfigError: the run has no such step.
     """
     try:
-        with _quiet_about_left_out_hooks():
+        with _removed_hooks_unmentioned():
             train()
     except StepReached:
         pass

@@ -122,7 +122,7 @@ class TrainingRun(Generic[Config, Data, Trainer]):
         if not (run.resume and begun):
             return False, partial(folders.set_run_aside, out, parts=(*pack.made, *pack.results))
         differences = {} if record is None else changes(record.config, self._values)
-        for sentence in folders.explain_changes(differences, str(out), free=pack.free):
+        for sentence in folders.describe_changes(differences, str(out), free=pack.free):
             _log.warning("%s", sentence)
         outdated = () if record is None else pack.outdated(run, differences)
         return True, partial(self._set_results_aside, outdated, changed=bool(differences))
