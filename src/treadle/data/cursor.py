@@ -21,6 +21,7 @@ from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place
 from treadle.data.order import in_global_order
 from treadle.data.own_state import LoaderState, restored_generators, set_epoch
 from treadle.data.samplers import generators_of
+from treadle.data.samples import explain_collate
 from treadle.data.source import Source
 from treadle.data.sources import open_source
 from treadle.errors import ConfigError
@@ -279,8 +280,9 @@ class Cursor:
             start = time.perf_counter()
             try:
                 batch = self._next_batch(self._iterator)
-            except BaseException:
+            except BaseException as error:
                 self._rewind(self.position - len(group.batches))
+                explain_collate(error, self._loader)
                 raise
             if batch is _END:
                 self.ended = True

@@ -29,12 +29,14 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
 )
 
 from treadle.data.amount import length_of
 from treadle.data.own_state import WatchedState, hidden_generators
 from treadle.data.ranks import RankBatchSampler
+from treadle.data.samples import unjoined
 from treadle.seed import RngState, mix_seed
 
 # These draw from the global RNG only when opened, never while running, and their length is exact. By type: a subclass
@@ -106,7 +108,12 @@ class _WatchedCollate:
     def __call__(self, rows: Any) -> Any:
         if rows is None:
             return None
-        batch = self.collate(rows)
+        try:
+            batch = self.collate(rows)
+        except (TypeError, RuntimeError) as error:
+            if self.collate is not default_collate or not isinstance(rows, list):
+                raise
+            raise unjoined(error, rows) from error
         self._watch.compare()
         return batch
 

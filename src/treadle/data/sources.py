@@ -17,6 +17,7 @@ from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
 from treadle.data.read_ahead import checked_to_resume, warning_of_drawing_threads
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
+from treadle.data.samples import refuse_single_graphs
 from treadle.data.source import EXACT_REPLAY, FromStart, Source, skipped
 from treadle.data.stateful_workers import drop_iterator, drop_unread_iterator, seeded_workers, seeds_workers
 from treadle.data.streamed import StreamSource, is_stateful_stream
@@ -194,7 +195,7 @@ def _end_persistent_workers(loader: Any) -> None:
 
 
 def refuse_dataset(loader: Any, argument: str = "loader") -> None:
-    """Raise ConfigError for a data set of single samples, a tensor or a tuple of tensors, instead of batches.
+    """Raise ConfigError for a data set or list of single samples, a tensor or a tuple of tensors, instead of batches.
 
     Args:
         loader: the user's argument.
@@ -206,6 +207,7 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
             "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
             argument=argument,
         )
+    refuse_single_graphs(loader, argument)
     if isinstance(loader, Mapping):
         raise ConfigError("is a dict, whose keys would be taken for batches; pass one loader", argument=argument)
     if isinstance(loader, (Tensor, np.ndarray)) and loader.ndim <= 2:

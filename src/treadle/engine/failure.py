@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.errors import NonFiniteError, RankLostError, TreadleError
+from treadle.nested import shapes_of
 from treadle.optim.nonfinite import StepLocation
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 NOTE = "in step"
 """How the note begins that an error of a step is given."""
 
-_SHOWN = 6
 _LATER = 5  # seconds; torchrun takes the earliest error as the cause, and its timestamps are whole seconds
 _GONE = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "connection refused", "remote process")
 _SILENT = ("timed out", "timeout")
@@ -88,27 +88,6 @@ def batch_named_in_errors(batch: Any, place: str) -> Iterator[None]:
         if not isinstance(error, TreadleError) and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"in {place}; what the loader gave: {shapes_of(batch)}")
         raise
-
-
-def shapes_of(value: Any) -> str:
-    """Return a short description of the types and shapes in a batch.
-
-    Example:
-        >>> import torch
-        >>> shapes_of((torch.ones(4, 3), {"label": torch.zeros(4, dtype=torch.int64), "name": "a"}))
-        '(float32 (4, 3), {label: int64 (4,), name: str})'
-    """
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        kind = "" if type(value).__module__.split(".")[0] == "torch" else f"{type(value).__name__} "
-        return f"{kind}{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if not isinstance(value, Mapping) and callable(getattr(value, "to_dict", None)):  # as of a graph
-        return f"{type(value).__name__} {shapes_of(dict(value.to_dict()))}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {shapes_of(part)}' for key, part in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        shown = ", ".join(shapes_of(part) for part in value[:_SHOWN])
-        return f"({shown}{f', and {len(value) - _SHOWN} more' if len(value) > _SHOWN else ''})"
-    return type(value).__name__
 
 
 def _line(engine: Engine, error: BaseException) -> str:

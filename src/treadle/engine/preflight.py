@@ -61,6 +61,21 @@ def refuse_fsdp_1(model: nn.Module) -> None:
             )
 
 
+def refuse_meta(model: nn.Module) -> None:
+    """Raise for a parameter or buffer on the meta device, which has a shape and no values.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{clean_name(name)!r} is on the meta device, where tensors have no values; build the model on a real "
+                "device, or call model.to_empty(device=...) and initialise or load every tensor, before the optimizer",
+                argument="model",
+            )
+
+
 def try_schedule(engine: Engine) -> None:
     """Step a copy of the schedule once, as the run will, over a copy of the optimizer's groups.
 
@@ -130,6 +145,7 @@ def check_length_of_schedule(engine: Engine) -> None:
     Raises:
         ConfigError: a OneCycleLR has fewer steps left than the run.
     """
+    warn_of_long_steps(engine)
     scheduler, moves = engine.lr_scheduler, _moves_left(engine)
     if scheduler is None or moves is None or engine.state.length_checked:
         return
@@ -156,6 +172,17 @@ def check_length_of_schedule(engine: Engine) -> None:
                 "whole run if that is not intended",
                 name, length, engine.scheduler_interval, scheduler.last_epoch + moves, effect,
             )  # fmt: skip
+
+
+def warn_of_long_steps(engine: Engine) -> None:
+    """Warn once if a step accumulates more micro-batches than an epoch has, since no step spans two epochs."""
+    steps, length, limits = engine.settings.accumulation_steps, engine.cursor.length, engine.settings.limits
+    limited = limits.train is not None or limits.overfit_batches is not None
+    if length and steps > length and not limited:
+        engine.cursor.warn([
+            f"accumulation over {steps} micro-batches, and an epoch has {length} micro-batches: a step ends with its "
+            f"epoch, so each accumulates {length}; use accumulation over at most {length}, or a smaller batch_size"
+        ])  # fmt: skip
 
 
 def _moves_left(engine: Engine) -> int | None:
@@ -286,8 +313,8 @@ def check_before_training(engine: Engine) -> None:
     """Raise or warn about what would silently train a wrong model.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised, the optimizer needs a closure or holds no parameter of the
-            model, or the scheduler belongs to another optimizer.
+        ConfigError: a parameter is lazy or on the meta device, the optimizer needs a closure or holds no parameter of
+            the model, or the scheduler belongs to another optimizer.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -296,6 +323,7 @@ def check_before_training(engine: Engine) -> None:
             "run one batch through the model before building the optimizer",
             argument="model",
         )
+    refuse_meta(engine.model)
     check_scheduler(engine.lr_scheduler, engine.optimizer)
     if engine.target.score_epoch is None:
         check_plateau(engine.lr_scheduler, "train_loss", "min")
