@@ -13,7 +13,7 @@ import torch
 
 from treadle import distributed
 from treadle.checkpoint.schema import from_plain
-from treadle.data.agreement import Coordination, EpochAgreement
+from treadle.data.agreement import Coordination, EpochAgreement, Lengths
 from treadle.data.amount import Amount, batches_in
 from treadle.data.batch_sizes import other_batch_size
 from treadle.data.duplicates import repeated_by_workers
@@ -61,7 +61,6 @@ class Cursor:
         position: micro-batches consumed in the running epoch. If another number of ranks began the epoch, the number
             that leaves the same remainder.
         ended: whether the running epoch has no more micro-batches.
-        agreement: agreement of the ranks on the length and the end of an epoch.
 
     Example:
         >>> cursor = Cursor()
@@ -77,7 +76,8 @@ class Cursor:
         limit: Amount | None = None,
         only: Amount | None = None,
     ) -> None:
-        self.agreement = EpochAgreement(ranks)
+        self._agreement = EpochAgreement(ranks)
+        self._agrees = False  # whether ranks agree on each group of the running epoch
         self._limit = limit
         self._end: int | None = None  # position at which the limit ends an epoch of the attached loader
         self._only = only
@@ -116,7 +116,7 @@ class Cursor:
 
     def coordinate(self, ranks: Coordination) -> None:
         """Set the coordination of several ranks, from the next epoch on."""
-        self.agreement = EpochAgreement(ranks)
+        self._agreement = EpochAgreement(ranks)
 
     def limit_to(self, limit: Amount | None) -> None:
         """End epochs after a number of micro-batches or a fraction of the attached loader; None removes the limit.
@@ -157,7 +157,8 @@ class Cursor:
             self._objects.restore(self._opening.get("objects") or {})  # it may determine the length of the epoch
         self._attached_source().measure()
         exact = self._attached_source().exact
-        self.warn(self.agreement.open(self._loader, self.length, exact=exact))
+        self.warn(self._agreement.open(self._loader, self.length, exact=exact))
+        self._agrees = self._agreement.on_each_group
         if self._opening is None:
             self._open_fresh()
         else:
@@ -249,6 +250,11 @@ class Cursor:
         return int(getattr(self._loader, "num_workers", None) or 0)
 
     @property
+    def lengths(self) -> Lengths | None:
+        """Lengths reported by the ranks when the epoch was opened; None on one rank or if these are independent."""
+        return self._agreement.lengths
+
+    @property
     def loader(self) -> Any:
         """Attached loader, or None."""
         return self._loader
@@ -270,7 +276,7 @@ class Cursor:
             return group
         if count > 1:
             self._check_buffers(count)
-        source, asks, end = self._attached_source(), self.agreement.on_each_group, self._end
+        source, asks, end = self._attached_source(), self._agrees, self._end
         fresh = self.position == 0
         if end is not None and self.position >= end:
             self.ended, self._iterator = True, None
@@ -325,7 +331,7 @@ class Cursor:
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
         """Drop micro-batches that other ranks do not have, and end the epoch on all ranks."""
-        used = self.agreement.smallest(len(group.batches))
+        used = self._agreement.smallest(len(group.batches))
         unused = len(group.batches) - used
         if unused:
             self.position -= unused

@@ -70,15 +70,18 @@ class FromStart:
     counts_epochs = False
 
     def measure(self) -> None:
+        """Update the length, since a data set may grow between two epochs."""
         self.length = length_of(self.loader)
 
     def finish(self, iterator: Iterator[Any]) -> None:
-        pass
+        """Do nothing: the length is not exact."""
 
     def is_over_at(self, position: int) -> bool:
+        """Return True: the data may end anywhere."""
         return True
 
     def ids_at(self, position: int) -> Any:
+        """Return None."""
         return None
 
 

@@ -204,8 +204,7 @@ def for_each_batch(
         if limit is not None:
             cursor.limit_to(batches_in(limit, cursor.length, "limit_eval_batches"))
         cursor.open(loader)
-        lengths = cursor.agreement.lengths
-        left_in_common = math.inf if lengths is None else lengths.common
+        left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
         try:
             while batches := cursor.take(1).batches:
                 if interrupted is not None and left_in_common > 0 and interrupted():
