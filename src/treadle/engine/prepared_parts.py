@@ -98,7 +98,7 @@ class PreparedParts:
         names = set(_saved_names(engine.model))
         if names != self._names:
             gained, lost = _listed(names - self._names), _listed(self._names - names)
-            yield _unloadable(f"since the run began, {gained} was added and {lost} removed")
+            yield _unloadable(f"since the run began it gained {gained} and lost {lost}")
         added = {id(one) for group in engine.optimizer.param_groups for one in group["params"]} - self._held
         late = [name for name, one in engine.model.named_parameters()
                 if id(one) in added and id(one) not in self._parameters and name in self._names]  # fmt: skip
