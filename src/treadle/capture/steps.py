@@ -17,6 +17,7 @@ from treadle.capture.compile import makes_cuda_graphs
 from treadle.capture.graph import shape_of
 from treadle.capture.ranks import EAGER, OFF, RECORD, REPLAY, RankAgreement
 from treadle.capture.step import CapturedStep
+from treadle.checkpoint.files import first_line
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.engine import Engine
@@ -398,9 +399,4 @@ _HINT = (
 def _as_problem(error: BaseException) -> str:
     """Return an error of a trial as a problem, and clear its frames: they keep nodes of a graph alive."""
     traceback.clear_frames(error.__traceback__)
-    return f"the step cannot be captured: {_first_line(error)}. {_HINT}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    return f"the step cannot be captured: {first_line(error)}. {_HINT}"

@@ -16,6 +16,7 @@ from typing import Any
 
 from treadle.checkpoint.store import write_text
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import check_whole
 from treadle.hooks.files import to_json
 from treadle.population.member import member_name, varied
 
@@ -275,8 +276,7 @@ def difference(
     """
     if not 0 < level < 1:
         raise ConfigError("must be between 0 and 1", argument="level", value=level)
-    if not isinstance(resamples, int) or resamples < 100:
-        raise ConfigError("must be a whole number >= 100", argument="resamples", value=resamples)
+    check_whole(100, resamples=resamples)
     rows = [_with_number(each, metric) for each in (a, b)]
     pairs, gaps = _gaps(rows, metric)
     rng = random.Random(seed)
