@@ -116,12 +116,14 @@ class CapturedSteps(RunsAhead):
     def __init__(self, engine: Engine):
         self._engine = engine
         self._steps: dict[Any, CapturedStep] = {}
-        self._met: set[Any] = set()
+        self._seen_shapes: set[Any] = set()
         self._parameters = list(engine.model.parameters())
-        self._host_part: Callable[..., tuple[Any, float | None]] | None = getattr(engine.task, "prepare_batch", None)
+        self._prepare_on_host: Callable[..., tuple[Any, float | None]] | None = getattr(
+            engine.task, "prepare_batch", None
+        )
         self._num_loads = engine.state.num_loads
         self._off = False
-        self._settled_state = False  # whether the optimizer has all of its state
+        self._optimizer_has_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
         self._plain: list[Callable[[dict[str, Any]], Any]] = []  # readers of the plain values of each parameter group
         self._latest: Any = None  # the settings of the latest step
@@ -129,7 +131,7 @@ class CapturedSteps(RunsAhead):
         self._latest_kind: tuple[RowGather | None, int] | None = None  # key of the latest captured step
         self._latest_step: CapturedStep | None = None
         self._loader: Any = None  # latest loader
-        self._find: Callable[[], RowGather | None] | None = None  # its gather of whole batches
+        self._find_gather: Callable[[], RowGather | None] | None = None  # its gather of whole batches
         self._numbers: dict[str, int] = {}
         self._ranks = RankAgreement(engine)
         late = engine.guard.deferred or (engine.guard.can_wait and engine.device.type == "cuda")
@@ -140,7 +142,7 @@ class CapturedSteps(RunsAhead):
         engine = self._engine
         gather = self._gather_of(group)
         if self._off:
-            return self._eagerly(group, gather)
+            return self._run_eagerly(group, gather)
         if self._num_loads != engine.state.num_loads:
             self._forget()
         self._keep_rates_on_device()
@@ -149,8 +151,8 @@ class CapturedSteps(RunsAhead):
             return self._with_other_ranks(group, weights, gather)
         step = None if 0.0 in weights else self._step_for(group, weights, gather)
         if step is None:
-            outcome = self._eagerly(group, gather)
-            self._settled_state |= outcome == "applied"
+            outcome = self._run_eagerly(group, gather)
+            self._optimizer_has_state |= outcome == "applied"
             return outcome
         if self._flags is not None and (self._flags.raised or step.reads):
             engine.raise_if_refused()
@@ -163,7 +165,7 @@ class CapturedSteps(RunsAhead):
         own = OFF if key is None else EAGER
         if step is not None:
             own = REPLAY
-        elif key is not None and self._is_time_for(key[:-1]):
+        elif key is not None and self._is_due(key[:-1]):
             own = RECORD
         action = self._ranks.action(own, weight=1.0 if step is None else step.weight)
         if action == REPLAY:
@@ -174,8 +176,8 @@ class CapturedSteps(RunsAhead):
         self._off |= action == OFF
         if action == RECORD:
             self._captured(key, group, weights, gather)
-        outcome = self._eagerly(group, gather)
-        self._settled_state |= outcome == "applied"
+        outcome = self._run_eagerly(group, gather)
+        self._optimizer_has_state |= outcome == "applied"
         return outcome
 
     def may_run_ahead(self) -> bool:
@@ -209,20 +211,20 @@ class CapturedSteps(RunsAhead):
         loader = self._engine.cursor.loader
         if loader is not self._loader:
             self._loader = loader
-            self._find = getattr(loader, "gather", None)
-        if self._find is None or self._host_part is not None or len(group.batches) != 1:
+            self._find_gather = getattr(loader, "gather", None)
+        if self._find_gather is None or self._prepare_on_host is not None or len(group.batches) != 1:
             return None
-        gather = self._find()
+        gather = self._find_gather()
         return gather if gather is not None and gather.gives(group.batches[0]) else None
 
-    def _eagerly(self, group: Group, gather: RowGather | None) -> Outcome:
+    def _run_eagerly(self, group: Group, gather: RowGather | None) -> Outcome:
         if gather is not None:
             group = Group([gather.whole()], group.data_time, group.sample_ids)
         return self._engine.train_step(group)
 
     def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
         """Let the task do the host's part of the step; also return the weights known to the host."""
-        prepare = self._host_part
+        prepare = self._prepare_on_host
         if prepare is None:
             return group, [None] * len(group.batches)
         self._engine.set_group(group)  # so that the task can look up where a batch comes from
@@ -233,7 +235,7 @@ class CapturedSteps(RunsAhead):
     def _forget(self) -> None:
         """Drop the graphs after a state was loaded, since it is in other memory."""
         self._num_loads = self._engine.state.num_loads
-        self._steps, self._met, self._settled_state = {}, set(), False
+        self._steps, self._seen_shapes, self._optimizer_has_state = {}, set(), False
         self._latest_kind = None
 
     def _keep_rates_on_device(self) -> None:
@@ -256,7 +258,7 @@ class CapturedSteps(RunsAhead):
         if found is None:
             return None
         key, step = found
-        if step is not None or not self._is_time_for(key[:-1]):
+        if step is not None or not self._is_due(key[:-1]):
             return step
         return self._captured(key, group, weights, gather)
 
@@ -312,10 +314,10 @@ class CapturedSteps(RunsAhead):
             self._number = self._numbers.setdefault(repr(latest), len(self._numbers))
         return self._number
 
-    def _is_time_for(self, key: Any) -> bool:
-        if self._settled_state and key in self._met:
+    def _is_due(self, key: Any) -> bool:
+        if self._optimizer_has_state and key in self._seen_shapes:
             return True
-        self._met.add(key)
+        self._seen_shapes.add(key)
         return False
 
     def _give_up(self, reason: str, *, known: bool = False) -> None:
@@ -340,7 +342,7 @@ class CapturedSteps(RunsAhead):
         here = torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext()
         try:
             with here:
-                step, problem = self._recorded(group, weights, gather, kept)
+                step, problem = self._capture_and_compare(group, weights, gather, kept)
             if self._flags is not None:
                 self._flags.refused.zero_()  # of a trial
         except BaseException:
@@ -350,7 +352,7 @@ class CapturedSteps(RunsAhead):
             self._give_up(problem)
         return step
 
-    def _recorded(
+    def _capture_and_compare(
         self, group: Group, weights: list[float] | None, gather: RowGather | None, kept: KeptState
     ) -> tuple[CapturedStep | None, str | None]:
         """Capture the step and compare it with an eager one; return it, or the problem, which may be another rank's.

@@ -122,7 +122,7 @@ class RunState:
 
     def prepare(self, engine: Engine) -> None:
         """Fingerprint the frozen weights, and record the initial state of the user's objects."""
-        self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
+        self.base = FrozenBase(engine.model, requested=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
         self.built = PreparedParts(engine)
         self._parts = (*parts_of(engine), engine.task)  # kept alive: they are known by id, which could be reused

@@ -157,7 +157,7 @@ def run_verification(
     default = check_arguments(target, list(arguments), steps, kills)
     folder = Path(tempfile.mkdtemp(prefix="treadle-verify-"))
     verifier = Verifier(
-        target, list(arguments), steps=steps or default, kills=kills, seed=seed, folder=folder, say=report
+        target, list(arguments), steps=steps or default, kills=kills, seed=seed, folder=folder, log_progress=report
     )
     with two_servers(target, seed, folder / "server.log") as servers:
         result = verifier.run(servers)
