@@ -14,7 +14,7 @@ from torch import Tensor
 from treadle.capture.check import KeptState, what_differs
 from treadle.capture.checkpointing import is_checkpointed
 from treadle.capture.compile import makes_cuda_graphs
-from treadle.capture.graph import shape_of
+from treadle.capture.memory import shape_of
 from treadle.capture.ranks import EAGER, OFF, RECORD, REPLAY, RankAgreement
 from treadle.capture.step import CapturedStep
 from treadle.checkpoint.files import first_line
