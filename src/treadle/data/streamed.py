@@ -75,7 +75,7 @@ class SeededStream(IterableDataset[Any]):
         self.start: list[Mapping[str, Any] | None] = []
         self.first = 0
         self.checks_state = False
-        self.test: StreamCheck | None = None
+        self.check: StreamCheck | None = None
         self._reads = 0
         self._ended = False
 
@@ -90,7 +90,7 @@ class SeededStream(IterableDataset[Any]):
         worker = self.worker
         state = self.start[worker] if self.start else None
         self._reads, self._ended = (0, False) if state is None else (int(state["reads"]), bool(state["ended"]))
-        self.test = StreamCheck(self.dataset) if self.checks_state and worker == 0 and state is None else None
+        self.check = StreamCheck(self.dataset) if self.checks_state and worker == 0 and state is None else None
         if state is not None and not self._ended and state["dataset"] is not None:
             self.dataset.load_state_dict(to_plain(state["dataset"], "dataset"))
         iterator = iter(self.dataset)
@@ -105,7 +105,7 @@ class SeededStream(IterableDataset[Any]):
         while not self._ended:
             if self.seeded and self._reads % self.batch_size == 0:
                 seed_worker(mix_seed(self.seed, worker, self._reads // self.batch_size))
-            before = None if self.test is None else CpuRngState()
+            before = None if self.check is None else CpuRngState()
             try:
                 sample = next(self._iterator)
             except StopIteration:
@@ -116,8 +116,8 @@ class SeededStream(IterableDataset[Any]):
                 return
             fresh = False
             self._reads += 1
-            if self.test is not None and before is not None:
-                self.test.record(sample, before)
+            if self.check is not None and before is not None:
+                self.check.record(sample, before)
             yield sample
 
     def enter(self, state: Mapping[str, Any]) -> None:
@@ -208,8 +208,8 @@ class _StateCollate:
         self.collate = collate
 
     def __call__(self, samples: Any) -> _BatchWithState:
-        batch, test = self.collate(samples), self.stream.test
-        finished, problem = (False, None) if test is None else (test.finished, test.problem)
+        batch, check = self.collate(samples), self.stream.check
+        finished, problem = (False, None) if check is None else (check.finished, check.problem)
         state = None if problem is not None else self.stream.state_dict()
         return _BatchWithState(batch, self.stream.worker, state, finished, problem)
 
