@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.engine.failure import non_finite_error
-from treadle.engine.leaving import leave_after_step
 from treadle.engine.logits import warn_of_logits
 from treadle.engine.masks import warn_of_masks
 from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
+from treadle.engine.signal_exit import exit_after_step
 from treadle.means import RunningMeans, Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
@@ -304,7 +304,7 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     engine.events.emit(engine, "on_after_step")
     engine.events.write_requested()
     if engine.signals.plans:
-        leave_after_step(engine)
+        exit_after_step(engine)
 
 
 def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
@@ -313,7 +313,7 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
     The optimizer skipped that step and every later one, so the weights and its state are those of the last applied
     step. The schedule and the averages in memory are ahead by as many updates; the saved state is checked first.
     """
-    engine.progress.take_back(late.undone)
+    engine.progress.subtract_applied(late.undone)
     clear_gradients(engine)
     raise non_finite_error(engine, late.place, late.norm)
 

@@ -38,13 +38,13 @@ _BACKENDS = ("gloo", "nccl", "tcpstore")
 
 
 @contextlib.contextmanager
-def failing_by_name(engine: Engine) -> Iterator[None]:
+def errors_logged_with_rank(engine: Engine) -> Iterator[None]:
     """Log an error raised in the block, with the rank and the location, if there are several ranks.
 
     Raises:
         RankLostError: in place of a collective's error, if another rank is gone or does not respond.
     """
-    _forget_error()
+    _remove_error_file()
     try:
         yield
     except (SystemExit, GeneratorExit):
@@ -56,10 +56,10 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
         lost = lost_rank(error)
         if lost is None:
             engine.logger.error("%s", _line(engine, error))
-            leave_error(error)
+            write_error_file(error)
             raise
         engine.logger.error("rank %d: %s", distributed.rank(), lost)
-        leave_error(lost)
+        write_error_file(lost)
         if lost is error:
             raise
         raise lost from error
@@ -75,11 +75,11 @@ def _note_batches(engine: Engine, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def noting_batch(batch: Any, place: str) -> Iterator[None]:
+def batch_named_in_errors(batch: Any, place: str) -> Iterator[None]:
     """Add the shapes of a batch to an error that leaves the block, as a note, unless it is one of this library's.
 
     Example:
-        >>> with noting_batch([1.0], "evaluation"):
+        >>> with batch_named_in_errors([1.0], "evaluation"):
         ...     pass
     """
     try:
@@ -125,7 +125,7 @@ def lost_rank(error: BaseException) -> RankLostError | None:
     return None
 
 
-def leave_error(error: BaseException) -> None:
+def write_error_file(error: BaseException) -> None:
     """Write an error to torchrun's error file; a no-op in a process not launched by torchrun.
 
     The file is the one that ``torch.distributed.elastic.multiprocessing.errors.record`` writes, but written at the
@@ -144,7 +144,7 @@ def leave_error(error: BaseException) -> None:
         json.dump({"message": message}, file)
 
 
-def _forget_error() -> None:
+def _remove_error_file() -> None:
     path = os.environ.get(_ERROR_FILE)
     if path:
         with contextlib.suppress(OSError):

@@ -22,12 +22,12 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from treadle.checkpoint.introspection import has_state, is_users_class
+from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
-from treadle.engine.failure import noting_batch
+from treadle.engine.failure import batch_named_in_errors
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
 from treadle.engine.masks import warn_of_masks
@@ -37,7 +37,7 @@ from treadle.engine.objects_part import warn_of_lost
 from treadle.errors import ConfigError
 from treadle.nested import flatten_nested_dict
 from treadle.optim.evaluation_point import into_training_point
-from treadle.optim.optimizer import check_scheduler, is_of_torch, uncovered_parameters
+from treadle.optim.optimizer import check_scheduler, is_torch_optimizer, uncovered_parameters
 from treadle.optim.schedules import check_plateau, scheduler_state
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, as_step_output, update_of
@@ -256,7 +256,7 @@ def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> 
             metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
             if metrics:
                 metrics.reset()
-            with engine.precision.autocast(), noting_batch(batches[0], "the evaluation, tried before step 1"):
+            with engine.precision.autocast(), batch_named_in_errors(batches[0], "the evaluation, tried before step 1"):
                 output = as_step_output(task.step(engine.model, batches[0]), training=False)
             records = ["/".join(path) for path in flatten_nested_dict(output.records or {})]
             if not metrics or output.outputs is None:
@@ -330,7 +330,7 @@ def check_before_training(engine: Engine) -> None:
     warn_of_lost(engine)
     engine.state.objects.collect()  # raises now, not at the first save, for a state that no checkpoint can hold
     refuse_hidden_tensors(engine.optimizer)
-    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_of_torch(engine.optimizer):
+    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_torch_optimizer(engine.optimizer):
         try_optimizer(engine.optimizer)
     try_schedule(engine)
     try_folders(engine)
@@ -368,7 +368,7 @@ _OF_A_TASK = ("step", "weights", "new_metrics", "prepare_batch", "replayed", "wi
 def _warn_of_uncalled(engine: Engine) -> None:
     """Warn about methods of the user's task with misspelt names."""
     kind = type(engine.task)
-    if is_users_class(kind) and not engine.progress.step and not engine.state.num_runs:
+    if is_user_class(kind) and not engine.progress.step and not engine.state.num_runs:
         for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
             engine.logger.warning("%s", warning)
 
