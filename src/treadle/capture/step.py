@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
+from treadle.optim.late_skips import LateSkips
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, KnownWeights
 from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, step_unless
 from treadle.task import StepOutput
@@ -120,7 +122,7 @@ class CapturedStep:
         found_inf = self._engine.precision.forget_recorded(self._engine.optimizer)
         self._averages = () if self._late_flags is None else tuple(self._averages_inside())
         for average in self._averages:
-            average.move(self._engine.model)
+            average.move(self._engine.model, unless=self._guard.skips_average)
         return found_inf
 
     def _averages_inside(self) -> Iterator[Ema]:
@@ -132,6 +134,7 @@ class CapturedStep:
     def eager(self) -> list[StepOutput]:
         """Run the same step without the graph, weighted like an eager step; return its outputs."""
         given = self._guard.weights
+        self._guard.branch = None
         if self._known is not None:
             self._guard.weights = KnownWeights(self._known, device=self._engine.device)
         with self._engine.isolated_step(self._guard), self._engine.exchange.recording():
@@ -209,7 +212,10 @@ class CapturedStep:
         progress, cursor = engine.progress, engine.cursor
         rates = progress.read_rates(engine.optimizer)
         numbers = self._rows.collect(self._graph.replay, count, several=self._several)
-        block = StepBlock(progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._left.constant, rates)
+        block = StepBlock(
+            progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._left.constant, rates,
+            may_skip=engine.guard.skips is not None,
+        )  # fmt: skip
         flags.note_block(block.first_location, numbers[:, 0])
         return block
 
@@ -346,6 +352,11 @@ class _RecordingGuard(FiniteGuard):
         self.flags = torch.zeros(())
         self.weight_on_device = False
 
+    @property
+    def skips_average(self) -> Tensor | None:
+        """Flag that leaves averages unchanged too; None if no later step is run before the host knows."""
+        return self._skips if isinstance(self._replays, LateSkips) else None
+
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
         """Compute the flags."""
         self.judged = None if self.branch is None else self.branch.mark()
@@ -362,4 +373,8 @@ class _RecordingGuard(FiniteGuard):
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
         """Step the optimizer, which skips the step if a flag is set."""
         assert self._skips is not None, "judge() comes first"
+        judged = None if self.branch is None else self.branch.mark()
         step_unless(self._skips, optimizer)
+        if isinstance(self._replays, LateSkips) and not self.weight_on_device:
+            with contextlib.nullcontext() if self.branch is None else self.branch.after(judged):
+                self._replays.move_scale()
