@@ -58,13 +58,15 @@ class CapturedStep:
         in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
         self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
         self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
+        self._equal: EqualWeights | None = None
         self._known = weights if weights is not None and len(weights) > 1 else None  # one weight changes no gradient
         if self._known is not None:
             equal = len(set(self._known)) == 1
             self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
             given.give(self._known)
         elif engine.num_ranks > 1:
-            self._guard.weights = EqualWeights()
+            size, ranks = len(group.batches), engine.num_ranks
+            self._guard.weights = self._equal = EqualWeights(size, device=engine.device, num_ranks=ranks)
         self._rows = Rows(2, engine.device)
         self._has_rows = False  # until checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
@@ -87,10 +89,9 @@ class CapturedStep:
         return None if self._guard.weight_on_device else self._flags
 
     @property
-    def weight(self) -> float:
-        """Weight of the one micro-batch, where the host knows it."""
-        weight = self._left.constant.weight
-        return float(weight) if isinstance(weight, (int, float)) else 1.0
+    def agreed(self) -> Sequence[float]:
+        """Numbers of its micro-batches that must be the same on all ranks; none on a single rank."""
+        return () if self._equal is None else self._equal.agreed
 
     def prepare(self) -> None:
         """Restore what a trial of the step changes besides the training state."""
@@ -100,8 +101,6 @@ class CapturedStep:
 
     def _recorded(self) -> _Left:
         engine = self._engine
-        if isinstance(self._guard.weights, GivenWeights):
-            self._guard.weights.begin()
         branch = self._guard.branch = Branch(engine.device)
         if self._gather is not None:
             self._gather.run()
@@ -117,6 +116,8 @@ class CapturedStep:
     def _train(self) -> Tensor | None:
         """Train on the batches; return the flag in which replays record infinite scaled gradients."""
         batches = [inputs.batch for inputs in self._inputs]
+        if isinstance(self._guard.weights, (GivenWeights, EqualWeights)):
+            self._guard.weights.begin()
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
         found_inf = self._engine.precision.forget_recorded(self._engine.optimizer)

@@ -91,12 +91,10 @@ def _why_not_on_ranks(engine: Engine) -> str | None:
         return "a step that holds an exchange is captured with capture=True only"
     if not engine.exchange.recordable:
         return "a graph can hold the exchange of replicas through NCCL only; use parallel='ddp'"
-    if engine.settings.accumulation_steps > 1:
-        return "micro-batches that add up are weighed by what the ranks exchange between them"
     if hasattr(engine.task, "prepare_batch"):
         return "the trainer counts what each batch holds on the host, and the ranks may count otherwise"
     if not (engine.guard.deferred or engine.guard.can_wait):
-        return "with retries, a policy or fp16 the host decides on each step"
+        return "with retries, a policy, or fp16 and an optimizer that is not fused, the host decides on each step"
     if torch.cuda.current_stream(engine.device) == torch.cuda.default_stream(engine.device):
         return (
             "DistributedDataParallel keeps nodes of the stream it was built on, and the default stream cannot be "
@@ -164,7 +162,7 @@ class CapturedSteps(RunsAhead):
             own = REPLAY
         elif key is not None and self._is_time_for(key[:-1]):
             own = RECORD
-        action = self._ranks.action(own, weight=1.0 if step is None else step.weight)
+        action = self._ranks.action(own, () if step is None else step.agreed)
         if action == REPLAY:
             assert step is not None
             if self._flags is not None and self._flags.raised:

@@ -111,7 +111,7 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
 
 def _late_skips(engine: Engine) -> LateSkips | None:
     """Return the flags of steps in fp16, if the device can skip them alike on all ranks."""
-    alike = engine.num_ranks == 1 or engine.exchange.equal
+    alike = engine.num_ranks == 1 or (engine.exchange.equal and not distributed.is_sharded(engine.model))
     if not (alike and scales_on_device(engine.precision, engine.optimizer, engine.device)):
         return None
     return LateSkips(engine.device, engine.precision, functools.partial(take_back_skipped, engine))

@@ -43,9 +43,11 @@ def steps_until_hook(engine: Engine) -> int | None:
 
 def note_whether_told(engine: Engine, late: LateSkips) -> None:
     """Decide whether the host waits for the result of the next step, because something on it needs it at once."""
+    if engine.num_ranks > 1 or _host_follows(engine, late):  # ranks must end in the same step, whatever their hooks
+        late.told_now = True
+        return
     due = steps_until_hook(engine)
-    is_last = engine.target.max_steps == engine.progress.step + 1
-    late.told_now = (due is not None and due <= 1) or is_last or _host_follows(engine, late)
+    late.told_now = (due is not None and due <= 1) or engine.target.max_steps == engine.progress.step + 1
 
 
 def _host_follows(engine: Engine, late: LateSkips) -> bool:
