@@ -262,7 +262,7 @@ def half(
         if host:
             run.precision = Precision("fp16", run.device, scaler=HostScaler(run.device.type))
         x, y = tensors(work, steps * accumulation)
-        loader = TensorLoader(x, y, batch_size=work.shape[0], shuffle=True, num_buffers=accumulation)
+        loader = TensorLoader(x, y, batch_size=work.shape[0], shuffle=True, num_buffers=None if several else 1)
         run.run(loader, max_steps=steps)
     if several:
         dist.barrier()
@@ -275,7 +275,6 @@ def halves(*, several: bool) -> Ways:
         "bf16": {"precision": "bf16"},
         "fp16": {"precision": "fp16"},
         **({} if several else {
-            "bf16, a schedule": {"precision": "bf16", "scheduled": True},
             "fp16, a schedule": {"precision": "fp16", "scheduled": True},
             "fp16, read by the host": {"precision": "fp16", "host": True},
         }),
@@ -315,7 +314,7 @@ def run_halves(names: Sequence[str], device: torch.device, *, rounds: int, steps
     for name in names:
         case = cases(device)[name]
         case.title = case.title.removesuffix(", bf16").removesuffix(", fp32")
-        *_, last = measure_halves(case, several=several, rounds=rounds, steps=steps or case.steps)
+        *_, last = measure_halves(case, several=several, rounds=rounds, steps=steps or case.steps // 2)
         rows += last
         if steps is not None:
             print(*last, sep="\n")

@@ -84,12 +84,12 @@ class LateSkips(LateFlags):
     def step(self, optimizer: Optimizer, norm: Tensor, place: StepLocation) -> None:
         """Step an optimizer, unless the gradient is not finite, and move the scale."""
         flag = self.raise_for(norm)
-        if self.told_now:
-            self.send_early()  # so that the host waits for the gradient and not for the update
+        early = self._sent() if self.told_now else None  # so that the host waits for the gradient, not for the update
         num_states = len(optimizer.state)
         step_unless(flag, optimizer)
         self.move_scale()
         self.note(place, norm)
+        self._early = early
         created = len(optimizer.state) != num_states
         self._num_states = num_states if created else -1
         self.told_now |= created

@@ -299,7 +299,7 @@ class LateFlags:
         self.refused = self._found.flag
         self.raised = False
         self._on_cuda = device.type == "cuda"
-        self._early: _Mark | None = None  # sent for the latest step, before its update
+        self._early: _Mark | None = None  # that of the latest step, if sent before its update
         self._steps: deque[Steps] = deque()
         self._marks: deque[tuple[_Mark, int]] = deque()  # with the number of entries of _steps that each covers
         self._unmarked = 0  # entries since the last mark
@@ -325,6 +325,7 @@ class LateFlags:
         A copy in each step would take a tenth of a small model's step, and a sixth of a replayed one.
         """
         self._steps.append(Steps(place, norm))
+        self._early = None
         self._unmarked += 1
         if self._unmarked == _MARK:
             self._send_mark()
@@ -337,12 +338,9 @@ class LateFlags:
             norms: (N,) norms of the steps.
         """
         self._steps.append(Steps(first, norms))
+        self._early = None
         self._unmarked += 1
         self._send_mark()
-
-    def send_early(self) -> None:
-        """Copy the flag of the step that is about to be noted, so that the host can wait for this copy."""
-        self._early = self._sent()
 
     def _sent(self) -> _Mark:
         mark = self._spare.pop() if self._spare else _Mark(on_cuda=self._on_cuda)
