@@ -93,6 +93,10 @@ class CapturedStep:
         """Numbers of its micro-batches that must be the same on all ranks; none on a single rank."""
         return () if self._equal is None else self._equal.agreed
 
+    def drop(self) -> None:
+        """Free the graph; the step cannot be run any more."""
+        self._graph.drop()
+
     def prepare(self) -> None:
         """Restore what a trial of the step changes besides the training state."""
         clear_gradients(self._engine)

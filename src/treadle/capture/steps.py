@@ -201,6 +201,11 @@ class CapturedSteps(RunsAhead):
         cursor.skip(count)
         return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
+    def end_run(self) -> None:
+        """Drop the graphs of several ranks: NCCL waits forever to end a process group whose collectives are in one."""
+        if not self._ranks.alone:
+            self._forget()
+
     def _gather_of(self, group: Group) -> RowGather | None:
         """Return the gather of a group's single batch, if it can run in the graph."""
         loader = self._engine.cursor.loader
@@ -228,10 +233,12 @@ class CapturedSteps(RunsAhead):
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drop the graphs after a state was loaded, since it is in other memory."""
+        """Drop the graphs, such as after a state was loaded, since it is in other memory."""
+        for step in () if self._ranks.alone else self._steps.values():
+            step.drop()
         self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
-        self._latest_kind = None
+        self._latest_kind = self._latest_step = None
 
     def _keep_rates_on_device(self) -> None:
         """Convert each learning rate to a device tensor, also after it was set to a number."""
@@ -378,7 +385,10 @@ class CapturedSteps(RunsAhead):
             kept.restore()
             problem = _as_problem(error)
         problem = ranks.problem(problem)
-        return (step if problem is None else None), problem
+        if problem is None:
+            return step, None
+        step.drop()
+        return None, problem
 
 
 def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:

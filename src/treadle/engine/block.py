@@ -97,6 +97,9 @@ class RunsAhead:
         """Replay the next steps, not counted by the engine yet; return the last batch and their numbers."""
         raise NotImplementedError
 
+    def end_run(self) -> None:
+        """Free what must not outlive a run."""
+
 
 def run_ahead(engine: Engine) -> bool:
     """Run as many steps as possible before a hook, the end of the epoch or the target needs a single step.

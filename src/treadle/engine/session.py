@@ -187,6 +187,8 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
         engine.cursor.close()
         engine.eval_cursor.close()
         engine.exchange.close()
+        if (end_run := getattr(engine.steps, "end_run", None)) is not None:  # of captured steps
+            end_run()
         engine.events.clear_dispatch()
         close_hooks(engine, opened, failure)
 
