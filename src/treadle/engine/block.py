@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from treadle.engine.attempt import Attempt
-from treadle.engine.leaving import leave_after_step
+from treadle.engine.signal_exit import exit_after_step
 from treadle.engine.skips import note_whether_told, steps_until_hook
 from treadle.optim.nonfinite import StepLocation
 from treadle.task import StepOutput, add_output
@@ -111,7 +111,7 @@ def run_ahead(engine: Engine) -> bool:
     if not isinstance(steps, RunsAhead):
         return False
     due = steps_until_hook(engine)
-    count = min(_steps_to_look(engine, due), _most_at(steps.pace))
+    count = min(_steps_until_due(engine, due), _steps_per_interval(steps.pace))
     started = time.perf_counter()
     if count < 2 or not steps.may_run_ahead():
         return False
@@ -128,11 +128,11 @@ def run_ahead(engine: Engine) -> bool:
     if engine.guard.skips is not None:
         note_whether_told(engine, engine.guard.skips)
     if engine.signals.plans:
-        leave_after_step(engine)
+        exit_after_step(engine)
     return True
 
 
-def _steps_to_look(engine: Engine, due: int | None) -> int:
+def _steps_until_due(engine: Engine, due: int | None) -> int:
     """Return how many steps may run until hooks, due in so many, or the run must see the last of them."""
     target, cursor, progress = engine.target, engine.cursor, engine.progress
     if engine.should_stop or engine.signals.received or cursor.length is None or engine.accumulation_steps > 1:
@@ -145,7 +145,7 @@ def _steps_to_look(engine: Engine, due: int | None) -> int:
     return count if due is None else min(count, due)
 
 
-def _most_at(pace: float | None) -> int:
+def _steps_per_interval(pace: float | None) -> int:
     """Return how many steps fill a quarter of a second: signals are checked between blocks."""
     return _FIRST if pace is None else max(_LEAST, min(MOST, int(_SECONDS / max(pace, 1e-6))))
 

@@ -23,7 +23,7 @@ def take_back_skipped(engine: Engine, count: int, latest: int | None) -> None:
         count: number of steps.
         latest: the latest step if it is skipped; its record is corrected unless there is a newer one.
     """
-    engine.progress.take_back(count)
+    engine.progress.subtract_applied(count)
     for average in engine.averages.values():
         average.count_update(-count)
     if latest == engine.progress.step:
