@@ -204,6 +204,31 @@ def test_a_step_of_the_users_own_loop_is_known_to_be_skipped(on_the_device):
     assert engine.step_info["reason"] == "non-finite gradient: the fp16 scale was lowered"
 
 
+class Breaks(BaseHook):
+    """Ends a run without being due."""
+
+    def on_after_step(self, trainer):
+        if trainer.step == 18:
+            raise ValueError
+
+    def steps_ahead(self, trainer):
+        return None
+
+
+def test_steps_of_a_broken_run_change_no_state_that_is_loaded_after_it(on_the_device, tmp_path, decided):
+    expected, breaks = decided(), Breaks()
+    engine = engine_of([EmaHook(0.9), breaks])
+    start = engine.state_dict()
+    with pytest.raises(ValueError):
+        engine.run(loader_of(), max_steps=STEPS)
+    assert engine.guard.skips._steps
+    engine.hooks.remove(breaks)
+    engine.load_state_dict(start)
+    engine.run(loader_of(), max_steps=STEPS)
+    assert engine.applied_steps == expected.applied_steps
+    assert engine.averages["ema"].num_updates == expected.averages["ema"].num_updates
+
+
 def test_a_scaler_of_another_kind_is_asked_by_the_host(on_the_device):
     class Own(torch.amp.GradScaler):
         def update(self, new_scale=None):
