@@ -72,7 +72,7 @@ def plot_targets(true: _Numbers, predicted: _Numbers, path: Path, *, names: Sequ
     Raises:
         ImportError: matplotlib is not installed.
     """
-    columns = min(_PER_ROW - 1, len(names))
+    columns = 2 if len(names) in (2, 4) else min(_PER_ROW - 1, len(names))
     rows = -(-len(names) // columns)
     figure = new_figure(4.1 * columns, 4.3 * rows)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()

@@ -178,6 +178,7 @@ def _label_metrics(data: GraphDataset, score_GT: Tensor, target_GT: Tensor) -> d
 
 # -- the table ----------------------------------------------------------------------------------------------------
 
+_LOWER_IS_BETTER = ("mae", "rmse")
 _NAMES = {
     "mean": "mean of the training targets",
     "frequencies": "frequencies of the training labels",
@@ -196,7 +197,7 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
         title=f"{config['model']['name']} on {config['dataset']['name']}",
         lead=f"Tested on {count:,} held-out graphs. The weights are those of epoch "
         f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
-        tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36)],
+        tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36, notes=_notes(metrics, columns[1:]))],
         files=[
             "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  run.json  config.yaml  "
             f"steps.jsonl{f'  {FILE}' if (out / FILE).exists() else ''}",
@@ -212,6 +213,28 @@ def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = {f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}": test}
     rows |= {_NAMES[baseline]: errors for baseline, errors in reversed(baselines.items())}
     return ["", *names], [[row, *_cells(values, names)] for row, values in rows.items()]
+
+
+def _notes(metrics: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return sentences that compare the model with the best baseline in each metric."""
+    won: list[str] = []
+    lost: dict[str, list[str]] = {}
+    for name in names:
+        sign = 1 if name in _LOWER_IS_BETTER else -1
+        known = {key: sign * values[name] for key, values in metrics["baselines"].items() if values[name] is not None}
+        if not known or metrics["test"][name] is None:
+            continue
+        best = min(known, key=lambda key: known[key])
+        if sign * metrics["test"][name] < known[best]:
+            won.append(name)
+        else:
+            lost.setdefault(_NAMES[best], []).append(name)
+    notes = [f"The model is ahead of every baseline in {_listed(won)}."] if won else []
+    return notes + [f"The model is not ahead of {baseline} in {_listed(found)}." for baseline, found in lost.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _cells(values: Mapping[str, Any], names: list[str]) -> list[str]:

@@ -182,12 +182,10 @@ def _factors(stored: Sequence[StoredModel]) -> list[float]:
 
 
 def _shares(each: TargetCalibration) -> str:
-    fitted = f"one holds {100 * COVERAGE:.0f} % of {each.num_val:,} validation values"
+    fitted = f"mean ± std covers {100 * COVERAGE:.0f} % of {each.num_val:,} validation values"
     if not each.num_test:
         return fitted
-    return (
-        f"{fitted}, and of {each.num_test:,} test values {100 * each.after:.0f} % ({100 * each.before:.0f} % without)"
-    )
+    return f"{fitted} and {100 * each.after:.0f} % of {each.num_test:,} test values ({100 * each.before:.0f} % without)"
 
 
 def _by_name(targets: Sequence[str], mean: Tensor, deviation: Tensor | None) -> dict[str, Any]:

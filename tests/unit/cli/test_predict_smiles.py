@@ -104,7 +104,9 @@ def test_the_deviation_is_calibrated_on_the_validation_molecules_of_the_runs(run
         after = predict_file(calibrated, molecules, device="cpu").arrays
     for name, each in zip(stored[0].targets, calibrate(held_out), strict=True):
         np.testing.assert_allclose(after[f"{name}_std"], each.factor * before[f"{name}_std"])
-        assert f"{name}_std: the deviation of 2 runs times {each.factor:.3g}; one holds 68 % of 50" in caplog.text
+        assert (
+            f"{name}_std: the deviation of 2 runs times {each.factor:.3g}; mean ± std covers 68 % of 50" in caplog.text
+        )
     caplog.clear()
     last = dataclasses.replace(stored[1], held_out=None)
     assert predict_file([stored[0], last], molecules, device="cpu").arrays["solubility_std"][0] > 0

@@ -104,6 +104,25 @@ def test_the_page_shows_every_picture_and_the_table(finished: Path) -> None:
     for name in ("mean", "ridge_atom_counts", "ridge_atom_features"):
         assert f"<td>{metrics['baselines'][name]['mae']:.4f}</td>" in text
     assert f"<td>{metrics['test']['mae']:.4f}</td>" in text
+    assert "ridge on all atom features in mae" in text  # two epochs on 64 molecules are not enough
+
+
+def test_a_table_names_the_metrics_in_which_a_baseline_is_not_beaten(tmp_path: Path) -> None:
+    config = {"model": {"name": "mpnn"}, "dataset": {"name": "smiles_csv"}}
+    metrics = {
+        "config": config, "graphs": {"test": 9}, "best_epoch": 1, "epochs": 2, "metric_for_best": "loss",
+        "test": {"loss": 0.1, "accuracy": 0.9, "roc_auc": 0.8, "ap": None},
+        "baselines": {
+            "frequencies": {"accuracy": 0.8, "roc_auc": 0.5, "ap": None},
+            "ridge_atom_counts": {"accuracy": 0.7, "roc_auc": 0.8, "ap": None},
+        },
+    }  # fmt: skip
+    (table,) = graphs_report.results(metrics, tmp_path).tables
+    assert list(table.columns) == ["", "accuracy", "roc_auc", "ap"]
+    assert list(table.notes) == [
+        "The model is ahead of every baseline in accuracy.",
+        "The model is not ahead of ridge on atom counts in roc_auc.",
+    ]
 
 
 def test_a_run_on_pairs_shows_its_error_by_distance(root: Path, tmp_path: Path) -> None:
