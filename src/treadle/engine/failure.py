@@ -174,13 +174,11 @@ def _non_finite_values(engine: Engine, first: int) -> str:
     for number, (batch, of_samples) in enumerate(zip(group.batches, ids, strict=False), first):
         found = []
         for name, tensor in non_finite_in(batch):
-            row = (
-                int((~tensor.isfinite()).reshape(-1).nonzero()[0]) // max(tensor[:1].numel(), 1) if tensor.dim() else 0
-            )
-            known = isinstance(of_samples, list) and tensor.dim() and len(of_samples) == len(tensor)
+            wrong = (~tensor.isfinite()).reshape(len(tensor) if tensor.dim() else 1, -1)
+            row = int(wrong.any(1).nonzero()[0])
+            known = isinstance(of_samples, list) and len(of_samples) == len(wrong)
             where = f"sample {of_samples[row]}" if known else f"row {row}"
-            count = int((~tensor.isfinite()).sum())
-            found.append(f"{name or 'the tensor'} has {count} of {tensor.numel()}, first in {where}")
+            found.append(f"{name or 'the tensor'} has {int(wrong.sum())} of {wrong.numel()}, first in {where}")
         if found:
             return f"Batch {number} has values that are not finite: {'; '.join(found[:3])}. Correct the data"
     return ""

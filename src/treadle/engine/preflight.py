@@ -278,7 +278,8 @@ def _warn_of_loss(engine: Engine, loss: Tensor | None, batch: Any) -> None:
         found = ", ".join(name or "the tensor" for name, _ in non_finite_in(batch))
         cause = f"its batch has values that are not finite in {found}" if found else "its batch is finite"
         engine.logger.warning(
-            "the evaluation, tried before step 1, has a loss of %s on its first batch, so no epoch could be the best; %s",
+            "the evaluation, tried before step 1, has a loss of %s on its first batch, so no epoch could be the best; "
+            "%s",
             loss.detach().float().mean().tolist(), cause,
         )  # fmt: skip
 

@@ -60,8 +60,8 @@ def _wrong_edges(batch: Any) -> str | None:
         return f"has dtype {edges.dtype}; it must be torch.long"
     if edges.numel() and isinstance(nodes, int) and not (int(edges.min()) >= 0 and int(edges.max()) < nodes):
         return (
-            f"names nodes {int(edges.min())} to {int(edges.max())}, and the batch has nodes 0 to {nodes - 1}; each graph "
-            "counts its nodes from 0"
+            f"names nodes {int(edges.min())} to {int(edges.max())}, and the batch has nodes 0 to {nodes - 1}; each "
+            "graph counts its nodes from 0"
         )
     return None
 

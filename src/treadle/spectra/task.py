@@ -63,19 +63,19 @@ def look_at_spectra(x: Tensor) -> None:
     """
     if x.is_complex():
         raise ConfigError(f"spectra of {x.dtype}; pass real values, such as x.abs()", argument="batch")
-    if x.is_cuda or x.dim() != 2 or not x.numel():
+    if x.device.type != "cpu" or x.dim() != 2 or not x.numel():
         return
     values = x.detach().double()
     if len(x) > 1 and x.shape[1] > 1 and bool((values == values[:1]).all()) and _is_monotonic(values[0]):
         _log.warning(
-            "the rows of the first batch are equal and monotonic, as wavelengths are; the first item of a batch must be "
-            "the spectra"
+            "the rows of the first batch are equal and monotonic, as wavelengths are; the first item of a batch must "
+            "be the spectra"
         )
     size = float(values.square().mean().sqrt())
     if math.isfinite(size) and not 0.01 <= size <= 100.0:
         _log.warning(
-            "the first batch has a root mean square of %.3g; models, losses and learning rates are for spectra of about "
-            "unit scale: use SNVScaler().transform(x), or divide by a typical value",
+            "the first batch has a root mean square of %.3g; models, losses and learning rates are for spectra of "
+            "about unit scale: use SNVScaler().transform(x), or divide by a typical value",
             size,
         )
 

@@ -35,5 +35,5 @@ def test_spectra_are_not_warned_of(data, tmp_path, caplog):
 def test_complex_spectra_are_refused(tmp_path):
     trainer = make(tmp_path, val=False)
     trainer.train_loader = DataLoader(spectra().to(torch.complex64), 8)
-    with pytest.raises(ConfigError, match="spectra of torch.complex64"):
+    with pytest.raises(ConfigError, match=r"spectra of torch\.complex64"):
         trainer.fit(1)
