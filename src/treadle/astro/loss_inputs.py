@@ -10,6 +10,7 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import checked, is_whole_number
+from treadle.errors.arguments import checked
 
 logger = logging.getLogger("treadle.astro")
 
@@ -103,7 +104,7 @@ def check_sample_k(k: int) -> int:
     Raises:
         ConfigError: it is not.
     """
-    if not is_whole_number(k, 1):
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
         raise ConfigError("at least one position must be drawn; give a whole number >= 1", argument="sample_k", value=k)
     return int(k)
 
