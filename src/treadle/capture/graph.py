@@ -248,7 +248,7 @@ def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str
 
     It traverses like :func:`map_nested_tensor` but builds nothing: a step on a graph batch does it three times.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind is Tensor or (kind not in _USUAL and isinstance(value, Tensor)):
         tensors.append(value)
         found.append((value.shape, value.dtype))
@@ -272,7 +272,7 @@ def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str
 
 
 @functools.cache
-def _fields_of(kind: type) -> tuple[str, ...] | None:
+def _fields_of(kind: type[Any]) -> tuple[str, ...] | None:
     """Return the names of the fields of a dataclass that is no collection; None for other classes."""
     collects = issubclass(kind, (list, tuple)) or issubclass(kind, Mapping)
     if collects or not dataclasses.is_dataclass(kind):

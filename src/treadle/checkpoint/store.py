@@ -61,6 +61,7 @@ __all__ = [
 ]
 
 _IN_MEMORY = 1 << 26  # bytes of tensors
+_SMALL = 1 << 16  # mean bytes of a tensor
 _SCALARS = frozenset({int, float, bool, str, type(None)})
 _log = logging.getLogger("treadle.checkpoint")
 _Opened = Callable[[Path], dict[str, Any]]
@@ -196,21 +197,43 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
             of the same name is then intact.
     """
     target = Path(path)
-    bad = non_finite_names(tree)
+    sizes: list[int] = []
+    _find_sizes(tree, sizes)
+    # Python writes small tensors, and other runs would wait for it in each of their calls.
+    run: Callable[[Callable[[], Any]], Any] = run_off_turn if sum(sizes) >= _SMALL * len(sizes) else _run_in_turn
+    bad = run(lambda: non_finite_names(tree))
     if bad:
         target = put_aside(target, bad)
     with reported(target):
-        run_off_turn(lambda: _write(tree, target))
+        # Comparing bytes is faster than checking records.
+        content = run(lambda: _in_memory(tree)) if sum(sizes) <= _IN_MEMORY else None
+        run_off_turn(lambda: _write(tree, target, content))
     return target
 
 
-def _write(tree: Mapping[str, Any], target: Path) -> None:
+def _find_sizes(tree: Any, sizes: list[int]) -> None:
+    """Collect the sizes in bytes of the tensors of a state."""
+    if isinstance(tree, Tensor):
+        sizes.append(tree.numel() * tree.element_size())
+    elif isinstance(tree, (Mapping, list)):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            if type(value) not in _SCALARS:
+                _find_sizes(value, sizes)
+
+
+def _run_in_turn(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+def _in_memory(tree: Mapping[str, Any]) -> bytes:
+    """Return the content of a file with a state."""
+    memory = io.BytesIO()
+    torch.save(dict(tree), memory, pickle_module=quick_pickle)
+    return memory.getvalue()
+
+
+def _write(tree: Mapping[str, Any], target: Path, content: bytes | None) -> None:
     make_folder(target.parent)
-    content = None
-    if _bytes_of(tree) <= _IN_MEMORY:  # comparing bytes is faster than checking records
-        memory = io.BytesIO()
-        torch.save(dict(tree), memory, pickle_module=quick_pickle)
-        content = memory.getvalue()
     with replacing(target) as temporary:
         with open(temporary, "wb") as file:
             if content is None:
@@ -221,15 +244,6 @@ def _write(tree: Mapping[str, Any], target: Path) -> None:
             date_last(temporary, target.parent)
             os.fsync(file.fileno())
         _refuse_half_written(temporary, target, content)
-
-
-def _bytes_of(tree: Any) -> int:
-    """Return the size of the tensors of a state."""
-    if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
-    if isinstance(tree, Mapping):
-        return sum(_bytes_of(value) for value in tree.values() if type(value) not in _SCALARS)
-    return sum(map(_bytes_of, tree)) if isinstance(tree, list) else 0
 
 
 def copy_checkpoint(source: Path, target: Path) -> Path:
