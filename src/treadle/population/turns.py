@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.device.garbage import ShortCollections
 from treadle.device.handover import shared_host
 from treadle.engine.observers import exchange_observers
 from treadle.engine.run_log import RUN_LOG
@@ -340,7 +341,10 @@ def run_in_turns(
     begun.restore()
     seats: list[Seat] = []
     relay = SignalRelay(functools.partial(_ask_from_this_thread, seats))
+    collections = ShortCollections()
     try:
+        if torch.cuda.is_available():
+            collections.begin()  # during a full one no member launches work
         sys.setswitchinterval(SWITCH)
         with relay.installed():
             waiting: Member | None = None
@@ -372,6 +376,7 @@ def run_in_turns(
         raise
     finally:
         sys.setswitchinterval(interval)
+        collections.end()
         begun.restore()
 
 
