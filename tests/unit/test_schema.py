@@ -238,9 +238,9 @@ def test_copies_of_device_tensors_are_those_that_one_by_one_are(monkeypatch):
     }  # fmt: skip
     monkeypatch.setattr(schema, "_AT_ONCE", 2)
     found = schema.DeviceCopies(tree)
-    assert len(found.arrived()) == 9  # all but what is shared, large, sparse, or not in the order of its memory
+    assert len(found.result()) == 9  # all but what is shared, large, sparse, or not in the order of its memory
     schema.copy_large_of([found])
-    copies = found.arrived()
+    copies = found.result()
     assert len(copies) == 11
     live = {id(tensor) for tensor in (weight, tree["large"])}
     assert not live & set(map(id, copies.values()))

@@ -21,7 +21,7 @@ from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.plain_values import OPAQUE, decode, encode
 from treadle.device.handover import run_off_turn
-from treadle.device.on_the_way import OnTheWay
+from treadle.device.host_transfer import HostTransfer
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import LocalShard, gathered, local_block, without_pending_sums
 from treadle.errors import CheckpointError
@@ -221,7 +221,7 @@ class DeviceCopies:
 
     Example:
         >>> copies = DeviceCopies({"weight": torch.ones(2)})
-        >>> copies.has_large, copies.arrived()
+        >>> copies.has_large, copies.result()
         (False, {})
     """
 
@@ -236,11 +236,11 @@ class DeviceCopies:
                 groups[tensor.device, tensor.dtype].append(identity)
             else:
                 self._large[identity] = tensor
-        self._sent: list[tuple[list[Any], OnTheWay]] = []
+        self._sent: list[tuple[list[Any], HostTransfer]] = []
         for identities in groups.values():
             for first in range(0, len(identities), _AT_ONCE):
                 some = identities[first : first + _AT_ONCE]
-                self._sent.append((some, OnTheWay(torch.cat([found[each].view(-1) for each in some]))))
+                self._sent.append((some, HostTransfer(torch.cat([found[each].view(-1) for each in some]))))
 
     @property
     def has_large(self) -> bool:
@@ -252,13 +252,13 @@ class DeviceCopies:
         self._copied = {identity: tensor.to("cpu", copy=True) for identity, tensor in self._large.items()}
         self._large = {}
 
-    def arrived(self) -> dict[Any, Tensor]:
+    def result(self) -> dict[Any, Tensor]:
         """Wait for the copies of small tensors; return all copies by identity, each in separate memory."""
         copies = dict(self._copied)
         for identities, joined in self._sent:
             shapes = [each[2] for each in identities]
             sizes = [shape.numel() for shape in shapes]
-            pieces: Any = torch.split_with_sizes_copy(joined.arrived(), sizes)  # type: ignore[func-returns-value]
+            pieces: Any = torch.split_with_sizes_copy(joined.result(), sizes)  # type: ignore[func-returns-value]
             views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
             copies.update(zip(identities, views, strict=True))
         return copies

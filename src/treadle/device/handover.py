@@ -33,16 +33,16 @@ class Host(Protocol):
         """Yield to other runs until something is ready, or until none of them has anything to do."""
         ...
 
-    def beside(self, work: Callable[[], T]) -> T:
+    def run_off_turn(self, work: Callable[[], T]) -> T:
         """Yield to other runs while a function runs, and return its result."""
         ...
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     host: Host | None = None
 
 
-_THREAD = _OfThread()
+_THREAD = _ThreadState()
 
 
 @contextlib.contextmanager
@@ -105,12 +105,12 @@ def wait_for_work(device: torch.device) -> None:
 
 
 def run_off_turn(work: Callable[[], T]) -> T:
-    """Run file operations while other runs continue.
+    """Run file operations, or copies to the host, while other runs continue.
 
-    The function must not launch work, change process-wide state, or hold a lock that another run may need.
+    The function must not launch other work, change process-wide state, or hold a lock that another run may need.
 
     Example:
         >>> run_off_turn(lambda: 3)
         3
     """
-    return work() if _THREAD.host is None else _THREAD.host.beside(work)
+    return work() if _THREAD.host is None else _THREAD.host.run_off_turn(work)
