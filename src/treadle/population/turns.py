@@ -27,7 +27,7 @@ from treadle.population.member_thread import MemberThread
 from treadle.population.process_state import ProcessState
 
 MAX_STREAMS = 32  # streams in torch's pool before it reuses one
-SWITCH_INTERVAL = 1e-4  # switch interval in seconds while another thread writes a file; 5e-3 by default
+SWITCH_INTERVAL = 1e-5  # switch interval in seconds while another thread writes a file; 5e-3 by default
 
 
 class Source(Protocol):
