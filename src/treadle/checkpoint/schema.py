@@ -68,6 +68,7 @@ OF_USERS: dict[str, Encoding] = {
 }  # fmt: skip
 """Keys under which objects of users write, and what is encoded there."""
 _PLAIN = (bool, int, float, str)
+_SCALARS = frozenset({*_PLAIN, type(None)})
 _ON = "cuda"  # device type whose small tensors are copied together
 _SMALL = 1 << 18  # largest size of such a tensor in bytes,
 _AT_ONCE = 1024  # and their largest number: 256 MiB in total
@@ -330,6 +331,21 @@ def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
         if isinstance(weights, Mapping):
             bad += [f"{prefix}.{name}" for name, value in weights.items() if not is_finite(value)]
     return bad
+
+
+def sizes_of(tree: Any) -> list[int]:
+    """Return the sizes in bytes of the tensors of a state.
+
+    Example:
+        >>> sizes_of({"a": torch.zeros(2), "b": [torch.zeros(1), 3]})
+        [8, 4]
+    """
+    if isinstance(tree, Tensor):
+        return [tree.numel() * tree.element_size()]
+    if not isinstance(tree, (Mapping, list)):
+        return []
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    return [size for value in values if type(value) not in _SCALARS for size in sizes_of(value)]
 
 
 def is_finite(value: Any) -> bool:

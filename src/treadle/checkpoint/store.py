@@ -35,7 +35,7 @@ from treadle.checkpoint.order import NONFINITE, by_progress, is_moved_aside, non
 from treadle.checkpoint.retention import Retention, date_last
 from treadle.checkpoint.safe.archive import ArchiveError, check_last_record, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
-from treadle.checkpoint.schema import check_format, non_finite_names
+from treadle.checkpoint.schema import check_format, non_finite_names, sizes_of
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
 from treadle.device.handover import run_off_turn
 from treadle.errors import CheckpointError, PickledCodeError
@@ -62,7 +62,6 @@ __all__ = [
 
 _IN_MEMORY = 1 << 26  # bytes of tensors
 _SMALL = 1 << 16  # mean bytes of a tensor
-_SCALARS = frozenset({int, float, bool, str, type(None)})
 _log = logging.getLogger("treadle.checkpoint")
 _Opened = Callable[[Path], dict[str, Any]]
 
@@ -197,10 +196,9 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
             of the same name is then intact.
     """
     target = Path(path)
-    sizes: list[int] = []
-    _find_sizes(tree, sizes)
+    sizes = sizes_of(tree)
     # Python writes small tensors, and other runs would wait for it in each of their calls.
-    run: Callable[[Callable[[], Any]], Any] = run_off_turn if sum(sizes) >= _SMALL * len(sizes) else _run_in_turn
+    run: Callable[[Callable[[], Any]], Any] = run_off_turn if sum(sizes) >= _SMALL * len(sizes) else lambda work: work()
     bad = run(lambda: non_finite_names(tree))
     if bad:
         target = non_finite_path(target, bad)
@@ -209,20 +207,6 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
         content = run(lambda: _in_memory(tree)) if sum(sizes) <= _IN_MEMORY else None
         run_off_turn(lambda: _write(tree, target, content))
     return target
-
-
-def _find_sizes(tree: Any, sizes: list[int]) -> None:
-    """Collect the sizes in bytes of the tensors of a state."""
-    if isinstance(tree, Tensor):
-        sizes.append(tree.numel() * tree.element_size())
-    elif isinstance(tree, (Mapping, list)):
-        for value in tree.values() if isinstance(tree, Mapping) else tree:
-            if type(value) not in _SCALARS:
-                _find_sizes(value, sizes)
-
-
-def _run_in_turn(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 def _in_memory(tree: Mapping[str, Any]) -> bytes:
