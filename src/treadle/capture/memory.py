@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from treadle.nested import map_nested_tensor
 
 STEPS_PER_GRAPH = MAX_OVERRUN  # steps in a graph of several steps
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_USUAL = frozenset(_PLAIN)
 _PLACES = 64  # steps whose results share one allocation
 
 
@@ -74,26 +76,36 @@ def _collect_parts(value: Any, tensors: list[Tensor], found: list[Any], unknown:
 
     It traverses like :func:`map_nested_tensor` but builds nothing: a step on a graph batch does it three times.
     """
-    if isinstance(value, Tensor):
+    kind: Any = type(value)
+    if kind is Tensor or (kind not in _USUAL and isinstance(value, Tensor)):
         tensors.append(value)
         found.append((value.shape, value.dtype))
-    elif isinstance(value, _PLAIN):
+    elif kind in _USUAL or isinstance(value, _PLAIN):
         found.append(value)
+    elif (names := _fields_of(kind)) is not None:
+        found.append(kind)
+        for name in names:
+            if hasattr(value, name):
+                _collect_parts(getattr(value, name), tensors, found, unknown)
     elif isinstance(value, (list, tuple)):
-        found.append((type(value), len(value)))
+        found.append((kind, len(value)))
         for item in value:
             _collect_parts(item, tensors, found, unknown)
     elif isinstance(value, Mapping):
-        found.append((type(value), *value))
+        found.append((kind, *value))
         for item in value.values():
             _collect_parts(item, tensors, found, unknown)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found.append(type(value))
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                _collect_parts(getattr(value, field.name), tensors, found, unknown)
     else:
-        unknown.append(type(value).__name__)
+        unknown.append(kind.__name__)
+
+
+@functools.cache
+def _fields_of(kind: type[Any]) -> tuple[str, ...] | None:
+    """Return the names of the fields of a dataclass that is no collection; None for other classes."""
+    collects = issubclass(kind, (list, tuple)) or issubclass(kind, Mapping)
+    if collects or not dataclasses.is_dataclass(kind):
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 class FixedBatch:

@@ -30,6 +30,7 @@ from treadle.optim.nonfinite import can_be_recorded
 
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
+_TRAINS = operator.attrgetter("requires_grad")
 
 
 def steps_of(engine: Engine) -> Steps:
@@ -311,7 +312,7 @@ class CapturedSteps(RunsAhead):
             engine.settings.grad_clip,
             engine.settings.grad_clip_value,
             [plain(group) for plain, group in zip(self._plain, groups, strict=True)],
-            [parameter.requires_grad for parameter in self._parameters],
+            list(map(_TRAINS, self._parameters)),
             [(average.decay, average.update_interval) for average in engine.averages.values()],
         )
         if latest != self._latest:
