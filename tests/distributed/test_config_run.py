@@ -84,7 +84,7 @@ def test_a_rank_that_fails_is_named_first_and_in_the_summary(folder):
     )  # fmt: skip
     assert done.returncode == 1
     said = [done.stderr.find(text) for text in (
-        "error: rank 1 of 2", "error: rank 1: ValueError: only here", "error: another rank ended first",
+        "error: rank 1 of 2", "error: rank 1: ValueError: only here", "error: another rank exited first",
         "Root Cause (first observed failure)",
     )]  # fmt: skip
     if said[2] < 0:  # the launcher was quicker to end the other rank than that rank to say why it ends

@@ -89,8 +89,8 @@ def test_the_failing_rank_is_named_and_the_other_says_that_it_is_not_the_cause(t
     assert re.fullmatch(r"rank 1 of 2 \(.+, process \d+\) failed at step 2, epoch 0: ValueError: a broken sample", line)
     assert second.error.rstrip().endswith("ValueError: a broken sample")
     assert second.failed_at < first.failed_at
-    assert (tmp_path / "log_0").read_text() == "rank 0: another rank ended first; its own error is the cause"
-    assert first.error.rstrip().endswith("RankLostError: another rank ended first; its own error is the cause")
+    assert (tmp_path / "log_0").read_text() == "rank 0: another rank exited first; its error is the cause"
+    assert first.error.rstrip().endswith("RankLostError: another rank exited first; its error is the cause")
     # What torchrun shows as the cause is the earliest.
     times = [int(json.loads((tmp_path / f"error_{rank}.json").read_text())["message"]["extraInfo"]["timestamp"])
              for rank in range(2)]  # fmt: skip
@@ -100,7 +100,7 @@ def test_the_failing_rank_is_named_and_the_other_says_that_it_is_not_the_cause(t
 def test_a_rank_that_died_is_no_fault_of_the_others(tmp_path):
     _, second = outcomes_on_ranks(meet, 2, sudden_death, str(tmp_path))
     assert second.exitcode == 9
-    assert (tmp_path / "log_0").read_text() == "rank 0: another rank ended first; its own error is the cause"
+    assert (tmp_path / "log_0").read_text() == "rank 0: another rank exited first; its error is the cause"
 
 
 def cannot_build(folder):
@@ -113,7 +113,7 @@ def cannot_build(folder):
 def test_a_rank_that_cannot_build_its_parts_is_named_too(tmp_path):
     outcomes_on_ranks(cannot_build, 2, str(tmp_path))
     assert "failed at step 0, epoch 0: ValueError: a broken sample" in (tmp_path / "log_1").read_text()
-    assert "another rank ended first" in (tmp_path / "log_0").read_text()
+    assert "another rank exited first" in (tmp_path / "log_0").read_text()
 
 
 def waits_for_a_silent_rank():
@@ -142,7 +142,7 @@ def test_errors_of_ones_own_are_not_blamed_on_others(error):
 
 def test_what_is_raised_from_a_lost_rank_is_no_cause_either():
     error = RuntimeError("my own words")
-    error.__cause__ = RankLostError("another rank ended first")
+    error.__cause__ = RankLostError("another rank exited first")
     assert lost_rank(error) is error.__cause__
 
 
@@ -150,7 +150,7 @@ def test_a_save_with_other_ranks_is_given_up_after_a_failure_and_keeps_no_proces
     monkeypatch.setattr(writer, "_PATIENCE", 0.3)
     never = threading.Event()
     saving = CheckpointWriter()
-    saving.save(lambda buffers: {}, lambda tree: never.wait(), with_peers=True)
+    saving.save(lambda buffers: {}, lambda tree: never.wait(), collective=True)
     thread = saving._running[0].thread
     started = time.monotonic()
     saving.close(ValueError("of training"))  # returns, although the write goes on
@@ -174,7 +174,7 @@ def test_under_torchrun_the_cause_comes_first_and_is_the_one_of_the_summary(tmp_
     done = torchrun(__file__, str(tmp_path))
     assert done.returncode == 1
     said = [done.stderr.find(text) for text in (
-        "rank 1 of 2", "[rank1]: ValueError: a broken sample", "rank 0: another rank ended first",
+        "rank 1 of 2", "[rank1]: ValueError: a broken sample", "rank 0: another rank exited first",
         "Root Cause (first observed failure)", "(local_rank: 1)",
     )]  # fmt: skip
     if said[2] < 0:  # the launcher was quicker to end the other rank than that rank to say why it ends

@@ -65,7 +65,7 @@ def lost_in_a_round():
 
 
 def test_a_rank_that_died_is_found_in_a_round_too():
-    assert outcomes_on_ranks(lost_in_a_round, 2)[0].result == "another rank ended first; its own error is the cause"
+    assert outcomes_on_ranks(lost_in_a_round, 2)[0].result == "another rank exited first; its error is the cause"
 
 
 def test_who_waits_in_a_round_for_another_rank_is_not_stuck(monkeypatch):
