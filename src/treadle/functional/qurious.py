@@ -160,7 +160,7 @@ class Trainer(ours.Trainer):
             best_model_metric: as in :meth:`treadle.Trainer.train`.
             early_stopping_patience: epochs without improvement until training stops.
             callbacks: called as ``callback(trainer, epoch, metrics)``.
-            save_dir: None takes ``checkpoint_dir`` of the config.
+            save_dir: None takes ``checkpoint_dir`` of the config, inside ``run.run_path`` if the run has one.
             save_freq: ``save_interval`` of the config by default.
             best_mode: as in :meth:`treadle.Trainer.train`.
             resume_from: as in :meth:`treadle.Trainer.train`.
@@ -170,7 +170,7 @@ class Trainer(ours.Trainer):
         """
         started, before = time.perf_counter(), len(self._epochs.history)
         if save_dir is None:
-            save_dir = self._run_defaults.checkpoint_dir or _paths_of(self.config)
+            save_dir = self._run_defaults.checkpoint_dir or _paths_of(self.config, self.run)
         target = num_epochs if resume_from is not None else self.epoch + num_epochs
         super().train(
             train_dataloader, target, eval_dataloader, save_dir, save_freq, best_model_metric,
@@ -239,11 +239,11 @@ def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
     return found if tree["best_metric"] is None else {**found, "metric_value": tree["best_metric"]}
 
 
-def _paths_of(config: Any) -> str | Path | None:
-    """Return ``config.paths.checkpoint_dir``, of a mapping or an object, or None."""
+def _paths_of(config: Any, run: Any) -> Path | None:
+    """Return ``config.paths.checkpoint_dir``, of a mapping or an object, inside the run's folder if any; or None."""
     part = config.get("paths") if isinstance(config, dict) else getattr(config, "paths", None)
     found = part.get("checkpoint_dir") if isinstance(part, dict) else getattr(part, "checkpoint_dir", None)
-    return found if isinstance(found, (str, Path)) else None
+    return Path(getattr(run, "run_path", None) or "", found) if isinstance(found, (str, Path)) else None
 
 
 Trainer._face = Trainer
