@@ -98,6 +98,7 @@ class Trainer(EpochFace):
     """
 
     _face: ClassVar[type[Trainer]]  # the library's class whose methods a subclass overrides
+    _first_epoch: ClassVar[int] = 0  # number of the first epoch for callbacks
     _epochs: FaceEpochs
     _folder: NumberedFolder
 
@@ -395,7 +396,7 @@ class Trainer(EpochFace):
         if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else train_epoch logs the line itself
             log_epoch(self.epoch - 1, record)
         for callback in callbacks:
-            callback(self, self.epoch - 1, in_order(record))
+            callback(self, self.epoch - 1 + self._first_epoch, in_order(record))
         if before is not None and not same(before, self._engine.state.signature(self._engine)):
             self._folder.write_changed(self.best_metric)
 

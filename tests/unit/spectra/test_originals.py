@@ -277,7 +277,7 @@ def test_arguments_and_defaults_are_the_originals(line):
         "SpectraAugmenter": {"config"},  # may be left out
         "enable_deterministic": set(),
     }  # fmt: skip
-    differences = {}
+    differences, moved = {}, set()
     with original(line) as chemomae:
         for part in ("models", "training", "utils", "preprocessing", "clustering"):
             module = getattr(chemomae, part)
@@ -286,6 +286,9 @@ def test_arguments_and_defaults_are_the_originals(line):
                 if not callable(theirs) or name == "RNGState":
                     continue
                 own = inspect.signature(ours).parameters
+                order = [key for key, p in inspect.signature(theirs).parameters.items() if p.kind < p.VAR_POSITIONAL]
+                if [key for key in own if key in order] != order:
+                    moved.add(name)
                 for key, parameter in inspect.signature(theirs).parameters.items():
                     same = key in own and (
                         own[key].default == parameter.default or repr(own[key].default) == repr(parameter.default)
@@ -293,6 +296,7 @@ def test_arguments_and_defaults_are_the_originals(line):
                     if not same and key not in ("kwargs", "self"):
                         differences.setdefault(name, set()).add(key)
     assert {name: keys for name, keys in differences.items() if keys - other.get(name, set())} == {}
+    assert moved - set(other) == {"TesterConfig"}
 
 
 @pytest.mark.parametrize("line", INSTALLED)
