@@ -23,9 +23,9 @@ from treadle.checkpoint.introspection import (
     Named,
     has_state,
     is_empty,
-    is_of_a_run,
-    is_users,
-    is_users_class,
+    is_engine_or_trainer,
+    is_user_class,
+    is_user_object,
     names_used_by,
 )
 from treadle.checkpoint.library_values import is_library_value
@@ -76,7 +76,7 @@ class Variables(Named):
             if not name.startswith("__"):
                 self._used[f"{code.__module__}.{name}"] = (code.__globals__, name)
                 value = code.__globals__.get(name)
-                if has_state(value) and not is_of_a_run(value):
+                if has_state(value) and not is_engine_or_trainer(value):
                     self.stateful[f"{code.__module__}.{name}"] = value
         for name, value in _defaults_of(code):
             if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):
@@ -167,17 +167,17 @@ def _function_in(value: Any) -> types.FunctionType | None:
 
 def _is_own_code(code: Any) -> bool:
     """Return whether a class or function is from a script or a package that is not installed."""
-    if not is_users_class(code):
+    if not is_user_class(code):
         return False
     path = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
     return not any(part in path for part in _INSTALLED)
 
 
 def _is_variable(value: Any) -> bool:
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or is_of_a_run(value):
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or is_engine_or_trainer(value):
         return False
     held = isinstance(value, (*_KINDS, CachedFunction, functools.partial)) or is_library_value(value)
-    return held or is_table(value) or is_plain_object(value) or (is_users(value) and not has_state(value))
+    return held or is_table(value) or is_plain_object(value) or (is_user_object(value) and not has_state(value))
 
 
 def _texts_in(function: types.FunctionType) -> set[str]:
