@@ -32,6 +32,7 @@ from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import is_of_torch
+from treadle.seed import RngState
 
 if TYPE_CHECKING:
     from treadle.checkpoint.rank_writer import RankWriter
@@ -178,10 +179,17 @@ class RunState:
         """Return the state that the user's code may change between steps, as a plain tree for comparison."""
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in engine.optimizer.param_groups]  # fmt: skip
-        written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
+        entries = [entry for entry in engine.optimizer.state.values() if isinstance(entry, dict)]
+        held = [value for entry in entries for value in entry.values()]
+        tensors = [value for value in (*engine.model.state_dict().values(), *held) if isinstance(value, Tensor)]
+        written = [value._version for value in tensors]
         settings = [getattr(engine.settings, name) for name in MOVABLE]
-        modules = self.modules.collect(engine.model)
-        return to_plain([self.objects.collect(), modules, groups, written, settings], encoding="odd")
+        objects = [self.objects, *self.hooks.objects.values()]
+        found = [*(one.collect() for one in objects), self.modules.collect(engine.model), groups, written, settings]
+        return to_plain(
+            [*found, self.optimizer_attributes.changed(), engine.cursor.state_dict(), RngState.capture().to_plain()],
+            encoding="odd",
+        )
 
     def record_length_checked(self) -> None:
         """Record that the length of the schedule was checked for this run."""
@@ -222,6 +230,7 @@ class RunState:
         """
         wait_for_work(engine.device)
         tree: dict[str, Any] = dict.fromkeys(KEYS)
+        self.built.refuse_lost_parameters(engine)
         if self.training:
             self.schedule.compare(engine)
             self.built.refuse_others(engine)

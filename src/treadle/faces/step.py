@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, check_compile, compile_model
+from treadle.checkpoint.schema import to_plain
 from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
@@ -36,13 +37,14 @@ from treadle.engine.signals import SignalListener
 from treadle.engine.state import RunState
 from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
-from treadle.errors import ConfigError
+from treadle.errors import CheckpointError, ConfigError
 from treadle.errors.arguments import check_whole, checked
 from treadle.faces.epoch_face import save_state
 from treadle.faces.run_files import with_default_hooks
 from treadle.hooks.remote import local_workspace
 from treadle.hooks.trackers import TrackerChoice, with_trackers
 from treadle.hooks.validate import check_hooks
+from treadle.optim.nonfinite import FiniteGuard
 from treadle.optim.precision import Precision, check_precision
 from treadle.task import Rng, StepOutput, Task, Totals, as_step_output
 
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 _PARTS: dict[str, type] = {
     "settings": EngineSettings, "progress": Progress, "attempt": Attempt, "state": RunState, "events": Events,
     "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": Declared,
-    "precision": Precision,
+    "precision": Precision, "guard": FiniteGuard, "steps": Callable,
 }  # fmt: skip
 """Parts of the engine that a subclass could replace by mistake."""
 _OVERRIDABLE = (
@@ -181,10 +183,11 @@ class BaseTrainer(Engine):
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()
-        self.config = self._described(
+        self._own_config = self._described(
             mixed_precision=mixed_precision, max_non_finite_grad_retries=max_non_finite_grad_retries,
             gradient_checkpointing=gradient_checkpointing, compile=compile,
         )  # fmt: skip
+        self.config = self._own_config
 
     def _described(self, *, gradient_checkpointing: Checkpointing, **given: Any) -> dict[str, Any]:
         """Return the settings that a checkpoint records, as given; newer ones only if set."""
@@ -197,6 +200,15 @@ class BaseTrainer(Engine):
             "scheduler_interval": own.scheduler_interval, "capture": own.capture, "compile": given["compile"],
             **{name: value for name, value in later.items() if value}, **own.limits.given(),
         }  # fmt: skip
+
+    @property
+    def recorded_config(self) -> Any:
+        """Configuration that a checkpoint records: the trainer's, unless a subclass assigned plain values to it."""
+        try:
+            to_plain(self.config, "config")
+        except CheckpointError:
+            return self._own_config
+        return self.config
 
     def _clear_parts(self) -> None:
         """Set the parts that :meth:`prepare` builds to None."""
