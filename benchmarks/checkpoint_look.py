@@ -46,7 +46,7 @@ def acts_of(engine: Engine) -> dict[str, Callable[[], object]]:
         "one copy of the state (what a save begins with)": engine.state_dict,
         "the look at the first save, once a run": lambda: try_loading(engine, tree),
         "a load without the look": lambda: engine.state._load(engine, saved, PARTS, warns=False),
-        "the look after a load": lambda: engine.state._refuse_what_differs(engine, saved),
+        "the look after a load": lambda: engine.state._verify_loaded(engine, saved),
     }
 
 

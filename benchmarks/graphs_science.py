@@ -3,7 +3,7 @@
     python benchmarks/graphs_science.py                               # hours on two cores
     python benchmarks/graphs_science.py --sets nci --epochs 8         # a short one; also with --budget-minutes 20
     python benchmarks/graphs_science.py --write-data science.pt       # where rdkit and molsets are; then, elsewhere:
-    python benchmarks/graphs_science.py --data science.pt --device cuda --jobs 4 --peer-device cpu --peer-jobs 12
+    python benchmarks/graphs_science.py --data science.pt --device cuda --jobs 8 --peer-device cpu --peer-jobs 24
     python benchmarks/graphs_science.py --tiny                        # a trial, writes nothing
 
 Target: penalised logP; `nci` with 3,992 / 499 / 499 molecules, `zinc_clean_leads` with 10,000 / 1,000 / 1,000. Ways:
@@ -17,20 +17,22 @@ Target: penalised logP; `nci` with 3,992 / 499 / 499 molecules, `zinc_clean_lead
     peer gine      GINEConv layers with the input and the head of that example
     peer gatedgcn  ResGatedGraphConv layers, likewise
 
-By the seconds in its table, both rates and three seeds of all ways are 26 minutes for our models and two hours for the
-peers on one core each, so the line above takes more than ten minutes; with --budget-minutes 9 it is repeated. The
-peers are no faster on the GPU: twelve GPS models in parallel took as long per epoch as each does on a core.
+The peers are no faster on the GPU: twelve GPS models in parallel took as long per epoch as each does on a core. Runs
+begin in the order of their time, the longest first, so that no core waits for a last one; our models are dealt out to
+all GPUs.
 
 All have four layers, a width that gives them about as many parameters, and the same epochs, batches, loss (mean
 absolute error), AdamW, schedule and seeds; the epoch with the best validation error is tested. The learning rate of a
 way is the better of 1e-3 and 2e-3 by its validation error over the seeds. Every run has a folder below --runs and
-resumes there if it was stopped, by --budget-minutes or otherwise: running the same command again completes the table.
+resumes there if it was stopped, by --budget-minutes or otherwise: running the same command again completes the table,
+which names what is missing until then.
 On CUDA our models are replayed as one graph a step, in padded batches; the peers cannot be.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -58,12 +60,14 @@ from treadle.graphs import (
     set_seed,
 )
 
+Result = dict[str, Any]
+
 SETS = ("nci", "zinc_clean_leads")
 OURS, PEERS = ("gatedgcn", "without", "transformer"), ("peer gps", "peer gine", "peer gatedgcn")
 WAYS = (*OURS, *PEERS)
 EPOCHS = {"nci": 40, "zinc_clean_leads": 15}
 RATES = (1e-3, 2e-3)
-LONGEST = ("peer gps", "peer gatedgcn", "transformer")  # begin first, so that no core waits for them at the end
+LONGEST = ("peer gps", "peer gatedgcn", "transformer", "peer gine", "gatedgcn", "without")
 LAYERS, HEADS = 4, 4
 WALKS: dict[str, Any] = {"node": {"type": "rwse", "rwse": {"scales": tuple(range(1, 21))}}}
 ENCODINGS: dict[str, Any] = {"without": "none", "transformer": {**WALKS, "relative": {}}}  # of the others, the walks
@@ -155,10 +159,17 @@ class Encoded(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return graph if self.encoded is None else self.encoded[index].attach(graph)
 
 
+@functools.lru_cache(maxsize=2)  # a process trains several models on the same molecules
+def parts_of(name: str, path: Path | None, most: int | None, way: str | None) -> dict[str, Encoded]:
+    """Return up to ``most`` molecules of each part, encoded for a way; None: the walks alone."""
+    encodings = WALKS if way is None else ENCODINGS[way]
+    return {part: Encoded(graphs[:most], encodings) for part, graphs in read(name, path).items()}
+
+
 # -- one run ------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
+def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) -> Result | None:
     """Train one model as far as the time allows; return its result, or None if it is not finished."""
     from torch_geometric.loader import DataLoader
 
@@ -170,8 +181,7 @@ def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) 
         return dict(json.loads(result_file.read_text(encoding="utf-8")))
     if time.time() > options.deadline:
         return None
-    graphs = {part: graphs[: options.most] for part, graphs in read(name, options.data).items()}
-    parts = {part: Encoded(found, ENCODINGS.get(way, WALKS)) for part, found in graphs.items()}
+    parts = parts_of(name, options.data, options.most, way if way in ENCODINGS else None)
     sizes = {"train": options.batch_size, "val": 128, "test": 128}
     loaders = {part: DataLoader(parts[part], sizes[part], shuffle=part == "train") for part in parts}
     set_seed(seed)
@@ -205,26 +215,43 @@ def run(name: str, way: str, lr: float, seed: int, options: argparse.Namespace) 
 # -- the table ----------------------------------------------------------------------------------------------------
 
 
-def rows_of(results: Sequence[dict[str, Any]], asked: int) -> list[dict[str, Any]]:
+def rows_of(results: Sequence[Result], asked: int) -> list[dict[str, Any]]:
     rows = []
-    for name, way in sorted({(result["set"], result["way"]) for result in results}, key=_place):
-        every = [result for result in results if (result["set"], result["way"]) == (name, way)]
-        rates = {lr: [result for result in every if result["lr"] == lr] for lr in {result["lr"] for result in every}}
-        runs = min(rates.values(), key=lambda found: (-len(found), statistics.mean(run["val"] for run in found)))
+    for (name, way), rates in by_rate(results).items():
+        runs = min(rates.values(), key=lambda found: (-len(found), mean_of(found, "val")))
         rows.append({
             "molecules": name, "way": way, "epochs": runs[0]["epochs"], "parameters": f"{runs[0]['parameters']:,}",
             "lr": runs[0]["lr"],
             "test MAE": spread([result["test"] for result in runs]),
             "validation MAE": spread([result["val"] for result in runs]),
             "best epoch": ", ".join(str(result["best_epoch"]) for result in runs),
-            "seconds a run": f"{statistics.mean(result['seconds'] for result in runs):.0f} ({runs[0]['device']})",
+            "seconds a run": f"{mean_of(runs, 'seconds'):.0f} ({torch.device(runs[0]['device']).type})",
             "seeds": f"{len(runs)} of {asked}",
         })  # fmt: skip
     return rows
 
 
-def _place(row: tuple[str, str]) -> tuple[int, int]:
-    return SETS.index(row[0]), WAYS.index(row[1])
+def notes_of(results: Sequence[Result], missing: Sequence[str]) -> list[str]:
+    """Return the errors at every learning rate, and the runs that are not finished."""
+    every = [
+        f"{name} {way} {lr:g}: {mean_of(runs, 'val'):.4f} / {mean_of(runs, 'test'):.4f}"
+        for (name, way), rates in by_rate(results).items()
+        for lr, runs in sorted(rates.items())
+    ]
+    notes = [f"Validation / test error at each learning rate: {'; '.join(every)}."]
+    return notes + ([f"Not finished, the same command resumes: {'; '.join(missing)}."] if missing else [])
+
+
+def by_rate(results: Sequence[Result]) -> dict[tuple[str, str], dict[float, list[Result]]]:
+    """Return the runs of each set and way by learning rate, in the order of the table."""
+    found: dict[tuple[str, str], dict[float, list[Result]]] = {}
+    for result in sorted(results, key=lambda one: (SETS.index(one["set"]), WAYS.index(one["way"]), one["seed"])):
+        found.setdefault((result["set"], result["way"]), {}).setdefault(result["lr"], []).append(result)
+    return found
+
+
+def mean_of(runs: Sequence[Result], name: str) -> float:
+    return statistics.mean(run[name] for run in runs)
 
 
 def main() -> None:
@@ -251,19 +278,21 @@ def main() -> None:
     if len(options.epochs) not in (1, len(options.sets)):
         parser.error(f"--epochs: give one number, or one for each of {', '.join(options.sets)}")
     options.epochs = dict(zip(options.sets, options.epochs * (len(options.sets) // len(options.epochs)), strict=True))
-    ways = [(name, way, lr) for way in options.ways for name in options.sets for lr in options.rates]
-    ways.sort(key=lambda each: LONGEST.index(each[1]) if each[1] in LONGEST else len(LONGEST))
-    # Seed by seed, so that a budget ends with complete rows of fewer seeds.
-    asked = [(*each, seed) for seed in options.seeds for each in ways]
+    ways = sorted(options.ways, key=LONGEST.index)
+    asked = [
+        (name, way, lr, seed) for way in ways for name in options.sets for lr in options.rates for seed in options.seeds
+    ]
     with pool_of(options.jobs) as ours, pool_of(options.peer_jobs) as peers:
         futures = [(ours if each[1] in OURS else peers).submit(run, *each, options) for each in asked]
         found = [future.result() for future in futures]
-    rows = rows_of([result for result in found if result is not None], len(options.seeds))
+    results = [result for result in found if result is not None]
+    missing = [" ".join(map(str, each)) for each, result in zip(asked, found, strict=True) if result is None]
+    rows, notes = rows_of(results, len(options.seeds)), notes_of(results, missing)
     if options.tiny or not rows:
-        print(rows)
+        print(rows, *notes, sep="\n")
         return
     title = "Penalised logP of molecules: mean absolute error, ± standard deviation over seeds"
-    write_result("graphs_science", title, list(rows[0]), rows, describe())
+    write_result("graphs_science", title, list(rows[0]), rows, describe(), notes=notes)
 
 
 if __name__ == "__main__":

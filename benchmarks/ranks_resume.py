@@ -39,7 +39,7 @@ from scaling import MOST, build
 from torch.utils.data import DataLoader, TensorDataset
 
 from treadle import BaseHook, CheckpointingHook, Engine, RankBatchSampler, StepOutput
-from treadle.checkpoint.sharded import take_apart
+from treadle.checkpoint.sharded import extract_tensors
 from treadle.runs.launch import process_group
 
 WAYS = ("ddp", "fsdp")
@@ -105,7 +105,7 @@ def engine_of(
 def hashes(engine: Engine) -> dict[str, str]:
     """Return a hash of each tensor of the state, whole, on rank 0."""
     found = {}
-    for key, value in take_apart(engine.state_dict())[0].items():
+    for key, value in extract_tensors(engine.state_dict())[0].items():
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         found[key] = hashlib.blake2b(data).hexdigest()
     return found

@@ -13,6 +13,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 def options_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with the common options; ``name`` is that of the benchmark."""
@@ -46,10 +48,23 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def pool_of(jobs: int) -> ProcessPoolExecutor:
-    """Return a pool of processes with one thread each for numpy and torch, since many run in parallel."""
+    """Return a pool of processes that each see one GPU, in turn, and use one thread for numpy and torch.
+
+    Many runs are in parallel.
+    """
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
-    return ProcessPoolExecutor(jobs, get_context("spawn"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    context = get_context("spawn")
+    return ProcessPoolExecutor(jobs, context, _take_gpu, (gpus, context.Value("i", 0)))
+
+
+def _take_gpu(gpus: Sequence[str], taken: Any) -> None:
+    with taken.get_lock():
+        number, taken.value = taken.value, taken.value + 1
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
 
 
 def kept(file: Path, write: Any) -> Path:

@@ -39,7 +39,7 @@ from treadle import (
 )
 from treadle.checkpoint import find_latest
 from treadle.checkpoint.find_step import states_in
-from treadle.checkpoint.order import is_aside
+from treadle.checkpoint.order import is_moved_aside
 from treadle.checkpoint.store import open_checkpoint
 from treadle.data import RankBatchSampler
 
@@ -317,7 +317,7 @@ def _timeless(tree: Any) -> Any:
 
 def litter_in(folder: Path) -> list[Path]:
     names = (".treadle-tmp", ".trial", ".old")
-    return [path for path in folder.rglob(".*") if path.name.endswith(names) or is_aside(path)]
+    return [path for path in folder.rglob(".*") if path.name.endswith(names) or is_moved_aside(path)]
 
 
 def size_of(paths: Iterable[Path]) -> int:

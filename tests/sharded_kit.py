@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from step_kit import engine_of
 from treadle import CheckpointingHook, set_seed
-from treadle.checkpoint.sharded import take_apart
+from treadle.checkpoint.sharded import extract_tensors
 from treadle.data import RankBatchSampler
 from treadle.hooks import BaseHook, EmaHook
 from treadle.task import StepOutput
@@ -77,7 +77,7 @@ def run(kind, folder, steps, **settings):
 
 def tensors_of(trainer):
     """Return weights, optimizer state and averages by key, gathered on rank 0; all ranks must call this."""
-    return take_apart(trainer.state_dict())[0]
+    return extract_tensors(trainer.state_dict())[0]
 
 
 def differing(mine, other):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from treadle.device.on_the_way import OnTheWay
+from treadle.device.host_transfer import NumbersTransfer, widen, widest
 from treadle.nested import as_number, unflatten
 
 # Tensors are folded into the sum in blocks of this many. The block boundaries depend on the number of additions only,
@@ -75,7 +75,7 @@ class _Sum:
         else:
             weight = weight.detach()
             if not isinstance(value, Tensor):
-                value = torch.full_like(weight, value, dtype=_widest(weight.device))
+                value = torch.full_like(weight, value, dtype=widest(weight.device))
         self.pending.append((value, weight))
         self.num_pending += 1
         if self.num_pending == _BLOCK:
@@ -150,8 +150,8 @@ class _Sum:
         of_sums = [part.device for part in (self.device_value, self.device_weight) if part is not None]
         device = next((each for each in (*of_sums, *devices) if each.type != "cpu"), torch.device("cpu"))
         if len(devices) == 1 and len(set(map(_DTYPE, values))) == 1:
-            return _widen(torch.hstack(values), device)  # type: ignore[arg-type]
-        return torch.hstack([_widen(value, device) for value in values])
+            return widen(torch.hstack(values), device)  # type: ignore[arg-type]
+        return torch.hstack([widen(value, device) for value in values])
 
     def include(self, other: _Sum) -> None:
         """Add the sums of another instance."""
@@ -275,7 +275,7 @@ class RunningMeans:
         Args:
             reduce: sums a float64 CPU tensor over ranks, which all have the same names; by default no reduction.
         """
-        return means_of(self.names(), SentNumbers(self.parts()).read(), reduce) if self._sums else {}
+        return means_of(self.names(), NumbersTransfer(self.parts()).read(), reduce) if self._sums else {}
 
     def parts(self) -> list[float | Tensor]:
         """Return value, device value, weight and device weight of each record, without changing the sums."""
@@ -293,7 +293,7 @@ class RunningMeans:
         entry = self._sums.get(path)
         if entry is None:
             return 0.0, 0.0
-        value, on_device, weight, weight_on_device = SentNumbers(entry.parts()).read()
+        value, on_device, weight, weight_on_device = NumbersTransfer(entry.parts()).read()
         return value + on_device, weight + weight_on_device
 
     def include(self, other: RunningMeans) -> None:
@@ -356,16 +356,6 @@ def _is_plain(value: Any) -> bool:
     return kind is int and -_EXACT < value < _EXACT
 
 
-def _widest(device: torch.device) -> torch.dtype:
-    # MPS has no float64; elsewhere a sum over a million steps should not lose digits.
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def _widen(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    target = tensor.device if device is None else device
-    return tensor.to(device=target, dtype=_widest(target), non_blocking=True)
-
-
 def _like(number: float | Tensor, reference: Tensor) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(device=reference.device, dtype=reference.dtype)
@@ -376,55 +366,6 @@ def _plus(total: Tensor | None, value: Tensor | None) -> Tensor | None:
     if total is None or value is None:
         return value if total is None else total
     return total.to(value.device) + value
-
-
-def read_scalars(values: Iterable[float | Tensor]) -> Tensor:
-    """Read numbers and 0-d tensors into one float64 CPU tensor, with one transfer per device.
-
-    Example:
-        >>> read_scalars([1.0, torch.tensor(2)])
-        tensor([1., 2.], dtype=torch.float64)
-    """
-    return torch.tensor(SentNumbers(list(values)).read(), dtype=torch.float64)
-
-
-class SentNumbers:
-    """Asynchronous copy of numbers and 0-d tensors to the host, with one transfer per device.
-
-    Args:
-        items: numbers and 0-d tensors.
-
-    Example:
-        >>> SentNumbers([1.0, torch.tensor(2)]).read()
-        [1.0, 2.0]
-    """
-
-    def __init__(self, items: Sequence[float | Tensor]):
-        by_kind: dict[torch.device, dict[torch.dtype, list[int]]] = {}
-        for index, item in enumerate(items):
-            if type(item) is not float and isinstance(item, Tensor):
-                by_kind.setdefault(item.device, {}).setdefault(item.dtype, []).append(index)
-        self._items = [0.0 if isinstance(item, Tensor) else float(item) for item in items]
-        self._sent: list[tuple[list[int], OnTheWay]] = []
-        for kinds in by_kind.values():
-            # Tensors of one dtype are stacked and then converted: two kernels, since one for each would cost as much as
-            # a step.
-            parts = [_widen(_joined([items[index] for index in indices])) for indices in kinds.values()]
-            order = [index for indices in kinds.values() for index in indices]
-            self._sent.append((order, OnTheWay(parts[0] if len(parts) == 1 else torch.cat(parts))))
-
-    @property
-    def there(self) -> bool:
-        """Whether the numbers have arrived on the host."""
-        return all(numbers.there for _, numbers in self._sent)
-
-    def read(self) -> list[float]:
-        """Wait for the numbers and return them."""
-        found = list(self._items)
-        for order, numbers in self._sent:
-            for index, number in zip(order, numbers.arrived().double().tolist(), strict=True):
-                found[index] = number
-        return found
 
 
 def means_of(
@@ -446,9 +387,3 @@ def means_of(
     for (path, is_total), value, weight in zip(names, sums[::2], sums[1::2], strict=True):
         flat[path] = value if is_total else (value / weight if weight > 0 else math.nan)
     return unflatten(flat)
-
-
-def _joined(scalars: Sequence[Any]) -> Tensor:
-    """Concatenate one-element tensors of one dtype and device."""
-    shaped = [scalar for scalar in scalars if scalar.dim()]
-    return torch.stack([scalar.reshape(()) for scalar in scalars] if shaped else list(scalars)).detach()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 _LEAVES = (float, int, tuple, Tensor)  # the usual ones: checking for a Mapping is slow
+_SHOWN = 6  # parts of a container that a description shows
 
 
 def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T, *, special: Callable[[Any], Any] | None = None) -> T:
@@ -182,3 +183,24 @@ def elements(tensor: Tensor) -> Tensor:
     if tensor.layout == torch.strided:
         return tensor
     return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor.values()
+
+
+def shapes_of(value: Any) -> str:
+    """Return a short description of the types and shapes in a batch.
+
+    Example:
+        >>> import torch
+        >>> shapes_of((torch.ones(4, 3), {"label": torch.zeros(4, dtype=torch.int64), "name": "a"}))
+        '(float32 (4, 3), {label: int64 (4,), name: str})'
+    """
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        kind = "" if type(value).__module__.split(".")[0] == "torch" else f"{type(value).__name__} "
+        return f"{kind}{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if not isinstance(value, Mapping) and callable(getattr(value, "to_dict", None)):  # as of a graph
+        return f"{type(value).__name__} {shapes_of(dict(value.to_dict()))}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {shapes_of(part)}' for key, part in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        shown = ", ".join(shapes_of(part) for part in value[:_SHOWN])
+        return f"({shown}{f', and {len(value) - _SHOWN} more' if len(value) > _SHOWN else ''})"
+    return type(value).__name__

@@ -100,7 +100,9 @@ def differing(*args, largest, **kwargs):
 
 
 def cannot(patch):
-    patch.setattr("treadle.capture.steps._why_not", lambda engine: "a hook acts before" if engine.step > 1 else None)
+    patch.setattr(
+        "treadle.capture.steps._reason_against", lambda engine: "a hook acts before" if engine.step > 1 else None
+    )
 
 
 @pytest.mark.parametrize("spoil", [fails_to_record, differs, cannot])

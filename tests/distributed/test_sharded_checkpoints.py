@@ -17,7 +17,7 @@ from ranks import run_on_ranks
 from sharded_kit import Cut, differing, engine, loader, run, tensors_of
 from treadle import distributed
 from treadle.checkpoint import load_checkpoint, load_weights, verify_checkpoint
-from treadle.checkpoint.sharded import take_apart
+from treadle.checkpoint.sharded import extract_tensors
 from treadle.engine.state_options import StateOptions
 from treadle.errors import CheckpointError
 
@@ -132,7 +132,7 @@ def test_a_folder_holds_the_tree_of_a_single_file(outcome):
     file = load_checkpoint(folder / "file" / "checkpoint_step_3.pt")
     assert list(parts) == list(file)
     assert differences({**parts, "rng": None}, {**file, "rng": None}) == []
-    assert differing(take_apart(parts)[0], found["parts"]) == []
+    assert differing(extract_tensors(parts)[0], found["parts"]) == []
     assert parts["model"]["inward.weight"] is parts["model"]["again.weight"]  # tied weights are one tensor
     weights = load_weights(folder / "parts" / "checkpoint_latest")
     assert differences(weights, parts["model"]) == []
@@ -167,7 +167,7 @@ def test_parts_of_three_ranks_where_some_have_nothing_are_whole_in_one_process(o
     folder, found, _ = outcome
     (thirds,) = (folder / "thirds").glob("checkpoint_step_*")
     assert verify_checkpoint(thirds) == []
-    assert differing(take_apart(load_checkpoint(thirds))[0], found["parts"]) == []
+    assert differing(extract_tensors(load_checkpoint(thirds))[0], found["parts"]) == []
 
 
 def test_of_a_buffer_that_ranks_do_not_share_that_of_rank_0_is_kept_as_in_a_file(outcome):

@@ -95,7 +95,7 @@ def test_a_rank_may_be_killed_at_any_place_of_a_save(tmp_path):
 
 def no_space(folder, background):
     """The disk of rank 1 is full in the third save: what each rank raises, and at which step."""
-    original = shard_files._SummedFiles.create_stream
+    original = shard_files._ChecksummedFiles.create_stream
     made = engine("fsdp", Path(folder), background=background)
 
     def full(self, path, mode):
@@ -103,13 +103,13 @@ def no_space(folder, background):
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self, path, mode)
 
-    shard_files._SummedFiles.create_stream = full
+    shard_files._ChecksummedFiles.create_stream = full
     try:
         made.run(loader(), max_steps=12)
     except CheckpointError as error:
         return str(error), made.step
     finally:
-        shard_files._SummedFiles.create_stream = original
+        shard_files._ChecksummedFiles.create_stream = original
     return None
 
 

@@ -40,7 +40,7 @@ def average_of(engine):
     ema = engine.averages.get("ema")
     if ema is None:
         return None
-    with ema.swapped_into(engine.model):
+    with ema.applied_to(engine.model):
         swapped = whole(engine.model)
     averaged = ema.export(engine.model)
     exported = {name: value.full_tensor() if is_dtensor(value) else value for name, value in averaged.items()}
@@ -132,7 +132,7 @@ def evaluated_on_the_way():
         class Evaluate(BaseHook):
             def on_after_step(self, trainer):
                 if evaluates:
-                    with trainer.averages["ema"].swapped_into(trainer.model):
+                    with trainer.averages["ema"].applied_to(trainer.model):
                         values.append(trainer.evaluate(rows)["loss"])
 
         engine = engine_of("fsdp", hooks=[EmaHook(0.5), Evaluate()], settings={"blocks": [nn.Sequential]})

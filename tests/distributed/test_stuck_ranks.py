@@ -18,7 +18,7 @@ from treadle import BaseTrainer, StuckRankHook, distributed
 from treadle.errors import ConfigError
 from treadle.hooks import BaseHook, watchdog
 from treadle.hooks.thread_activity import thread_activity
-from treadle.hooks.watchdog import Note, who_is_stuck
+from treadle.hooks.watchdog import Note, stuck_ranks
 
 TIMEOUT, INTERVAL, PATIENCE = 0.8, 0.1, 120.0  # seconds
 
@@ -195,7 +195,7 @@ def note(rank, *place, waits=False, quiet=10.0):
     ([], []),
 ])  # fmt: skip
 def test_stuck_is_who_waits_for_nobody_and_is_behind(notes, stuck):
-    assert [found.rank for found in who_is_stuck(notes, 5.0)] == stuck
+    assert [found.rank for found in stuck_ranks(notes, 5.0)] == stuck
 
 
 @pytest.mark.parametrize("settings", [{"timeout": 0.0}, {"timeout": -1.0}, {"timeout": 10.0, "interval": 11.0},

@@ -35,7 +35,7 @@ class Landed(BaseHook):
         self.steps = 0
 
     def on_before_step(self, trainer):
-        for flight in self.writer._flights:
+        for flight in self.writer._running:
             flight.thread.join()
 
     def on_after_step(self, trainer):

@@ -9,7 +9,7 @@ import pytest
 
 from remote_kit import Killed, Requests, contents, empty, failing, killed, process, train_to, workspace
 from treadle.checkpoint.objects import ObjectStore
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.remote import furthest
 from treadle.checkpoint.store import load_checkpoint
 from treadle.errors import CheckpointError, ConfigError
@@ -90,7 +90,7 @@ def test_an_error_that_stays_is_raised_and_the_old_state_stays_whole(tmp_path, u
     remote.store._files = real
     other = workspace(url, tmp_path / "b")
     assert other.restore(pytest.fail)
-    assert furthest(other.staging) == Reach(2, 0)
+    assert furthest(other.staging) == StateProgress(2, 0)
     remote.publish()
     remote.claim.release()
     assert remote.leftovers() == []
@@ -114,7 +114,7 @@ def test_one_writer_at_a_time_and_who_was_taken_for_dead_publishes_nothing_more(
     train_to(first.staging, 7)
     with pytest.raises(CheckpointError, match="claimed by another process"):
         first.publish()
-    assert second.latest()[0].reach == Reach(2, 0)
+    assert second.latest()[0].reach == StateProgress(2, 0)
     second.claim.release()
 
 
@@ -125,11 +125,11 @@ def test_the_furthest_state_wins_wherever_it_is(tmp_path, url):
     train_to(behind.staging, 1)
     train_to(ahead.staging, 9)
     assert behind.restore(pytest.fail)
-    assert furthest(behind.staging) == Reach(2, 0)
+    assert furthest(behind.staging) == StateProgress(2, 0)
     assert contents(behind.staging) == contents(remote.staging)
     assert not ahead.restore(pytest.fail)
     assert ahead.ahead()
-    assert furthest(ahead.staging) == Reach(9, 0)
+    assert furthest(ahead.staging) == StateProgress(9, 0)
 
 
 def test_a_damaged_object_is_named_and_the_rest_is_used(tmp_path, url):
@@ -143,7 +143,7 @@ def test_a_damaged_object_is_named_and_the_rest_is_used(tmp_path, url):
     assert other.restore(said.append)
     assert len(said) == 1
     assert "checkpoint_step_5.pt is damaged and left out" in said[0]
-    assert furthest(other.staging) == Reach(2, 0)
+    assert furthest(other.staging) == StateProgress(2, 0)
     for key in remote.store.sizes("objects/"):
         remote.store.put(key, b"")
     with pytest.raises(CheckpointError, match=r"no state of manifests/.* is intact"):
@@ -157,7 +157,7 @@ def test_a_damaged_manifest_is_named_and_the_one_before_it_is_used(tmp_path, url
     said = []
     other = workspace(url, tmp_path / "b")
     assert other.restore(said.append)
-    assert furthest(other.staging) == Reach(1, 0)
+    assert furthest(other.staging) == StateProgress(1, 0)
     assert "fails its CRC-32 check" in said[0]
 
 

@@ -24,7 +24,7 @@ from treadle.errors import CheckpointError
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(lock, "_PATIENCE", 0.1)
+    monkeypatch.setattr(lock, "_RETRY_SECONDS", 0.1)
 
 
 class Holder:

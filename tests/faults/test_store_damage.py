@@ -21,8 +21,8 @@ from treadle.checkpoint.store import (
     check_written,
     copy_checkpoint,
     find_latest,
+    link_sibling,
     load_checkpoint,
-    point_to,
     save_checkpoint,
     verify_checkpoint,
     write_text,
@@ -102,7 +102,7 @@ def test_nothing_is_staged_on_another_file_system(tmp_path, monkeypatch, request
     def save():
         save_checkpoint(tree(), folder / "a.pt")
         copy_checkpoint(folder / "a.pt", folder / "b.pt")
-        point_to(folder / "a.pt", "latest.pt")
+        link_sibling(folder / "a.pt", "latest.pt")
         write_text("x", folder / "h.json")
 
     renamed = []
@@ -245,7 +245,7 @@ def test_a_read_only_folder_can_be_read_and_refuses_to_be_written_in_one_line():
             for write in (
                 lambda: save_checkpoint(tree(), folder / "a.pt"),
                 lambda: copy_checkpoint(folder / "checkpoint_step_1.pt", folder / "b.pt"),
-                lambda: point_to(folder / "checkpoint_step_1.pt", "checkpoint_latest.pt"),
+                lambda: link_sibling(folder / "checkpoint_step_1.pt", "checkpoint_latest.pt"),
                 lambda: write_text("x", folder / "h.json"),
                 lambda: save_checkpoint(tree(), folder / "deep" / "a.pt"),
                 lambda: RunLock().take(folder),

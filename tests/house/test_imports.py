@@ -187,7 +187,7 @@ def test_no_hook_imports_another():
 @pytest.mark.parametrize("name", [n for n in NAMES if top(n) in PACKS and len(set(n.split(".")) & STANDALONE) > 0])
 def test_models_losses_and_the_like_need_nothing_of_the_core(name):
     others = {other for other in imports_of(name) if top(other) != top(name)}
-    assert others <= {"errors", "errors.arguments", "data.graph_sizes", "device.on_the_way", "device.one_piece"}
+    assert others <= {"errors", "errors.arguments", "data.graph_sizes", "device.host_transfer", "device.one_piece"}
 
 
 SCRIPT = """

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from treadle import ConfigError, Engine, ProgressBarHook, ProgressHook, StepOutput
-from treadle.engine.screens import fitting
+from treadle.engine.screens import fit_to_width
 
 
 class _Square:
@@ -87,9 +87,9 @@ def test_the_line_never_wraps_on_a_narrow_terminal() -> None:
 
 def test_what_does_not_fit_goes_by_rank() -> None:
     parts = [(0, "loss 1"), (2, "lr 2"), (1, "eta 3")]
-    assert fitting(parts, 100) == "loss 1 lr 2 eta 3"
-    assert fitting(parts, 13) == "loss 1 eta 3"
-    assert fitting(parts, 3) == "los"
+    assert fit_to_width(parts, 100) == "loss 1 lr 2 eta 3"
+    assert fit_to_width(parts, 13) == "loss 1 eta 3"
+    assert fit_to_width(parts, 3) == "los"
 
 
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput
 from treadle.capture.check import unordered_kernels
 from treadle.capture.graph import CudaGraph, FixedBatch, Results, shape_of
 from treadle.capture.step import CapturedStep
-from treadle.capture.steps import _why_not, _why_not_on_ranks
+from treadle.capture.steps import _reason_against, _reason_against_ranks
 from treadle.data.tensors import RowGather
 from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StuckRankHook, SwaHook
 from treadle.hooks.base import capturable
@@ -641,7 +641,7 @@ def test_hooks_that_are_marked_forbid_no_capture(hook):
     def reason(*hooks):
         engine = engine_of(False, hooks=hooks)
         engine.precision.device = torch.device("cuda")
-        return _why_not(engine) or ""
+        return _reason_against(engine) or ""
 
     assert "Unmarked acts before" in reason(Unmarked(), hook)
     assert "acts before" not in reason(hook)
@@ -668,5 +668,5 @@ def test_what_several_ranks_cannot_capture_is_named(monkeypatch, changed, reason
         "device": torch.device("cuda"),
     }  # fmt: skip
     engine = SimpleNamespace(**{**usual, **{name: value for name, value in changed.items() if name != "stream"}})
-    found = _why_not_on_ranks(engine)
+    found = _reason_against_ranks(engine)
     assert found is None if reason is None else reason in found

@@ -139,7 +139,7 @@ def test_swapping_in_restores_the_raw_weights_to_the_bit(dtype, failing):
     live = state_of(model)
     raw = {name: tensor.clone() for name, tensor in live.items()}
     shadow = {name: tensor.clone() for name, tensor in state_of(ema.module).items()}
-    with contextlib.suppress(KeyError), ema.swapped_into(model):
+    with contextlib.suppress(KeyError), ema.applied_to(model):
         inside = {name: tensor.clone() for name, tensor in state_of(model).items()}
         if failing:
             raise KeyError
@@ -156,7 +156,7 @@ def test_a_swap_that_fails_half_way_leaves_the_raw_weights():
     nn.init.zeros_(ema.module[0].weight)
     ema.module[1].weight = nn.Parameter(torch.zeros(5, 5))  # cannot be copied
     raw = {name: tensor.clone() for name, tensor in state_of(model).items()}
-    with pytest.raises(RuntimeError), ema.swapped_into(model):
+    with pytest.raises(RuntimeError), ema.applied_to(model):
         pass
     assert all(torch.equal(state_of(model)[name], raw[name]) for name in raw)
 
@@ -282,7 +282,7 @@ def test_a_buffer_that_grows_in_an_evaluation_does_not_keep_the_raw_weights_away
         model.w.fill_(3.0)
         model.running.fill_(3.0)
     ema.move(model)
-    with ema.swapped_into(model):
+    with ema.applied_to(model):
         assert model.w.item() == 2.0
         model(torch.ones(size))
     assert model.w.item() == 3.0

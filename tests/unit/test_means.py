@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from helpers import differences, through_a_file
 from treadle.checkpoint.schema import to_plain
-from treadle.means import RunningMeans, Total, Weighted, read_scalars
+from treadle.device.host_transfer import read_scalars
+from treadle.means import RunningMeans, Total, Weighted
 from treadle.task import StepOutput, add_output
 
 

@@ -62,7 +62,7 @@ def test_only_the_prefetch_is_remembered():
     loader = DataLoader(Ids(200), batch_size=1, num_workers=2, prefetch_factor=3)
     cursor = Cursor()
     through(cursor, loader, 100)
-    assert len(cursor._source.reader.feed.current._handed_out) <= 2 * 3 + 1
+    assert len(cursor._source.feed.current._handed_out) <= 2 * 3 + 1
     cursor.close()
 
 

@@ -237,7 +237,7 @@ def test_small_copies_are_those_that_one_by_one_are(monkeypatch):
         "half": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(2).to_sparse(), "number": 3,
     }  # fmt: skip
     monkeypatch.setattr(schema, "_AT_ONCE", 2)
-    copies = schema.SmallCopies(tree).arrived()
+    copies = schema.SmallCopies(tree).result()
     assert len(copies) == 9  # all but what is shared, large, sparse, or not in the order of its memory
     small, plain = to_plain(tree, copies=copies), to_plain(tree)
     one, other = io.BytesIO(), io.BytesIO()

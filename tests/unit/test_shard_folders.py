@@ -16,11 +16,11 @@ from treadle.checkpoint import find_latest, load_checkpoint, load_weights, save_
 from treadle.checkpoint.convert import convert_checkpoint
 from treadle.checkpoint.files import STORED
 from treadle.checkpoint.find_step import nearest_state, states_in
-from treadle.checkpoint.order import furthest_first
+from treadle.checkpoint.order import by_progress
 from treadle.checkpoint.safe.inspect import inspect_path
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.shard_manifest import MARKER
-from treadle.checkpoint.sharded import save_sharded, take_apart
+from treadle.checkpoint.sharded import extract_tensors, save_sharded
 from treadle.checkpoint.store import open_checkpoint
 from treadle.distributed.shards import LocalShard
 from treadle.distributed.state_names import load_model_state
@@ -79,7 +79,7 @@ def test_a_folder_gives_back_every_value_to_the_bit(folder):
 
 
 def test_tensors_of_a_state_have_flat_keys_and_the_rest_is_plain(folder):
-    tensors, rest = take_apart(state())
+    tensors, rest = extract_tensors(state())
     assert {"model.0.weight", "optimizer.state.2.bias.exp_avg", "ema.ema.shadow.1.running_mean"} <= tensors.keys()
     assert not any("scattered" in key or "mine" in key for key in tensors)
     stored = torch.load(folder / "state.pt", weights_only=True)
@@ -88,7 +88,7 @@ def test_tensors_of_a_state_have_flat_keys_and_the_rest_is_plain(folder):
 
 def test_whoever_uses_the_key_of_stored_tensors_is_refused():
     with pytest.raises(CheckpointError, match="is reserved for stored tensors"):
-        take_apart({"hooks": {"mine": {STORED: "model.w"}}})
+        extract_tensors({"hooks": {"mine": {STORED: "model.w"}}})
 
 
 def test_an_opened_folder_is_read_while_it_is_loaded(folder):
@@ -215,7 +215,7 @@ def test_the_furthest_of_files_and_folders_comes_first_whenever_it_was_written(t
     os.utime(first / MARKER, ns=(hour_ahead, hour_ahead))
     second = save_sharded(state(2), tmp_path / "checkpoint_step_2")
     third = save_checkpoint(dense(state(3)), tmp_path / "checkpoint_step_3.pt")
-    assert furthest_first([first, third, second]) == [third, second, first]
+    assert by_progress([first, third, second]) == [third, second, first]
 
 
 def test_a_state_that_is_not_finite_is_put_aside(tmp_path, caplog):

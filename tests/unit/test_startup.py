@@ -39,7 +39,7 @@ def test_one_block_names_each_decision_and_its_reason(tmp_path, caplog):
     Fit(4, workspace=tmp_path, device="cpu", mixed_precision="bf16").train()
     said = block(caplog)
     assert said == {
-        "device": "cpu (asked for as 'cpu')",
+        "device": "cpu (device='cpu')",
         "precision": "bf16 by autocast, no gradient scaling needed",
         "ranks": "1 (no process group)",
         "start": "fresh: no checkpoint specified or found",

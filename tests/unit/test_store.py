@@ -14,7 +14,7 @@ from torch import nn
 from helpers import differences
 from processes import python
 from treadle.checkpoint import store
-from treadle.checkpoint.order import Reach, set_aside_beyond
+from treadle.checkpoint.order import StateProgress, move_aside_beyond
 from treadle.checkpoint.store import (
     Retention,
     find_latest,
@@ -284,12 +284,12 @@ def test_the_step_inside_decides_where_the_name_has_none(tmp_path):
 def test_what_a_run_goes_on_before_is_renamed_and_never_deleted(tmp_path, caplog):
     paths = write_many(tmp_path, [2, 10, 20])
     (tmp_path / "checkpoint_latest.pt").symlink_to("checkpoint_step_20.pt")
-    beyond = set_aside_beyond([*paths, tmp_path / "checkpoint_latest.pt"], Reach(10, 2))
+    beyond = move_aside_beyond([*paths, tmp_path / "checkpoint_latest.pt"], StateProgress(10, 2))
     assert [path.name for path in beyond] == ["checkpoint_step_20.superseded.pt"]
     assert "further than step 10, epoch 2" in caplog.text
     assert files_in(tmp_path) == ["checkpoint_step_10.pt", "checkpoint_step_2.pt", "checkpoint_step_20.superseded.pt"]
     write_many(tmp_path, [20])
-    assert set_aside_beyond(tmp_path.iterdir(), Reach(10, 2))[0].name == "checkpoint_step_20.superseded-2.pt"
+    assert move_aside_beyond(tmp_path.iterdir(), StateProgress(10, 2))[0].name == "checkpoint_step_20.superseded-2.pt"
     assert find_latest(tmp_path.iterdir())[0].name == "checkpoint_step_10.pt"
 
 

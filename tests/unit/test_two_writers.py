@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from treadle.checkpoint.files import name_also, replacing, write_text
+from treadle.checkpoint.files import link_in_folder, replacing, write_text
 
 
 def test_a_file_that_another_thread_writes_is_waited_for_and_never_replaced_by_a_link(tmp_path):
@@ -21,7 +21,7 @@ def test_a_file_that_another_thread_writes_is_waited_for_and_never_replaced_by_a
     first = threading.Thread(target=write_slowly)
     first.start()
     assert begun.wait(30)
-    name_also(tmp_path / "step.pt", target)
+    link_in_folder(tmp_path / "step.pt", target)
     assert not target.exists()
     second = threading.Thread(target=lambda: write_text("second", target))
     second.start()

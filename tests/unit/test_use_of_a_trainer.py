@@ -101,7 +101,7 @@ def test_the_averaged_weights_are_used(tmp_path):
     plain = trainer.evaluate(loader)
     averaged = trainer.validate(loader)
     assert averaged != plain
-    with trainer.averages["ema"].swapped_into(trainer.model):
+    with trainer.averages["ema"].applied_to(trainer.model):
         assert trainer.evaluate(loader) == averaged
         trainer.model.eval()
         with torch.no_grad():

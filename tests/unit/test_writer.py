@@ -147,7 +147,7 @@ def test_what_the_thread_says_is_said_by_the_thread_that_waits(tmp_path, caplog)
         writer = CheckpointWriter()
         live = {"model": {"w": torch.tensor([float("nan")])}}
         writer.save(copy_of(live), lambda tree: save_checkpoint(tree, tmp_path / "a.pt"))
-        writer._flights[0].thread.join()
+        writer._running[0].thread.join()
         assert caplog.text == ""
         writer.wait()
     finally:
@@ -344,7 +344,7 @@ def test_stopped_at_any_step_and_rerun(tmp_path):
 def test_when_the_run_is_over_nothing_is_being_written_and_no_memory_is_kept(tmp_path):
     engine = train(tmp_path, 3, background=True)
     writer = engine.hooks[-1]._writer
-    assert (writer._flights, writer._buffers._lent, writer._buffers._free) == ([], [], {})
+    assert (writer._running, writer._buffers._lent, writer._buffers._free) == ([], [], {})
     assert not any(thread.name == "treadle-checkpoint" for thread in threading.enumerate())
 
 
@@ -389,7 +389,7 @@ class Joins(BaseHook):
         self.steps = 0
 
     def on_before_step(self, trainer):
-        for flight in self.hook._writer._flights:
+        for flight in self.hook._writer._running:
             flight.thread.join()
 
     def on_after_step(self, trainer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -348,3 +349,175 @@ def test_members_of_a_population_share_no_workspace(tmp_path):
 def test_a_setting_by_another_librarys_name_gets_its_counterpart_and_not_the_nearest_letters(name, hint):
     with pytest.raises(ConfigError, match=f"^{name}: no such argument of the trainer; {hint}"):
         trainer_of(**{name: 1})
+
+
+# -- losses that take logits or log-probabilities ------------------------------------------------------------------
+
+
+def classes(rows: int = 16) -> DataLoader:
+    x = torch.linspace(-1, 1, rows * 4).reshape(rows, 4)
+    return DataLoader(TensorDataset(x, torch.arange(rows) % 3), 4)
+
+
+def flags(rows: int = 16) -> DataLoader:
+    x = torch.linspace(-1, 1, rows * 4).reshape(rows, 4)
+    return DataLoader(TensorDataset(x, (torch.arange(rows) % 2).float()), 4)
+
+
+class Classifier(nn.Module):
+    """Model whose last operation is a function, which no list of modules shows."""
+
+    def __init__(self, last, width: int = 3):
+        super().__init__()
+        self.linear, self.last = nn.Linear(4, width), last
+
+    def forward(self, x):
+        return self.last(self.linear(x))
+
+
+def softmax(x):
+    return x.softmax(1)
+
+
+def probability(x):
+    return x.squeeze(1).sigmoid()
+
+
+def squeezed_probability(x):
+    return x.sigmoid().squeeze(1)
+
+
+TWICE = {
+    "softmax": (Classifier(softmax), nn.CrossEntropyLoss(), classes, "cross_entropy takes logits.*of a softmax"),
+    "module": (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), nn.CrossEntropyLoss(), classes, "of a softmax"),
+    "sigmoid": (Classifier(torch.sigmoid), nn.CrossEntropyLoss(), classes, "of a sigmoid"),
+    "weights": (Classifier(softmax), nn.CrossEntropyLoss(torch.ones(3)), classes, "of a softmax"),
+    "function": (Classifier(softmax), nn.functional.cross_entropy, classes, "of a softmax"),
+    "binary": (Classifier(probability, 1), nn.BCEWithLogitsLoss(), flags, "with_logits takes logits.*of a sigmoid"),
+    "view": (Classifier(squeezed_probability, 1), nn.BCEWithLogitsLoss(), flags, "of a sigmoid"),
+    "nll": (nn.Linear(4, 3), nn.NLLLoss(), classes, "nll_loss takes log-probabilities"),
+    "nll of softmax": (Classifier(softmax), nn.NLLLoss(), classes, "nll_loss takes log-probabilities"),
+}
+ONCE = {
+    "logits": (nn.Linear(4, 3), nn.CrossEntropyLoss(), classes),
+    "log-probabilities, of which log_softmax is the identity": (
+        Classifier(lambda x: x.log_softmax(1)), nn.CrossEntropyLoss(), classes),
+    "nll": (Classifier(lambda x: x.log_softmax(1)), nn.NLLLoss(), classes),
+    "nll of a logarithm": (Classifier(lambda x: (x.softmax(1) + 1e-6).log()), nn.NLLLoss(), classes),
+    "scaled": (Classifier(lambda x: 10 * x.sigmoid()), nn.CrossEntropyLoss(), classes),
+    "gate": (Classifier(lambda x: x * x.sigmoid()), nn.CrossEntropyLoss(), classes),
+    "binary": (Classifier(lambda x: x.squeeze(1), 1), nn.BCEWithLogitsLoss(), flags),
+    "probabilities": (Classifier(probability, 1), nn.BCELoss(), flags),
+    "soft targets": (
+        Classifier(softmax), lambda o, t: -(o + 1e-6).log().mean(), classes),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_probabilities_for_a_loss_of_logits_are_named_in_step_1_and_once(case, caplog):
+    model, loss, data, named = TWICE[case]
+    trainer_of(model, loss).train(data(), 2)
+    found = [record.getMessage() for record in caplog.records if "takes log" in record.getMessage()]
+    assert len(found) == 1
+    assert re.search(named, found[0])
+
+
+@pytest.mark.parametrize("case", ONCE)
+def test_outputs_that_fit_their_loss_are_not_warned_of(case, caplog):
+    model, loss, data = ONCE[case]
+    trainer_of(model, loss).train(data(), 1)
+    assert not [record for record in caplog.records if "takes log" in record.getMessage()]
+
+
+def test_a_loss_in_the_users_own_step_is_looked_at_too(caplog):
+    class Own(Steps):
+        def build_data_loader(self):
+            return classes()
+
+        def build_model(self):
+            return nn.Linear(4, 3)
+
+        def forward(self, input):
+            outputs = self.model(input[0]).softmax(1)
+            return 0.5 * nn.functional.cross_entropy(outputs, input[1]) + 0.1 * outputs.square().mean(), {}
+
+    Own(2).train()
+    assert "cross_entropy takes logits" in caplog.text
+
+
+# -- models without values, steps longer than an epoch -------------------------------------------------------------
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(4, 1)
+
+
+def partly_on_meta() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), on_meta())
+
+
+@pytest.mark.parametrize(("model", "first"), [(on_meta, "'weight'"), (partly_on_meta, "'1.weight'")])
+def test_a_model_on_the_meta_device_is_refused(model, first):
+    class Fit(Steps):
+        def build_model(self):
+            return model()
+
+    for call in (lambda: trainer_of(model()), Fit().train):
+        with pytest.raises(ConfigError, match=f"model: {first} is on the meta device.*to_empty"):
+            call()
+
+
+def test_a_buffer_on_the_meta_device_is_refused():
+    made = nn.Linear(4, 1)
+    made.register_buffer("table", torch.empty(3, device="meta"))
+    with pytest.raises(ConfigError, match="'table' is on the meta device"):
+        trainer_of(made)
+
+
+@pytest.mark.parametrize(("steps", "named"), [(4, False), (5, True), (64, True)])
+def test_a_step_longer_than_an_epoch_is_named_at_the_start(steps, named, caplog):
+    trainer_of(gradient_accumulation_steps=steps).train(rows(), 3)
+    Steps(gradient_accumulation_steps=steps).train()
+    found = [record for record in caplog.records if "has 4 micro-batches" in record.getMessage()]
+    assert len(found) == 2 * named
+
+
+def test_a_limited_epoch_is_not_named_for_its_length(caplog):
+    trainer_of(gradient_accumulation_steps=4, limit_train_batches=2).train(rows(), 1)
+    Steps(gradient_accumulation_steps=4, fast_dev_run=True).train()
+    assert "micro-batches" not in caplog.text
+
+
+# -- samples that torch cannot join --------------------------------------------------------------------------------
+
+
+class Ragged:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(index + 1), torch.ones(1)
+
+
+class WithNone(Ragged):
+    def __getitem__(self, index):
+        return torch.ones(4), None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("data", "shown"), [(Ragged(), r"float32 \(2,\)"), (WithNone(), "NoneType")])
+def test_samples_that_the_default_collate_cannot_join_are_shown(data, shown, workers):
+    trainer = trainer_of()
+    with pytest.raises(ConfigError, match=rf"collate_fn: (?s:.*){shown}(?s:.*)pass collate_fn="):
+        trainer.train(DataLoader(data, 4, num_workers=workers), 1)
+    assert trainer.step == 0
+
+
+def test_an_error_of_the_users_data_is_left_as_it_is():
+    class Broken(Ragged):
+        def __getitem__(self, index):
+            raise RuntimeError("no such file")
+
+    with pytest.raises(RuntimeError, match="no such file"):
+        trainer_of().train(DataLoader(Broken(), 4), 1)

@@ -22,7 +22,7 @@ from treadle.checkpoint.store import load_weights
 from treadle.config.sections import as_settings
 from treadle.distributed.state_names import load_model_state
 from treadle.hooks.files import to_json
-from treadle.runs.folder import part_of, stored_json
+from treadle.runs.folder import split_of, stored_json
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
@@ -169,7 +169,7 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
 def _asked(opened: AstroOpened, split: str, batch_size: int | None) -> list[CrossResult]:
     data = opened.data
     return cross_predict(
-        opened.trainer.model, data.tokenizers, data.train, part_of(data, split),
+        opened.trainer.model, data.tokenizers, data.train, split_of(data, split),
         scalars_last=opened.run.config.scalars_last > 0, batch_size=batch_size or _BATCH,
     )  # fmt: skip
 

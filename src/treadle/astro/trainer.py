@@ -35,6 +35,7 @@ from treadle.astro.vocab import VocabSpec
 from treadle.capture.compile import Compile, check_compile
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import get_device
+from treadle.device.host_transfer import read_scalars
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
@@ -49,7 +50,6 @@ from treadle.faces.loaders import EvalLoaders, check_eval_loaders, check_loader,
 from treadle.faces.parallel import ParallelConfig
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.trackers import TrackerChoice
-from treadle.means import read_scalars
 from treadle.seed import mix_seed
 
 _log = logging.getLogger("treadle.astro")

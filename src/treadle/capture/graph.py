@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from treadle.data.tensors import TRIED_AHEAD
+from treadle.data.tensors import MAX_OVERRUN
 from treadle.device import keep_garbage_from_forks
 from treadle.device.handover import host_is_shared, launch_times
 from treadle.device.one_piece import bytes_of_piece, offsets_in_one_piece, views_of_piece
@@ -22,7 +22,7 @@ from treadle.nested import map_nested_tensor
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _WARM_UPS = 3
-SEVERAL = TRIED_AHEAD  # steps in a graph of several steps
+STEPS_PER_GRAPH = MAX_OVERRUN  # steps in a graph of several steps
 _PLACES = 64  # steps whose results share one allocation
 
 
@@ -57,23 +57,25 @@ class CudaGraph:
         # A run on a separate stream is captured there: kernels write into per-stream workspaces, so two graphs captured
         # on one stream cannot be replayed concurrently.
         alone = usual != torch.cuda.default_stream()
-        beside = usual if alone else _recording_stream(torch.cuda.current_device())
-        beside.wait_stream(usual)
-        with torch.cuda.stream(beside):
+        recording_stream = usual if alone else _recording_stream(torch.cuda.current_device())
+        recording_stream.wait_stream(usual)
+        with torch.cuda.stream(recording_stream):
             for _ in range(warm_ups):
                 prepare()
                 function()
-        usual.wait_stream(beside)
+        usual.wait_stream(recording_stream)
         prepare()
         reason: list[BaseException] = []
         try:
             # Threads of data loaders and of background saves may use the device meanwhile.
-            recording = torch.cuda.graph(self._graph, pool=self._pool, stream=beside, capture_error_mode="thread_local")
-            with _without_collection(), recording, _noting(reason):
+            recording = torch.cuda.graph(
+                self._graph, pool=self._pool, stream=recording_stream, capture_error_mode="thread_local"
+            )
+            with _without_collection(), recording, _first_error_kept(reason):
                 return function()
         except BaseException as error:  # noqa: BLE001  # it is raised again, or what led to it
             torch.cuda.set_stream(usual)  # torch does not restore the stream if a capture fails
-            _end_broken_recording(beside)
+            _end_broken_recording(recording_stream)
             raise (reason or [error])[0] from None  # the error of the capture names no cause
 
     def replay(self) -> None:
@@ -113,7 +115,7 @@ def _without_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noting(reason: list[BaseException]) -> Iterator[None]:
+def _first_error_kept(reason: list[BaseException]) -> Iterator[None]:
     """Keep the error of the block, which the end of a failed capture would replace."""
     try:
         yield
@@ -204,7 +206,7 @@ def tensors_of(nested: Any) -> list[Tensor]:
     if plain is not None:
         return plain
     found: list[Tensor] = []
-    _look(nested, found, [], [])
+    _collect_parts(nested, found, [], [])
     return found
 
 
@@ -238,11 +240,11 @@ def shape_of(batch: Any) -> tuple[Any, ...] | str:
         return (type(batch), names, *[(tensor.shape, tensor.dtype) for tensor in plain])
     found: list[Any] = []
     unknown: list[str] = []
-    _look(batch, [], found, unknown)
+    _collect_parts(batch, [], found, unknown)
     return unknown[0] if unknown else tuple(found)
 
 
-def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str]) -> None:
+def _collect_parts(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str]) -> None:
     """Collect the tensors of a nesting, its shape, and unsupported types in it.
 
     It traverses like :func:`map_nested_tensor` but builds nothing: a step on a graph batch does it three times.
@@ -255,16 +257,16 @@ def _look(value: Any, tensors: list[Tensor], found: list[Any], unknown: list[str
     elif isinstance(value, (list, tuple)):
         found.append((type(value), len(value)))
         for item in value:
-            _look(item, tensors, found, unknown)
+            _collect_parts(item, tensors, found, unknown)
     elif isinstance(value, Mapping):
         found.append((type(value), *value))
         for item in value.values():
-            _look(item, tensors, found, unknown)
+            _collect_parts(item, tensors, found, unknown)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         found.append(type(value))
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
-                _look(getattr(value, field.name), tensors, found, unknown)
+                _collect_parts(getattr(value, field.name), tensors, found, unknown)
     else:
         unknown.append(type(value).__name__)
 
@@ -352,13 +354,13 @@ class Rows:
         Args:
             replay: replays one step.
             count: number of steps.
-            several: replays SEVERAL steps; None replays them one by one.
+            several: replays STEPS_PER_GRAPH steps; None replays them one by one.
         """
         self._next.zero_()
         left = count
         if several is not None:
-            launch_times(several, count // SEVERAL, steps=SEVERAL)
-            left = count % SEVERAL
+            launch_times(several, count // STEPS_PER_GRAPH, steps=STEPS_PER_GRAPH)
+            left = count % STEPS_PER_GRAPH
         launch_times(replay, left)
         return self._rows[:count].clone()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from treadle.capture.graph import SEVERAL, Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
+from treadle.capture.graph import STEPS_PER_GRAPH, Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
 from treadle.checkpoint.comparison import same_bits
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
@@ -66,12 +66,12 @@ class CapturedStep:
         self._rows = Rows(2, engine.device)
         self._has_rows = False  # until checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
-        self._several: Callable[[], None] | None = None  # replays SEVERAL steps
+        self._several: Callable[[], None] | None = None  # replays STEPS_PER_GRAPH steps
         self._found_inf: Tensor | None = None  # flag in which replays record infinite scaled gradients
         with engine.isolated_step(self._guard), engine.exchange.recording():
-            self._left: _Left = self._graph.record(self._recorded, prepare=self.prepare)
-        self._decided = self._guard.flags  # flags written by replays; an eager step creates others
-        self._takes: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
+            self._results: _StepResults = self._graph.record(self._capture_step, prepare=self.prepare)
+        self._verdict_flags = self._guard.flags  # flags written by replays; an eager step creates others
+        self._with_outputs: Callable[[Any, StepOutput], StepOutput] | None = getattr(engine.task, "replayed", None)
         clear_gradients(engine)
 
     @property
@@ -87,7 +87,7 @@ class CapturedStep:
     @property
     def weight(self) -> float:
         """Weight of the one micro-batch, where the host knows it."""
-        weight = self._left.constant.weight
+        weight = self._results.constant.weight
         return float(weight) if isinstance(weight, (int, float)) else 1.0
 
     def prepare(self) -> None:
@@ -96,7 +96,7 @@ class CapturedStep:
         if self._gather is not None:
             self._gather.rewind()
 
-    def _recorded(self) -> _Left:
+    def _capture_step(self) -> _StepResults:
         engine = self._engine
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.begin()
@@ -108,7 +108,7 @@ class CapturedStep:
         with capturable(engine.optimizer):
             self._found_inf = self._train()
         with branch.after(self._guard.judged):  # loss and norm exist before the update
-            left = _Left(engine.attempt.outputs, engine.attempt.info["grad_norm"], engine.device, self._rows)
+            left = _StepResults(engine.attempt.outputs, engine.attempt.info["grad_norm"], engine.device, self._rows)
         branch.join()
         return left
 
@@ -151,20 +151,20 @@ class CapturedStep:
             for inputs, batch in zip(self._inputs, group.batches, strict=True):
                 inputs.fill(batch)
         self._graph.replay()
-        return self._left.read(weights or _unknown(group))
+        return self._results.read(weights or _unknown(group))
 
     @property
     def runs_ahead(self) -> bool:
         """Whether several steps can be replayed in a row, because the host does nothing between them."""
         return (
-            self._gather is not None and self._late_flags is not None and self._takes is None and self._known is None
-            and self._has_rows and len(self._averages) == len(self._engine.averages)
-            and not isinstance(self._left.constant.weight, Tensor)
+            self._gather is not None and self._late_flags is not None and self._with_outputs is None
+            and self._known is None and self._has_rows and len(self._averages) == len(self._engine.averages)
+            and not isinstance(self._results.constant.weight, Tensor)
         )  # fmt: skip
 
     def check_rows(self) -> None:
         """Check that replays write their exact numbers into rows; the caller must restore the state."""
-        results = self._left.results
+        results = self._results.results
         if results.rows is None:
             return
         seen: list[Tensor] = []
@@ -187,20 +187,20 @@ class CapturedStep:
         several = CudaGraph(share=self._graph)
         kept.restore()
         with self._engine.isolated_step(self._guard):
-            several.record(self._recorded_several, prepare=self.prepare, warm_ups=0)
+            several.record(self._capture_several, prepare=self.prepare, warm_ups=0)
 
         def state_after(replay_several: Callable[[], None] | None) -> list[Tensor]:
             kept.restore()
             self.prepare()
-            rows = self._rows.collect(self._graph.replay, SEVERAL, several=replay_several)
+            rows = self._rows.collect(self._graph.replay, STEPS_PER_GRAPH, several=replay_several)
             return [rows, *(tensor.clone() for tensor in kept.live)]
 
         if all(map(same_bits, state_after(None), state_after(several.replay))):
             self._several = several.replay
 
-    def _recorded_several(self) -> None:
-        for _ in range(SEVERAL):
-            self._recorded()
+    def _capture_several(self) -> None:
+        for _ in range(STEPS_PER_GRAPH):
+            self._capture_step()
 
     def run_block(self, count: int) -> StepBlock:
         """Replay the steps after the latest one, without counting them in the engine."""
@@ -209,7 +209,7 @@ class CapturedStep:
         progress, cursor = engine.progress, engine.cursor
         rates = progress.read_rates(engine.optimizer)
         numbers = self._rows.collect(self._graph.replay, count, several=self._several)
-        block = StepBlock(progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._left.constant, rates)
+        block = StepBlock(progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._results.constant, rates)
         flags.note_block(block.first_location, numbers[:, 0])
         return block
 
@@ -231,13 +231,13 @@ class CapturedStep:
             self._gather.leave_next()
         engine.attempt.info["grad_norm"] = norm
         for batch, output in zip(group.batches, outputs, strict=True):
-            engine.attempt.keep(output if self._takes is None else self._takes(batch, output))
+            engine.attempt.keep(output if self._with_outputs is None else self._with_outputs(batch, output))
         if (flags := self._late_flags) is not None:
             flags.note(engine.location(), norm)
             return apply_step_effects(engine, moved=self._averages)
         engine.precision.note_replayed(engine.optimizer, self._found_inf)
         wait_for_work(engine.device)
-        bad, uncounted = self._decided.tolist()
+        bad, uncounted = self._verdict_flags.tolist()
         if uncounted:
             return skip(engine, "the total weight is 0")
         return refuse(engine) if bad else apply_step_effects(engine)
@@ -247,7 +247,7 @@ def _unknown(group: Group) -> list[None]:
     return [None] * len(group.batches)
 
 
-class _Left:
+class _StepResults:
     """Results of a captured step for the host.
 
     Args:
@@ -258,23 +258,23 @@ class _Left:
     """
 
     def __init__(self, outputs: list[StepOutput], norm: Tensor, device: torch.device, rows: Rows):
-        def is_left(value: Any) -> bool:
+        def changes(value: Any) -> bool:
             return isinstance(value, Tensor) and value.device == device
 
         self._outputs = outputs
         self._tensors = [norm]
-        self._places: list[tuple[int | None, int | None, bool]] = []
+        self._indices: list[tuple[int | None, int | None, bool]] = []
         for output in outputs:
-            loss = self._place(output.loss) if is_left(output.loss) else None
-            weight = self._place(output.weight) if is_left(output.weight) else None
-            tensors = [tensor for tensor in tensors_of((output.records, output.outputs)) if is_left(tensor)]
-            self._places.append((loss, weight, bool(tensors)))
+            loss = self._add(output.loss) if changes(output.loss) else None
+            weight = self._add(output.weight) if changes(output.weight) else None
+            tensors = [tensor for tensor in tensors_of((output.records, output.outputs)) if changes(tensor)]
+            self._indices.append((loss, weight, bool(tensors)))
             self._tensors += tensors
         self._device = device
-        self._is_plain = self._places == [(1, None, False)]  # a single loss; everything else is constant
+        self._is_plain = self._indices == [(1, None, False)]  # a single loss; everything else is constant
         self._results = Results(self._tensors, rows if self._is_plain else None)
 
-    def _place(self, tensor: Any) -> int:
+    def _add(self, tensor: Any) -> int:
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
@@ -300,7 +300,7 @@ class _Left:
             return found[0], [copied]
         outputs = []
         at = 1
-        for output, (loss, weight, has_more), known in zip(self._outputs, self._places, weights, strict=True):
+        for output, (loss, weight, has_more), known in zip(self._outputs, self._indices, weights, strict=True):
             at += (loss is not None) + (weight is not None)
             left = output.weight if weight is None else found[weight]
             more = output.records, output.outputs

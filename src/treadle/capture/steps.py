@@ -39,7 +39,7 @@ def steps_of(engine: Engine) -> Steps:
     """
     if engine.capture is False:
         return engine.train_step
-    reason = _why_not(engine)
+    reason = _reason_against(engine)
     if reason is None:
         if makes_cuda_graphs(engine.model):
             engine.logger.warning(
@@ -57,14 +57,14 @@ def _refuse(engine: Engine, reason: str) -> None:
     engine.logger.warning("capture='auto': steps are not captured: %s", reason)
 
 
-def _why_not(engine: Engine) -> str | None:
+def _reason_against(engine: Engine) -> str | None:
     """Return the reason why capturing is impossible, as far as known before the first step."""
     hooks = listeners(engine.hooks, "on_before_optimizer_step")
     listening = [hook.state_key for hook in hooks if not getattr(hook.on_before_optimizer_step, "capturable", False)]
     observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
     if engine.device.type != "cuda":
         return f"the device is {engine.device}; CUDA graphs need a CUDA device"
-    if engine.num_ranks > 1 and (reason := _why_not_on_ranks(engine)) is not None:
+    if engine.num_ranks > 1 and (reason := _reason_against_ranks(engine)) is not None:
         return f"there are {engine.num_ranks} ranks: {reason}"
     if not can_be_recorded(engine.optimizer, engine.device):
         return (
@@ -85,7 +85,7 @@ def _why_not(engine: Engine) -> str | None:
     return None
 
 
-def _why_not_on_ranks(engine: Engine) -> str | None:
+def _reason_against_ranks(engine: Engine) -> str | None:
     """Return the reason why capturing is impossible on several ranks."""
     if engine.capture == "auto":
         return "a step that holds an exchange is captured with capture=True only"
@@ -328,7 +328,7 @@ class CapturedSteps(RunsAhead):
     def _capture(self, group: Group, weights: list[float] | None, gather: RowGather | None) -> CapturedStep | None:
         """Capture the step for groups of this shape and compare it with an eager one, keeping the state."""
         engine = self._engine
-        reason = _why_not(engine)  # hooks may have been added
+        reason = _reason_against(engine)  # hooks may have been added
         if reason is None and counts_terms(engine, group.batches[0]):
             reason = "the terms of the loss are counted on the host in each step"
         if (reason := self._ranks.problem(reason)) is not None:

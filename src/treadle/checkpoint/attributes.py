@@ -103,7 +103,7 @@ class Attributes:
             return None
         return (set(own), list(held.items())) if all(_is_fixed(value) for value in held.values()) else None
 
-    def _are_as_at_the_start(self) -> bool:
+    def _is_unchanged(self) -> bool:
         """Return whether nothing has changed, by a quick check of immutable values; most modules hold numbers only."""
         if self._fixed is None:
             return False
@@ -121,7 +121,7 @@ class Attributes:
         plain, others = {}, {}
         for name, value in self._held().items():
             mark = self._marks.get(name)
-            known = mark is not None and mark.detects_all and mark.is_of(value)
+            known = mark is not None and mark.detects_every_change and mark.is_of(value)
             encoded = self._before[name] if known else self._encode(name, value)
             if encoded is OPAQUE:
                 others[name] = value
@@ -132,7 +132,7 @@ class Attributes:
     def _start_of(self, name: str) -> Any:
         return self._before[name] if name in self._before else encode(getattr(type(self.owner), name, None))
 
-    def starts_of(self, names: Iterable[str]) -> dict[str, Any]:
+    def initial_values(self, names: Iterable[str]) -> dict[str, Any]:
         """Return those of some attributes that there were at the start, as they were."""
         return {name: start for name in names if (start := self._before.get(name, OPAQUE)) is not OPAQUE}
 
@@ -155,11 +155,11 @@ class Attributes:
 
     def _is_harmless(self, value: Any) -> bool:
         is_kept = id(value) in self._known
-        return is_kept or callable(value) or _moves_unseen(value) or (self._stashes and _is_stash(value))
+        return is_kept or callable(value) or _is_iterator(value) or (self._stashes and _has_graph(value))
 
     def changed(self) -> dict[str, Any]:
         """Return the attributes to save: those that differ from the start."""
-        if self._are_as_at_the_start():
+        if self._is_unchanged():
             return {}
         plain, others = self._now()
         kept = {name: value for name, value in plain.items() if _holds_tensor(value)} if self._tensors else {}
@@ -204,7 +204,7 @@ class Attributes:
 
         They are containers, tensors, objects with state, iterators, and replaced functions.
         """
-        if self._are_as_at_the_start():
+        if self._is_unchanged():
             return
         plain, others = self._now()
         written = self._differing(plain, others)
@@ -217,10 +217,10 @@ class Attributes:
             mark = self._seen.get(name)
             is_new = mark is None and self._before.get(name) is None  # a value of a library may be made when needed
             counts = _may_change(value) or (_is_of_a_library(value) and not is_new)
-            if counts and not (self._stashes and _is_stash(value)) and not (mark and mark.is_of(value)):
+            if counts and not (self._stashes and _has_graph(value)) and not (mark and mark.is_of(value)):
                 yield f"{name} (an lru_cache)" if isinstance(value, CachedFunction) else name
             self._seen[name] = Mark(value)
-            if _moves_unseen(value) or self._is_another_function(name, value):
+            if _is_iterator(value) or self._is_another_function(name, value):
                 yield name
 
     def _is_another_function(self, name: str, value: Any) -> bool:
@@ -253,16 +253,16 @@ def _holds_tensor(encoded: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(encoded))
 
 
-def _moves_unseen(value: Any) -> bool:
+def _is_iterator(value: Any) -> bool:
     """Return whether a value is an iterator, whose position cannot be read; files do not count."""
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
-def beside(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+def missing_from_state(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes that an object's own state lacks.
 
     Example:
-        >>> beside({"calls": 2}, {"calls": 2, "rate": 0.1})
+        >>> missing_from_state({"calls": 2}, {"calls": 2, "rate": 0.1})
         {'rate': 0.1}
     """
     held = state if isinstance(state, Mapping) else {}
@@ -273,8 +273,8 @@ class Mark:
     """Cheap mark of a value, to detect whether it was replaced or modified.
 
     Attributes:
-        detects_all: whether every change is detected, as for a tensor, which counts its writes; sampled elements reveal
-            writes through ``.data``.
+        detects_every_change: whether every change is detected, as for a tensor, which counts its writes; sampled
+            elements reveal writes through ``.data``.
 
     Example:
         >>> values = [1, 2]
@@ -284,8 +284,8 @@ class Mark:
     """
 
     def __init__(self, value: Any):
-        self.detects_all = type(value) is Tensor and not value.is_inference()
-        self._glance = _glance(value)
+        self.detects_every_change = type(value) is Tensor and not value.is_inference()
+        self._fingerprint_of = _fingerprint_of(value)
         try:
             self._value: Any = weakref.ref(value)
         except TypeError:
@@ -293,10 +293,10 @@ class Mark:
 
     def is_of(self, value: Any) -> bool:
         """Return whether a value is the marked one, unchanged."""
-        return self._value() is value and self._glance == _glance(value)
+        return self._value() is value and self._fingerprint_of == _fingerprint_of(value)
 
 
-def _glance(value: Any) -> Any:
+def _fingerprint_of(value: Any) -> Any:
     if is_table(value):
         return len(value), value.iloc[:: max(1, len(value) // _SAMPLED_ROWS)].to_numpy().tolist()
     if isinstance(value, Tensor):
@@ -310,7 +310,7 @@ def _glance(value: Any) -> Any:
         return tuple((name, id(part), _version_of(part)) for name, part in attributes_of(value).items())
     if isinstance(value, _CONTAINERS):
         first = itertools.islice(value.values() if isinstance(value, dict) else value, _SAMPLED_ROWS)
-        return len(value), *((id(item), _version_of(item), _few_of(item)) for item in first)
+        return len(value), *((id(item), _version_of(item), _sample_of(item)) for item in first)
     return None
 
 
@@ -318,7 +318,7 @@ def _version_of(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
 
 
-def _few_of(value: Any) -> Any:
+def _sample_of(value: Any) -> Any:
     return sample(value, _SAMPLED_ROWS) if isinstance(value, Tensor) else None
 
 
@@ -338,10 +338,10 @@ def _is_of_a_library(value: Any) -> bool:
     return is_of_a_library_of_values(type(value)) and not callable(value)
 
 
-def _is_stash(value: Any, depth: int = 8) -> bool:
+def _has_graph(value: Any, depth: int = 8) -> bool:
     """Return whether a value is a tensor with a graph, or a container of such tensors."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple, deque)):
-        return len(value) > 0 and depth > 0 and all(_is_stash(item, depth - 1) for item in value)
+        return len(value) > 0 and depth > 0 and all(_has_graph(item, depth - 1) for item in value)
     return isinstance(value, Tensor) and value.grad_fn is not None

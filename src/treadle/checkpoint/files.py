@@ -158,10 +158,10 @@ def replacing_folder(target: Path) -> Iterator[Path]:
     No system call replaces a folder. The old one is briefly renamed to ``.NAME.old``; if a crash happens at that
     moment, the next call restores it first.
     """
-    aside = _aside(target)
+    aside = _old_name(target)
     make_folder(target.parent)
     _remove_stale(target)
-    settle(target)
+    finish_replacement(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY}")
     try:
         os.mkdir(temporary)
@@ -174,20 +174,20 @@ def replacing_folder(target: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             _remove_tree(temporary)
         with contextlib.suppress(OSError):
-            settle(target)
+            finish_replacement(target)
         raise
     _confirm(target)
     with contextlib.suppress(OSError):  # the next call tries again
         _remove_tree(aside)
 
 
-def _aside(target: Path) -> Path:
+def _old_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def settle(target: Path) -> None:
+def finish_replacement(target: Path) -> None:
     """Finish an interrupted replacement of a folder: restore the old one, or remove it if the new one exists."""
-    aside = _aside(target)
+    aside = _old_name(target)
     if aside.exists() and not target.exists():
         os.rename(aside, target)
     _remove_tree(aside)
@@ -249,7 +249,7 @@ def save_tensor(tensor: Tensor, path: str | os.PathLike[str]) -> Path:
     return write_bytes(lambda file: torch.save(tensor, file), path)
 
 
-def point_to(target: Path, name: str) -> Path:
+def link_sibling(target: Path, name: str) -> Path:
     """Make ``name``, next to ``target``, a symbolic link to it, atomically; a hard link without symbolic links.
 
     A folder cannot be hard-linked: without symbolic links it gets no second name.
@@ -262,11 +262,11 @@ def point_to(target: Path, name: str) -> Path:
             try:
                 os.symlink(target.name, temporary)
             except OSError:  # no symbolic links on this file system
-                _give_second_name(target, temporary)
+                _link_or_copy(target, temporary)
     return link
 
 
-def name_also(target: Path, link: Path) -> None:
+def link_in_folder(target: Path, link: Path) -> None:
     """Point a symbolic link in another folder to a file; a no-op where links are not supported.
 
     Args:
@@ -337,7 +337,7 @@ def same_contents(one: Path, other: Path) -> bool:
         return not second.read(1)
 
 
-def _give_second_name(source: Path, name: Path) -> None:
+def _link_or_copy(source: Path, name: Path) -> None:
     try:
         os.link(source, name)
     except OSError:  # no hard links either

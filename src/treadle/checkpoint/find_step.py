@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.order import is_aside
+from treadle.checkpoint.order import is_moved_aside
 from treadle.checkpoint.shard_manifest import MARKER, is_whole
 from treadle.checkpoint.store import load_checkpoint
 from treadle.errors import CheckpointError
@@ -31,7 +31,7 @@ def states_in(folder: Path) -> list[Path]:
     """
     inside = [*folder.glob("*.pt"), *(path for path in folder.glob("[!.]*") if is_whole(path))]
     found = {path.resolve(): path for path in sorted(inside, key=lambda path: path.is_symlink())[::-1]}
-    return [path for path in found.values() if (path.is_file() or is_whole(path)) and not is_aside(path)]
+    return [path for path in found.values() if (path.is_file() or is_whole(path)) and not is_moved_aside(path)]
 
 
 def nearest_state(

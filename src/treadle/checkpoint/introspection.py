@@ -137,7 +137,7 @@ def delete_attribute(owner: Any, name: str) -> bool:
 
 def _set_on_object(owner: Any, name: str, value: Any) -> None:
     own = type(owner).__setattr__
-    if isinstance(own, types.FunctionType) and is_users_class(own):  # frozen, or stored elsewhere
+    if isinstance(own, types.FunctionType) and is_user_class(own):  # frozen, or stored elsewhere
         object.__setattr__(owner, name, value)
     else:
         setattr(owner, name, value)
@@ -181,31 +181,31 @@ def behind(value: Any) -> Iterator[tuple[str, Any]]:
         yield from value.keywords.items()
 
 
-def is_of_a_run(value: Any) -> bool:
+def is_engine_or_trainer(value: Any) -> bool:
     """Return whether a value is any engine or trainer, whose state is a separate checkpoint.
 
     Example:
-        >>> is_of_a_run(3)
+        >>> is_engine_or_trainer(3)
         False
     """
     return any(offered(owner, "eval_cursor") is not None for owner in (value, offered(value, "_engine")))
 
 
-def is_users(owner: Any) -> bool:
+def is_user_object(owner: Any) -> bool:
     """Return whether an object's class, or a function, may be the user's: not from a well-known library.
 
     Example:
-        >>> is_users(3), is_users(print)
+        >>> is_user_object(3), is_user_object(print)
         (False, False)
     """
-    return is_users_class(owner if isinstance(owner, types.FunctionType) else type(owner))
+    return is_user_class(owner if isinstance(owner, types.FunctionType) else type(owner))
 
 
-def is_users_class(kind: Any) -> bool:
+def is_user_class(kind: Any) -> bool:
     """Return whether a class or a function is defined in a module that may be the user's.
 
     Example:
-        >>> is_users_class(int)
+        >>> is_user_class(int)
         False
     """
     return is_users_root(str(kind.__module__).partition(".")[0])

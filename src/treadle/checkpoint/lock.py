@@ -26,7 +26,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import EXPORTED, TEMPORARY, TRIAL, make_folder, remove_leftover, reported, settle
+from treadle.checkpoint.files import (
+    EXPORTED,
+    TEMPORARY,
+    TRIAL,
+    finish_replacement,
+    make_folder,
+    remove_leftover,
+    reported,
+)
 from treadle.errors import CheckpointError
 
 try:
@@ -36,14 +44,14 @@ except ImportError:  # not available on this platform
 
 _log = logging.getLogger("treadle.checkpoint")
 LOCK_NAME = ".treadle-lock"
-_PATIENCE = 1.0  # seconds
+_RETRY_SECONDS = 1.0  # seconds
 _UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 _guard = threading.RLock()
-_held: dict[str, _Held] = {}
+_held: dict[str, _SharedLock] = {}
 _warned: set[str] = set()
 
 
-class _Held:
+class _SharedLock:
     """Lock of this process, with the number of runs sharing it."""
 
     def __init__(self, descriptor: int | None):
@@ -51,7 +59,7 @@ class _Held:
         self.users = 1
 
 
-class _Occupied(Exception):
+class _LockedByOther(Exception):
     """Error that another process holds the lock, with its description."""
 
 
@@ -75,7 +83,7 @@ class RunLock:
             if key in _held:
                 _held[key].users += 1
             else:
-                _held[key] = _Held(_lock_patiently(Path(folder)))
+                _held[key] = _SharedLock(_lock_with_retries(Path(folder)))
                 remove_leftovers(Path(folder))
             self._key = key
 
@@ -104,7 +112,7 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in (path for place in (folder, *free) for path in leftovers(place)):
         remove_leftover(leftover)
     with contextlib.suppress(OSError):  # the next start tries again
-        settle(folder / EXPORTED)
+        finish_replacement(folder / EXPORTED)
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -142,9 +150,9 @@ def check_free(folder: str | os.PathLike[str]) -> None:
     with _guard:
         if fcntl is None or os.path.realpath(folder) in _held or not path.exists():
             return
-        _remember_to_close_in_children()
-        deadline = time.monotonic() + _PATIENCE
-        while (occupied := _is_occupied(path)) and time.monotonic() < deadline:
+        _close_copies_in_forks()
+        deadline = time.monotonic() + _RETRY_SECONDS
+        while (occupied := _is_locked(path)) and time.monotonic() < deadline:
             time.sleep(0.05)
     if occupied:
         raise _refusal(Path(folder), _holder(path))
@@ -160,12 +168,12 @@ def holder(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
         True
     """
     path = Path(folder) / LOCK_NAME
-    if fcntl is None or not path.exists() or not _is_occupied(path):
+    if fcntl is None or not path.exists() or not _is_locked(path):
         return None
     return _description(path)
 
 
-def _is_occupied(path: Path) -> bool:
+def _is_locked(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:  # removed meanwhile, or not readable; taking the lock will raise
@@ -186,16 +194,16 @@ def _is_occupied(path: Path) -> bool:
 # -- the file -----------------------------------------------------------------------------------------------------
 
 
-def _lock_patiently(folder: Path) -> int | None:
-    deadline = time.monotonic() + _PATIENCE
-    _remember_to_close_in_children()
+def _lock_with_retries(folder: Path) -> int | None:
+    deadline = time.monotonic() + _RETRY_SECONDS
+    _close_copies_in_forks()
     while True:
         try:
             with reported(folder):
                 make_folder(folder)
                 return _lock(folder / LOCK_NAME)
         except CheckpointError as error:
-            if not isinstance(error.__cause__, _Occupied):
+            if not isinstance(error.__cause__, _LockedByOther):
                 raise
             if time.monotonic() >= deadline:
                 raise _refusal(folder, str(error.__cause__)) from None
@@ -205,33 +213,33 @@ def _lock_patiently(folder: Path) -> int | None:
 def _lock(path: Path) -> int | None:
     """Return the descriptor that holds the lock, or None if the file system does not support locks."""
     if fcntl is None:
-        _go_without(path, "this platform has no file locks")
+        _warn_unlockable(path, "this platform has no file locks")
         return None
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _still_has_its_name(descriptor, path):
+            if _is_linked_at(descriptor, path):
                 _describe(descriptor)
                 return descriptor
             os.close(descriptor)
         except BlockingIOError:
             os.close(descriptor)
-            raise _Occupied(_holder(path)) from None
+            raise _LockedByOther(_holder(path)) from None
         except OSError as error:
             os.close(descriptor)
             if error.errno not in _UNSUPPORTED:
                 raise
             with contextlib.suppress(OSError):
                 os.unlink(path)
-            _go_without(path, str(error.strerror))
+            _warn_unlockable(path, str(error.strerror))
             return None
         except BaseException:
             os.close(descriptor)
             raise
 
 
-def _still_has_its_name(descriptor: int, path: Path) -> bool:
+def _is_linked_at(descriptor: int, path: Path) -> bool:
     try:
         named = os.stat(path)
     except FileNotFoundError:
@@ -267,7 +275,7 @@ def _refusal(folder: Path, holder: str) -> CheckpointError:
     )
 
 
-def _go_without(path: Path, reason: str) -> None:
+def _warn_unlockable(path: Path, reason: str) -> None:
     if str(path.parent) not in _warned:
         _warned.add(str(path.parent))
         _log.warning("%s cannot be locked (%s): see to it that only one run uses it", path.parent, reason)
@@ -277,7 +285,7 @@ def _unlock(descriptor: int | None, path: Path) -> None:
     if descriptor is None:
         return
     with contextlib.suppress(OSError):
-        if _still_has_its_name(descriptor, path):
+        if _is_linked_at(descriptor, path):
             os.unlink(path)
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -287,17 +295,17 @@ def _unlock(descriptor: int | None, path: Path) -> None:
 
 # -- forked children ----------------------------------------------------------------------------------------------
 
-_registered = False
+_fork_hook_registered = False
 
 
-def _remember_to_close_in_children() -> None:
-    global _registered
-    if not _registered and hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_close_in_child)
-        _registered = True
+def _close_copies_in_forks() -> None:
+    global _fork_hook_registered
+    if not _fork_hook_registered and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_close_copies)
+        _fork_hook_registered = True
 
 
-def _close_in_child() -> None:
+def _close_copies() -> None:
     global _guard
     _guard = threading.RLock()  # a thread of the parent may have held it
     for held in _held.values():

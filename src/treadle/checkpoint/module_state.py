@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 from treadle.checkpoint.attributes import Attributes, Mark
-from treadle.checkpoint.introspection import is_users
+from treadle.checkpoint.introspection import is_user_object
 from treadle.checkpoint.references import References
 from treadle.distributed import is_dtensor, unwrap
 from treadle.distributed.state_names import clean_name
@@ -196,7 +196,7 @@ def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tens
             if (buffer := module._buffers.get(key)) is not None and not is_dtensor(buffer):
                 found[f"{name}.{key}".lstrip(".")] = (True, buffer)
         for key, value in vars(module).items():
-            may_be_kept = type(value) is Tensor and (value.grad_fn is None or is_users(module))
+            may_be_kept = type(value) is Tensor and (value.grad_fn is None or is_user_object(module))
             if may_be_kept and value.numel() <= _LARGEST:
                 found[f"{name}.{key}".lstrip(".")] = (False, value if value.grad_fn is None else value.detach())
         for hook in module._forward_pre_hooks.values():
@@ -210,7 +210,7 @@ def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tens
 def _set_tensor(module: nn.Module, name: str, value: Tensor, shared: Mapping[int, int]) -> None:
     """Set a tensor in place, unless it is shared with another state or, as in torchmetrics, with a default."""
     held = module._buffers.get(name) if name in module._buffers else vars(module).get(name)
-    is_alone = name in module._buffers or (shared[id(held)] < 2 and is_users(module))
+    is_alone = name in module._buffers or (shared[id(held)] < 2 and is_user_object(module))
     if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype and is_alone:
         held.copy_(value)
         return

@@ -25,7 +25,7 @@ NONFINITE, _SUPERSEDED = ".nonfinite", ".superseded"
 _NUMBERED = re.compile(r"step_(\d+)")
 
 
-class Reach(NamedTuple):
+class StateProgress(NamedTuple):
     """Progress of a state within its run.
 
     Attributes:
@@ -37,13 +37,13 @@ class Reach(NamedTuple):
     epoch: int = 0
 
 
-def reach_of(path: Path) -> Reach | None:
+def progress_of(path: Path) -> StateProgress | None:
     """Return the progress of the state in a file or a folder of shards, without reading tensors; None if unreadable.
 
     A state without a step counts as that of the last number in its name.
 
     Example:
-        >>> reach_of(Path("no_such_file.pt")) is None
+        >>> progress_of(Path("no_such_file.pt")) is None
         True
     """
     try:
@@ -57,24 +57,24 @@ def reach_of(path: Path) -> Reach | None:
     if not isinstance(step, int):
         digits = re.findall(r"\d+", path.stem)
         step = int(digits[-1]) if digits else 0
-    return Reach(step, epoch if isinstance(epoch, int) else 0)
+    return StateProgress(step, epoch if isinstance(epoch, int) else 0)
 
 
-def furthest_first(paths: Iterable[Path]) -> list[Path]:
+def by_progress(paths: Iterable[Path]) -> list[Path]:
     """Return checkpoints in the order in which a resuming run should try them.
 
     Unreadable ones come first, so that they are reported; ties keep the given order. A step in the name is trusted,
     which avoids opening thousands of files.
 
     Example:
-        >>> [path.name for path in furthest_first([Path("checkpoint_step_9.pt"), Path("checkpoint_step_10.pt")])]
+        >>> [path.name for path in by_progress([Path("checkpoint_step_9.pt"), Path("checkpoint_step_10.pt")])]
         ['checkpoint_step_10.pt', 'checkpoint_step_9.pt']
     """
-    known: dict[Path, Reach | None] = {}
+    known: dict[Path, StateProgress | None] = {}
 
-    def reach(path: Path) -> Reach | None:
+    def reach(path: Path) -> StateProgress | None:
         if path not in known:
-            known[path] = reach_of(path)
+            known[path] = progress_of(path)
         return known[path]
 
     def step(path: Path) -> float:
@@ -96,27 +96,27 @@ def furthest_first(paths: Iterable[Path]) -> list[Path]:
     return ordered
 
 
-def is_aside(path: Path) -> bool:
+def is_moved_aside(path: Path) -> bool:
     """Return whether a state was moved aside: it is not finite, or a later run began before it.
 
     Example:
-        >>> is_aside(Path("best.nonfinite.pt")), is_aside(Path("best.superseded-2.pt")), is_aside(Path("best.pt"))
-        (True, True, False)
+        >>> [is_moved_aside(Path(name)) for name in ("best.nonfinite.pt", "best.superseded-2.pt", "best.pt")]
+        [True, True, False]
     """
     return any(suffix.split("-")[0] in (NONFINITE, _SUPERSEDED) for suffix in (path.suffix, Path(path.stem).suffix))
 
 
-def aside_of(target: Path) -> Path:
+def non_finite_name(target: Path) -> Path:
     """Return the name for a non-finite state, derived from its usual name.
 
     Example:
-        >>> aside_of(Path("best.pt")).name
+        >>> non_finite_name(Path("best.pt")).name
         'best.nonfinite.pt'
     """
     return target.with_name(f"{target.stem}{NONFINITE}{target.suffix}")
 
 
-def set_aside_beyond(paths: Iterable[Path], begun: Reach, *, source: str | None = None) -> list[Path]:
+def move_aside_beyond(paths: Iterable[Path], begun: StateProgress, *, source: str | None = None) -> list[Path]:
     """Rename the checkpoints beyond the start of a run, with a warning, without deleting any.
 
     Args:
@@ -130,7 +130,7 @@ def set_aside_beyond(paths: Iterable[Path], begun: Reach, *, source: str | None 
     Raises:
         CheckpointError: a checkpoint cannot be renamed.
     """
-    present = [path for path in paths if os.path.lexists(path) and not is_aside(path)]
+    present = [path for path in paths if os.path.lexists(path) and not is_moved_aside(path)]
     beyond = [path for path in present if not path.is_symlink() and _is_beyond(path, begun)]
     targets = {os.path.realpath(path) for path in beyond}
     links = [path for path in present if path.is_symlink() and os.path.realpath(path) in targets]
@@ -153,11 +153,11 @@ def set_aside_beyond(paths: Iterable[Path], begun: Reach, *, source: str | None 
     return renamed
 
 
-def _is_beyond(path: Path, begun: Reach) -> bool:
+def _is_beyond(path: Path, begun: StateProgress) -> bool:
     named = _NUMBERED.search(path.stem)
     if named is not None and int(named[1]) < begun.step:
         return False  # without opening it
-    found = reach_of(path)
+    found = progress_of(path)
     return found is not None and found > begun
 
 

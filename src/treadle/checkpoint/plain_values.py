@@ -22,7 +22,7 @@ from treadle.checkpoint.constants import (
     has_path,
 )
 from treadle.checkpoint.generators import GENERATORS, generator_like, set_state, state_of
-from treadle.checkpoint.introspection import attributes_of, has_state, is_users_class
+from treadle.checkpoint.introspection import attributes_of, has_state, is_user_class
 from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_value, encode_library_value
 from treadle.checkpoint.references import Reference, References
 from treadle.errors import CheckpointError
@@ -198,7 +198,7 @@ class _Encoder:
 
 def _base_of(kind: type) -> type | None:
     """Return the built-in container or number that a user's class derives from, or None."""
-    if not is_users_class(kind) or "_fields" in vars(kind) or issubclass(kind, Tensor):
+    if not is_user_class(kind) or "_fields" in vars(kind) or issubclass(kind, Tensor):
         return None
     return next((base for base in kind.__mro__ if base in _DERIVED), None)
 
@@ -215,7 +215,7 @@ def is_plain_object(value: Any) -> bool:
 
 def _is_of_values(kind: type) -> bool:
     """Return whether a class is the user's, or a pure-Python class of a library whose objects are values."""
-    return is_users_class(kind) or (bool(kind.__flags__ & _OF_PYTHON) and is_of_a_library_of_values(kind))
+    return is_user_class(kind) or (bool(kind.__flags__ & _OF_PYTHON) and is_of_a_library_of_values(kind))
 
 
 def is_of_a_library_of_values(kind: type) -> bool:

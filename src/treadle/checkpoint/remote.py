@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from treadle.checkpoint.files import make_folder, write_bytes
 from treadle.checkpoint.lock import LOCK_NAME
 from treadle.checkpoint.objects import ObjectStore
-from treadle.checkpoint.order import Reach, is_aside, reach_of
+from treadle.checkpoint.order import StateProgress, is_moved_aside, progress_of
 from treadle.checkpoint.remote_claim import RemoteClaim
 from treadle.checkpoint.shard_manifest import MARKER, METADATA, is_unfinished, is_whole
 from treadle.errors import CheckpointError
@@ -49,7 +49,7 @@ class Manifest:
 
     claim: int
     number: int
-    reach: Reach
+    reach: StateProgress
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -78,7 +78,7 @@ class Manifest:
         if crc != f"{zlib.crc32(text):08x}".encode():
             raise CheckpointError("the manifest fails its CRC-32 check")
         found = json.loads(text)
-        return cls(found["claim"], found["number"], Reach(*found["reach"]), found["files"])
+        return cls(found["claim"], found["number"], StateProgress(*found["reach"]), found["files"])
 
 
 class RemoteWorkspace:
@@ -244,7 +244,7 @@ class RemoteWorkspace:
 
     def _seen_at_once(
         self, known: Mapping[str, Any], opened: contextlib.ExitStack
-    ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], Reach]:
+    ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], StateProgress]:
         """Open a consistent snapshot of the files to upload, since the run continues to save and prune.
 
         An open file can be read to its end even after pruning. If states or links changed meanwhile, the listing is
@@ -266,7 +266,7 @@ class RemoteWorkspace:
                 files: dict[str, BinaryIO] = {
                     name: trial.enter_context(open(self.staging / name, "rb")) for name in new
                 }
-                reach = furthest(self.staging) or Reach()
+                reach = furthest(self.staging) or StateProgress()
                 if _of_states(_stamps(self.staging)) == _of_states(stamps):
                     opened.enter_context(trial.pop_all())
                     return stamps, links, files, reach
@@ -330,7 +330,7 @@ def _of_states(stamps: Mapping[str, _Stamp]) -> dict[str, _Stamp]:
     return {name: stamp for name, stamp in stamps.items() if is_state(name)}
 
 
-def furthest(folder: Path) -> Reach | None:
+def furthest(folder: Path) -> StateProgress | None:
     """Return the progress of the furthest state in a folder and its subfolders, or None.
 
     Example:
@@ -340,7 +340,7 @@ def furthest(folder: Path) -> Reach | None:
     paths = [folder / name for name in _stamps(folder) if is_state(name)]
     states = [path.parent if path.name == MARKER else path for path in paths if not path.is_symlink()]
     inside = {path.parent for path in paths if path.name == MARKER}
-    reaches = [reach_of(path) for path in states if path.parent not in inside and not is_aside(path)]
+    reaches = [progress_of(path) for path in states if path.parent not in inside and not is_moved_aside(path)]
     return max((reach for reach in reaches if reach is not None), default=None)
 
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from treadle.checkpoint.objects import ObjectStore
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.ranks import on_all_ranks, together, writers_group
-from treadle.checkpoint.shard_files import SummedStreams, write_shard
+from treadle.checkpoint.shard_files import ChecksummedStreams, write_shard
 from treadle.checkpoint.shard_manifest import MARKER, METADATA, STATE, Marker, checksum_of, marker_text, parse_marker
 from treadle.checkpoint.sharded import own_part
 from treadle.checkpoint.store import load_checkpoint
@@ -52,7 +52,7 @@ class RemoteShards:
 
     Example:
         >>> shards = RemoteShards(ObjectStore("memory://shards"))
-        >>> name = shards.save({"model": {"w": torch.ones(2)}, "global_step": 4}, Reach(4, 0))
+        >>> name = shards.save({"model": {"w": torch.ones(2)}, "global_step": 4}, StateProgress(4, 0))
         >>> shards.whole() == [name], shards.open(name)["model"]["w"].read([0], [2])
         (True, tensor([1., 1.]))
     """
@@ -62,7 +62,7 @@ class RemoteShards:
 
     # -- writing --------------------------------------------------------------------------------------------------
 
-    def save(self, tree: Mapping[str, Any], reach: Reach, *, equal: Collection[str] = ()) -> str | None:
+    def save(self, tree: Mapping[str, Any], reach: StateProgress, *, equal: Collection[str] = ()) -> str | None:
         """Write a state tree; every rank calls it with its own parts.
 
         Args:
@@ -84,7 +84,7 @@ class RemoteShards:
                 _log.warning("step %d is not saved: not finite: %s", reach.step, ", ".join(bad[:5]))
             return None
         name = together(group, lambda: f"{reach.step:08d}-{reach.epoch:06d}-{uuid.uuid4().hex[:8]}")[0]
-        files = _SummedObjects(self.store)
+        files = _ChecksummedObjects(self.store)
         written = write_shard(tensors, self.store.path(name), group, files)
         entries = together(group, lambda: self._finish_part(name, written, rest if rank == 0 else None))
         together(group, lambda: self._publish(name, entries) if rank == 0 else None)
@@ -127,15 +127,15 @@ class RemoteShards:
         return sorted(filter(_NAME.fullmatch, names), key=self.reach, reverse=True)
 
     @staticmethod
-    def reach(name: str) -> Reach:
+    def reach(name: str) -> StateProgress:
         """Return step and epoch of a checkpoint.
 
         Example:
             >>> RemoteShards.reach("00000040-000002-9f31c2d4")
-            Reach(step=40, epoch=2)
+            StateProgress(step=40, epoch=2)
         """
         step, epoch, _ = name.split("-")
-        return Reach(int(step), int(epoch))
+        return StateProgress(int(step), int(epoch))
 
     def open(self, name: str, *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
         """Read a checkpoint except its tensors, which are read lazily.
@@ -160,7 +160,7 @@ class RemoteShards:
             rest = load_checkpoint(path)
         sizes = {file: int(entry["size"]) for file, entry in marker.files.items()}
         reader: Any = FileSystemReader(self.store.path(name))
-        reader.fs, reader.path = _SummedObjects(self.store), self.store.path(name)
+        reader.fs, reader.path = _ChecksummedObjects(self.store), self.store.path(name)
         where = f"{self.store.url}/{name}"
         shards = ShardFolder(where, lambda: (self.store.get(f"{name}/{METADATA}"), sizes), reader)
         tree: dict[str, Any] = with_stored(rest, shards)
@@ -195,7 +195,7 @@ class RemoteShards:
             return checksum_of(file)
 
 
-class _SummedObjects(SummedStreams, FsspecFiles):
+class _ChecksummedObjects(ChecksummedStreams, FsspecFiles):
     """Objects of a store."""
 
     def __init__(self, store: ObjectStore):

@@ -20,7 +20,7 @@ from torch import Tensor
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.plain_values import OPAQUE, decode, encode
-from treadle.device.on_the_way import OnTheWay
+from treadle.device.host_transfer import HostTransfer
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import LocalShard, gathered, local_block, without_pending_sums
 from treadle.errors import CheckpointError
@@ -219,7 +219,7 @@ class SmallCopies:
         tree: nesting of dicts, lists and tuples.
 
     Example:
-        >>> SmallCopies({"weight": torch.ones(2)}).arrived()
+        >>> SmallCopies({"weight": torch.ones(2)}).result()
         {}
     """
 
@@ -229,19 +229,19 @@ class SmallCopies:
         groups: dict[Any, list[Any]] = defaultdict(list)
         for identity, tensor in found.items():
             groups[tensor.device, tensor.dtype].append(identity)
-        self._sent: list[tuple[list[Any], OnTheWay]] = []
+        self._sent: list[tuple[list[Any], HostTransfer]] = []
         for identities in groups.values():
             for first in range(0, len(identities), _AT_ONCE):
                 some = identities[first : first + _AT_ONCE]
-                self._sent.append((some, OnTheWay(torch.cat([found[each].view(-1) for each in some]))))
+                self._sent.append((some, HostTransfer(torch.cat([found[each].view(-1) for each in some]))))
 
-    def arrived(self) -> dict[Any, Tensor]:
+    def result(self) -> dict[Any, Tensor]:
         """Wait for the copies and return them by identity, each in separate memory."""
         copies: dict[Any, Tensor] = {}
         for identities, joined in self._sent:
             shapes = [each[2] for each in identities]
             sizes = [shape.numel() for shape in shapes]
-            pieces: Any = torch.split_with_sizes_copy(joined.arrived(), sizes)  # type: ignore[func-returns-value]
+            pieces: Any = torch.split_with_sizes_copy(joined.result(), sizes)  # type: ignore[func-returns-value]
             views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
             copies.update(zip(identities, views, strict=True))
         return copies

@@ -44,7 +44,7 @@ def write_shard(
     tensors: Mapping[str, Tensor | LocalShard],
     folder: Path | str,
     group: dist.ProcessGroup | None,
-    files: SummedStreams | None = None,
+    files: ChecksummedStreams | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Write tensors to an empty folder, with one copy of those that several ranks hold; collective.
 
@@ -61,7 +61,7 @@ def write_shard(
         CheckpointError: it failed on some rank, which is named; raised on all ranks.
     """
     parts = {key: value if isinstance(value, LocalShard) else _all_of(value) for key, value in tensors.items()}
-    summed = files or _SummedFiles()
+    summed = files or _ChecksummedFiles()
     on_host = all(part.local.device.type == "cpu" for part in parts.values())
     # With 0, torch does not wait for the stream on which training continues.
     writer = _Writer(folder, summed, sync=files is None, copy_ahead=0 if on_host else _COPY_AHEAD)
@@ -145,7 +145,7 @@ class _Writer(FileSystemWriter):
             super().finish(metadata, results)
 
 
-class SummedStreams:
+class ChecksummedStreams:
     """File system mixin that records size and CRC-32 of the written data.
 
     Attributes:
@@ -169,7 +169,7 @@ class SummedStreams:
             self.sums[name] = {"size": summed.size, "crc32": f"{summed.crc:08x}"}
 
 
-class _SummedFiles(SummedStreams, FileSystem):
+class _ChecksummedFiles(ChecksummedStreams, FileSystem):
     """Local file system with sums."""
 
 

@@ -193,8 +193,8 @@ def begin(folder: Path) -> Path:
     Raises:
         CheckpointError: a folder or file of that name exists that this library did not write.
     """
-    settle(folder)
-    place = _beside(folder, _NEW) if is_whole(folder) else folder
+    finish_replacement(folder)
+    place = _hidden(folder, _NEW) if is_whole(folder) else folder
     if os.path.lexists(place):
         raise CheckpointError(f"{str(place)!r} is in the way of a checkpoint and is none; move it elsewhere")
     os.mkdir(place)
@@ -204,18 +204,18 @@ def begin(folder: Path) -> Path:
     return place
 
 
-def take_place(folder: Path) -> None:
+def replace_published(folder: Path) -> None:
     """Replace the previous folder by the hidden one, once published."""
-    os.rename(folder, _beside(folder, _OLD))
-    os.rename(_beside(folder, _NEW), folder)
+    os.rename(folder, _hidden(folder, _OLD))
+    os.rename(_hidden(folder, _NEW), folder)
     sync_folder(folder.parent)
 
 
-def settle(folder: Path) -> None:
+def finish_replacement(folder: Path) -> None:
     """Remove unfinished folders; of a folder that was rewritten, keep a complete one."""
     if is_unfinished(folder):
         remove_folder(folder)
-    for other in (_beside(folder, _NEW), _beside(folder, _OLD)):
+    for other in (_hidden(folder, _NEW), _hidden(folder, _OLD)):
         if is_whole(other) and not os.path.lexists(folder):
             os.rename(other, folder)
             sync_folder(folder.parent)
@@ -240,12 +240,12 @@ def unfinished(parent: Path, pattern: str) -> list[Path]:
     return sorted(parent / name for name in left)
 
 
-def tidy(folder: Path) -> None:
-    """Clean up like :func:`settle`, and log removed folders."""
+def remove_unfinished(folder: Path) -> None:
+    """Clean up like :func:`finish_replacement`, and log removed folders."""
     if is_unfinished(folder):
         _log.warning("%s is unfinished, as some rank never wrote its part: it is removed", folder)
-    settle(folder)
+    finish_replacement(folder)
 
 
-def _beside(folder: Path, suffix: str) -> Path:
+def _hidden(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}{suffix}")

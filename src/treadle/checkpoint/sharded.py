@@ -25,7 +25,7 @@ from treadle.checkpoint.retention import date_last
 from treadle.checkpoint.schema import is_finite, non_finite_names
 from treadle.checkpoint.shard_files import write_shard
 from treadle.checkpoint.shard_manifest import MARKER, STATE, checksum
-from treadle.checkpoint.store import put_aside, save_checkpoint
+from treadle.checkpoint.store import non_finite_path, save_checkpoint
 from treadle.distributed.shards import LocalShard
 from treadle.errors import CheckpointError
 
@@ -58,7 +58,7 @@ def save_sharded(
     rank = 0 if group is None else dist.get_rank(group)
     tensors, rest, bad = own_part(tree, equal, group)
     if bad:
-        target = put_aside(target, bad)
+        target = non_finite_path(target, bad)
     try:
         place = together(group, lambda: _begin(target) if rank == 0 else target)[0]
         written = write_shard(tensors, place, group)
@@ -67,7 +67,7 @@ def save_sharded(
     except CheckpointError as error:
         if rank == 0 and not isinstance(error, WriterLostError):  # else another rank may still be writing there
             with contextlib.suppress(OSError):  # the next run tries again at its start
-                shard_manifest.settle(target)
+                shard_manifest.finish_replacement(target)
         raise
     together(group, lambda: _finish(target, None if bad else finish) if rank == 0 else None)
     return target
@@ -77,7 +77,7 @@ def own_part(
     tree: Mapping[str, Any], equal: Collection[str], group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any], list[str]]:
     """Return the tensors that this rank writes, the rest of the tree, and names non-finite on any rank."""
-    tensors, rest = take_apart(tree)
+    tensors, rest = extract_tensors(tree)
     if group is not None and dist.get_rank(group) != 0:
         tensors = {
             key: value for key, value in tensors.items() if isinstance(value, LocalShard) or _is_equal(key, equal)
@@ -127,18 +127,18 @@ def _publish(target: Path, place: Path, files: list[dict[str, Mapping[str, Any]]
     with reported(target):
         shard_manifest.publish(place, {name: entry for part in files for name, entry in part.items()}, ranks=len(files))
         if place != target:
-            shard_manifest.take_place(target)
+            shard_manifest.replace_published(target)
         date_last(target / MARKER, target.parent)
 
 
 def _finish(target: Path, finish: Callable[[Path], object] | None) -> None:
     with contextlib.suppress(OSError):  # folders moved aside are removed at the next start at the latest
-        shard_manifest.settle(target)
+        shard_manifest.finish_replacement(target)
     if finish is not None:
         finish(target)
 
 
-def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any]]:
+def extract_tensors(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard], dict[str, Any]]:
     """Extract the tensors of model, optimizer state and averages, and sharded tensors elsewhere.
 
     Args:
@@ -152,11 +152,11 @@ def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard],
         CheckpointError: the tree itself contains such a dict.
 
     Example:
-        >>> tensors, rest = take_apart({"model": {"w": torch.zeros(1)}, "epoch": 3})
+        >>> tensors, rest = extract_tensors({"model": {"w": torch.zeros(1)}, "epoch": 3})
         >>> list(tensors), rest
         (['model.w'], {'model': {'w': {'treadle.stored': 'model.w'}}, 'epoch': 3})
     """
-    taker = _Taker()
+    taker = _TensorExtractor()
     rest = {}
     for name, value in tree.items():
         if name == "optimizer" and value is not None:
@@ -166,7 +166,7 @@ def take_apart(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor | LocalShard],
     return taker.tensors, rest
 
 
-class _Taker:
+class _TensorExtractor:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor | LocalShard] = {}
         self._keys: dict[int, str] = {}  # by identity: tied weights are stored once

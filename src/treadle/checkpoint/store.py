@@ -21,8 +21,8 @@ from treadle.checkpoint import quick_pickle
 from treadle.checkpoint.files import (
     copy_file,
     first_line,
+    link_sibling,
     make_folder,
-    point_to,
     replacing,
     reported,
     same_contents,
@@ -31,7 +31,7 @@ from treadle.checkpoint.files import (
     write_bytes,
     write_text,
 )
-from treadle.checkpoint.order import NONFINITE, aside_of, furthest_first, is_aside
+from treadle.checkpoint.order import NONFINITE, by_progress, is_moved_aside, non_finite_name
 from treadle.checkpoint.retention import Retention, date_last
 from treadle.checkpoint.safe.archive import ArchiveError, check_last_record, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
@@ -46,10 +46,10 @@ __all__ = [
     "check_written",
     "copy_checkpoint",
     "find_latest",
+    "link_sibling",
     "load_checkpoint",
     "load_weights",
     "open_checkpoint",
-    "point_to",
     "replacing",
     "save_checkpoint",
     "save_tensor",
@@ -198,7 +198,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     target = Path(path)
     bad = non_finite_names(tree)
     if bad:
-        target = put_aside(target, bad)
+        target = non_finite_path(target, bad)
     with reported(target):
         run_off_turn(lambda: _write(tree, target))
     return target
@@ -264,9 +264,9 @@ def _refuse_half_written(temporary: Path, target: Path, content: bytes | None) -
         raise CheckpointError(f"checkpoint {target} was not written: {'; '.join(problems)}; the disk may fail")
 
 
-def put_aside(target: Path, bad: list[str]) -> Path:
+def non_finite_path(target: Path, bad: list[str]) -> Path:
     """Return the path for a non-finite state, and warn."""
-    aside = aside_of(target)
+    aside = non_finite_name(target)
     if distributed.rank() == 0:
         _log.warning(
             "not writing %s: %d tensors are not finite (first: %s); the state goes to %s and no file is pruned",
@@ -297,7 +297,7 @@ def find_latest(
     """
     present = {os.path.realpath(path): path for path in reversed(list(candidates)) if os.path.lexists(path)}
     first = None if prefer is None else os.path.realpath(prefer)
-    paths = furthest_first(path for path in reversed(present.values()) if not is_aside(path))
+    paths = by_progress(path for path in reversed(present.values()) if not is_moved_aside(path))
     for path in sorted(paths, key=lambda path: os.path.realpath(path) != first):
         try:
             return path, load(path)
@@ -306,7 +306,7 @@ def find_latest(
     if present:
         aside = (
             f" (those named {NONFINITE} hold states that are not finite)"
-            if any(map(is_aside, present.values()))
+            if any(map(is_moved_aside, present.values()))
             else ""
         )
         raise CheckpointError(

@@ -24,9 +24,9 @@ from treadle.checkpoint.introspection import (
     Named,
     has_state,
     is_empty,
-    is_of_a_run,
-    is_users,
-    is_users_class,
+    is_engine_or_trainer,
+    is_user_class,
+    is_user_object,
     is_users_root,
     names_used_by,
 )
@@ -78,7 +78,7 @@ class Variables(Named):
             if not _is_special(name):
                 self._used[f"{module}.{name}"] = (variables, name)
                 value = variables.get(name)
-                if has_state(value) and not is_of_a_run(value):
+                if has_state(value) and not is_engine_or_trainer(value):
                     self.stateful[f"{module}.{name}"] = value
         for name, value in _defaults_of(code):
             if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):
@@ -168,7 +168,7 @@ def _code_behind(value: Any, depth: int = 2) -> Iterator[Any]:
             yield from _code_behind(item, depth - 1)
     elif isinstance(value, (type, types.FunctionType, types.MethodType, functools.partial)):
         yield value
-    elif is_users(value):
+    elif is_user_object(value):
         yield type(value)
 
 
@@ -203,7 +203,7 @@ def _function_in(value: Any) -> types.FunctionType | None:
 
 def _is_own_code(code: Any) -> bool:
     """Return whether a class or function is from a script or a package that is not installed."""
-    if not is_users_class(code):
+    if not is_user_class(code):
         return False
     path = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
     return not any(part in path for part in _INSTALLED)
@@ -222,10 +222,10 @@ def _is_special(name: str) -> bool:
 
 
 def _is_variable(value: Any) -> bool:
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or is_of_a_run(value):
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or is_engine_or_trainer(value):
         return False
     held = isinstance(value, (*_KINDS, CachedFunction, functools.partial)) or is_library_value(value)
-    return held or is_table(value) or is_plain_object(value) or (is_users(value) and not has_state(value))
+    return held or is_table(value) or is_plain_object(value) or (is_user_object(value) and not has_state(value))
 
 
 def _texts_in(function: types.FunctionType) -> set[str]:

@@ -48,14 +48,14 @@ class CheckpointWriter:
 
     def __init__(self) -> None:
         self._buffers = HostBuffers()
-        self._flights: list[_Flight] = []  # at most one
+        self._running: list[_BackgroundWrite] = []  # at most one
         self._warm = False
-        weakref.finalize(self, _last_word, self._flights)
+        weakref.finalize(self, _log_lost_errors, self._running)
 
     @property
     def writing(self) -> bool:
         """Whether a write is in progress."""
-        return bool(self._flights) and self._flights[0].is_alive()
+        return bool(self._running) and self._running[0].is_alive()
 
     def save(
         self,
@@ -84,18 +84,18 @@ class CheckpointWriter:
         self._buffers.reclaim()
         tree = collect(self._buffers)
         self._buffers.ready()
-        self._start(_Flight(tree, write, with_peers=with_peers))
+        self._start(_BackgroundWrite(tree, write, with_peers=with_peers))
 
-    def _start(self, flight: _Flight) -> None:
+    def _start(self, running: _BackgroundWrite) -> None:
         if not self._warm:
             torch.save({}, io.BytesIO())  # an import lock held in a thread would stay locked in a forked child
             self._warm = True
         try:
-            flight.begin()
+            running.begin()
         except RuntimeError as error:  # too many threads, or the interpreter is shutting down
             _log.warning("no thread for a background save (%s): this one is written in the foreground", error)
-            flight.run()  # its error is reported like a thread's, so that other ranks learn of it too
-        self._flights.append(flight)
+            running.run()  # its error is reported like a thread's, so that other ranks learn of it too
+        self._running.append(running)
 
     def wait(self) -> None:
         """Wait for the current write.
@@ -103,23 +103,23 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the write failed; raised once.
         """
-        if not self._flights:
+        if not self._running:
             return
-        flight = self._flights[0]
-        while flight.is_alive():
-            flight.thread.join(_HEARTBEAT)
-        self._flights.clear()
-        flight.land()
+        running = self._running[0]
+        while running.is_alive():
+            running.thread.join(_HEARTBEAT)
+        self._running.clear()
+        running.finish()
 
-    def settle(self, *, patience: float = math.inf) -> CheckpointError | None:
+    def wait_for_error(self, *, patience: float = math.inf) -> CheckpointError | None:
         """Wait and return the error instead of raising it.
 
         Args:
             patience: seconds after which a write that waits for other ranks is abandoned.
         """
         try:
-            if self._flights and self._flights[0].with_peers and self._flights[0].outlasts(patience):
-                self._flights.pop().give_up()
+            if self._running and self._running[0].with_peers and self._running[0].runs_longer_than(patience):
+                self._running.pop().abandon()
                 return CheckpointError(
                     f"a background save was given up after {patience:g} s: another rank did not take part in it any "
                     "more. Existing files are intact"
@@ -143,7 +143,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the last write failed, and ``failure`` is None.
         """
-        error = self.settle(patience=math.inf if failure is None else _PATIENCE)
+        error = self.wait_for_error(patience=math.inf if failure is None else _PATIENCE)
         self._buffers.drop()
         if error is not None and failure is None:
             raise error
@@ -151,13 +151,13 @@ class CheckpointWriter:
             _log.error("%s", error)
 
 
-class _Flight:
+class _BackgroundWrite:
     """Single write: its thread, messages and error."""
 
     def __init__(self, tree: Tree, write: Callable[[Tree], object], *, with_peers: bool):
         self.with_peers = with_peers
         self._work: tuple[Callable[[Tree], object], Tree] | None = (write, tree)
-        self._said: list[logging.LogRecord] = []
+        self._messages: list[logging.LogRecord] = []
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self.run, name="treadle-checkpoint", daemon=with_peers)
 
@@ -182,27 +182,27 @@ class _Flight:
         """Buffer the thread's messages: a handler's lock must not be held while a data worker is forked."""
         if threading.current_thread() is not self.thread:
             return True
-        self._said.append(record)
+        self._messages.append(record)
         return False
 
     def is_alive(self) -> bool:
         return self.thread.is_alive()
 
-    def outlasts(self, patience: float) -> bool:
+    def runs_longer_than(self, patience: float) -> bool:
         """Wait up to a timeout, and return whether the write is still running."""
         deadline = time.monotonic() + patience
         while self.is_alive() and time.monotonic() < deadline:
             self.thread.join(_HEARTBEAT)
         return self.is_alive()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Abandon the write: it may finish, but its result is not reported."""
         _log.removeFilter(self._keep)
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """Log the messages and raise the error of the write, in the waiting thread."""
         _log.removeFilter(self._keep)
-        for record in self._said:
+        for record in self._messages:
             _log.handle(record)
         error, self.error = self.error, None
         if isinstance(error, CheckpointError):
@@ -214,11 +214,11 @@ class _Flight:
             ) from error
 
 
-def _last_word(flights: list[_Flight]) -> None:
+def _log_lost_errors(all_running: list[_BackgroundWrite]) -> None:
     """Log the error of a final write that nobody waited for, when the writer or the interpreter ends."""
-    for flight in flights:
-        if not flight.is_alive():
+    for running in all_running:
+        if not running.is_alive():
             try:
-                flight.land()
+                running.finish()
             except CheckpointError as error:
                 _log.error("%s", error)

@@ -17,6 +17,7 @@ from rich.console import Console
 from treadle import distributed
 from treadle.cli.console import result_console, show_report
 from treadle.cli.population import PackMember, Several, as_texts, read_halving, several, silent_console, train_several
+from treadle.cli.settings_command import warn_of_repeats
 from treadle.cli.train_pack import check_each, show_settings
 from treadle.config import format_config
 from treadle.engine import Engine
@@ -143,11 +144,13 @@ def run_several(
 
 def _several(file: Path, settings: Sequence[str], seeds: str | None) -> Several | None:
     """Return the runs that the command line asks for, or None if it asks for a single one."""
-    if seeds is None and not any("," in text for text in settings):
-        return None
-    base = read_target(file, [])
-    known = flat_of_pack(base) if isinstance(base, PackRun) else flat(base)
-    return several(settings, seeds, known.get)
+    found = None
+    if seeds is not None or any("," in text for text in settings):
+        base = read_target(file, [])
+        known = flat_of_pack(base) if isinstance(base, PackRun) else flat(base)
+        found = several(settings, seeds, known.get)
+    warn_of_repeats(settings if found is None else found.fixed)
+    return found
 
 
 def flat_of_pack(run: PackRun) -> dict[str, Any]:

@@ -100,10 +100,11 @@ def several(settings: Sequence[str], seeds: str | None, current: Callable[[str],
         current: returns the current value of a key, or None; commas in a value for a list belong to the list.
 
     Raises:
-        ConfigError: the seeds are invalid, or given twice.
+        ConfigError: the seeds are invalid or given twice, or a key is set twice and once to several values.
     """
     fixed: list[str] = []
     swept: dict[str, list[str]] = {}
+    keys: list[str] = []
     for text in settings:
         found = parse(text) if "=" in text else None
         options = [] if found is None or found.sign != "=" else alternatives(found.raw)
@@ -113,6 +114,11 @@ def several(settings: Sequence[str], seeds: str | None, current: Callable[[str],
         if len(set(options)) < len(options):
             raise found.error("names a value twice")
         swept[("+" if found.new else "") + found.key] = options
+        keys.append(found.key)
+    keys += {parse(text).key for text in fixed if "=" in text}
+    for text in settings:
+        if "=" in text and keys.count(parse(text).key) > 1:
+            raise parse(text).error("the key is set twice, and to several values; set it once")
     numbers = read_seeds(seeds)
     if numbers is not None:
         if "seed" in swept or any(text.lstrip("+").startswith("seed=") for text in fixed):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_report
+from treadle.cli.settings_command import warn_of_repeats
 from treadle.config.grammar import parse
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.runs.launch import refuse_ranks
@@ -53,6 +54,7 @@ def train(cfg: Any) -> float | None:
     with errors_as_one_line(messages), log_to(messages), observing(SessionKeeper()):
         refuse_ranks("scripts/train.py", instead="treadle train graphs")
         hydra = HydraConfig.get()
+        warn_of_repeats(hydra.overrides.task)
         values, options = _settings(hydra)
         if not isinstance(options["resume"], bool):
             raise ConfigError("must be true or false", argument="resume", value=options["resume"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
+
+from treadle.cli.console import message_console
+from treadle.config.grammar import repeated
 
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of typer's bundled copy
 
@@ -23,6 +27,12 @@ class SettingsCommand(TyperCommand):
             if option is not None and not getattr(error, "possibilities", None):
                 error.message += f"; settings are KEY=VALUE: {_as_setting(option, words)}"
             raise
+
+
+def warn_of_repeats(settings: Sequence[str]) -> None:
+    """Print a warning for each key of the settings that is set twice to different values."""
+    for sentence in repeated(settings):
+        message_console().print(f"warning: {sentence}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _as_setting(option: str, words: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,32 @@ def text_of(text: str) -> tuple[str, str]:
     except ConfigError:
         return "", ""
     return found.key, found.raw.strip().strip("'\"")
+
+
+def repeated(settings: Iterable[str]) -> list[str]:
+    """Return a sentence for each key that is set twice to different values, of which the last one counts.
+
+    Args:
+        settings: strings ``key=value``; other strings are ignored.
+
+    Example:
+        >>> repeated(["epochs=1", "lr=0.1", "epochs=2", "lr=1e-1"])
+        ['epochs is set twice, to 1 and to 2; 2 counts']
+    """
+    values: dict[str, list[str]] = {}
+    for text in settings:
+        try:
+            found = parse(text)
+        except ConfigError:
+            continue
+        if found.sign == "=":
+            values.setdefault(found.key, []).append(found.raw.strip())
+    return [
+        f"{key} is set {'twice' if len(given) == 2 else f'{len(given)} times'}, to {' and to '.join(given)}; "
+        f"{given[-1]} counts"
+        for key, given in values.items()
+        if any(read_value(one) != read_value(given[-1]) for one in given)
+    ]
 
 
 def _keys(path: str, text: str) -> tuple[Any, ...]:

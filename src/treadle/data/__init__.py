@@ -9,7 +9,8 @@ from treadle.data.order import GlobalOrder
 from treadle.data.ranks import RankBatchSampler, rank_and_worker, shard_iterable
 from treadle.data.sharded_stream import ShardedStream
 from treadle.data.shuffle_buffer import ShuffleBuffer
-from treadle.data.sources import Source, open_source
+from treadle.data.source import Source
+from treadle.data.sources import open_source
 from treadle.data.tensors import TensorLoader
 from treadle.data.transfer import TransferLoader
 

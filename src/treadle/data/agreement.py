@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
 from treadle import distributed
-from treadle.data.order import GlobalOrder
+from treadle.data.duplicates import fingerprint, repeated_by_ranks
+from treadle.data.order import GlobalOrder, in_global_order
 from treadle.errors import ConfigError
 
+Coordination = Literal["equal", "unequal", "independent"]
 _SETTINGS = (
     "num_samples", "global_batch_size", "num_replicas", "shuffle", "seed", "drop_last", "chunk_rows", "window_chunks",
 )  # fmt: skip
@@ -58,6 +61,60 @@ class Lengths:
                 "the ranks that have more",
                 argument="loader",
             )
+
+
+class EpochAgreement:
+    """Agreement of ranks on the length and the end of an epoch.
+
+    Args:
+        mode: ``"equal"``: epochs must have equally many micro-batches on all ranks; if a length is unknown, all end
+            with the first to end. ``"unequal"``: the lengths are gathered, and may differ. ``"independent"``: nothing
+            is gathered.
+
+    Attributes:
+        lengths: lengths reported by the ranks when the epoch was opened; None on one rank or if independent.
+    """
+
+    def __init__(self, mode: Coordination):
+        self.mode = mode
+        self.lengths: Lengths | None = None
+
+    def open(self, loader: Any, length: int | None, *, exact: bool) -> list[str]:
+        """Gather the length of the epoch on all ranks, before any of them begins it; collective.
+
+        Args:
+            loader: the loader of this rank.
+            length: its number of micro-batches in an epoch, or None.
+            exact: whether the length is exact.
+
+        Returns:
+            Warnings about samples that several ranks read.
+
+        Raises:
+            ConfigError: the ranks shard their data by different orders, or must have equal lengths and do not.
+        """
+        self.lengths = None
+        if self.mode == "independent" or distributed.world_size() == 1:
+            return []
+        ordered = in_global_order(loader)
+        certain = exact or isinstance(loader, (list, tuple, range))
+        order = None if ordered is None else ordered.order
+        trains = self.mode == "equal"
+        data = fingerprint(loader) if trains else 0
+        self.lengths = lengths_of_ranks(length, certain=certain, order=order, data=data)
+        if not trains:
+            return []
+        self.lengths.check_equal()
+        return repeated_by_ranks(loader, same_data=self.lengths.same_data)
+
+    @property
+    def on_each_group(self) -> bool:
+        """Whether some rank may end early, so that ranks must agree on each group."""
+        return self.mode == "equal" and self.lengths is not None and not self.lengths.certain
+
+    def smallest(self, count: int) -> int:
+        """Return the smallest number of micro-batches that a rank has for a group; collective."""
+        return -distributed.agree(-count)
 
 
 def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | None, data: int = 0) -> Lengths:

@@ -71,23 +71,29 @@ class FirstBatches:
 
     def __init__(self, loader: Iterable[Any], amount: Amount, argument: str):
         self._loader = loader
-        self._count = batches_in(amount, _length(loader), argument)
+        self._count = batches_in(amount, length_of(loader), argument)
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._loader), self._count)
 
     def __len__(self) -> int:
-        length = _length(self._loader)
+        length = length_of(self._loader)
         return self._count if length is None else min(length, self._count)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
-def _length(loader: Any) -> int | None:
+def length_of(loader: Any) -> int | None:
+    """Return the number of batches in an epoch of a loader, or None.
+
+    Example:
+        >>> length_of([1, 2]), length_of(iter([1, 2]))
+        (2, None)
+    """
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001  (some loaders know their length once they are iterated, and raise what they like)
         return None
 
 

@@ -7,21 +7,23 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from treadle import distributed
 from treadle.checkpoint.schema import from_plain
-from treadle.data.agreement import Lengths, lengths_of_ranks
+from treadle.data.agreement import Coordination, EpochAgreement, Lengths
 from treadle.data.amount import Amount, batches_in
 from treadle.data.batch_sizes import other_batch_size
-from treadle.data.duplicates import fingerprint, repeated_by_ranks, repeated_by_workers
+from treadle.data.duplicates import repeated_by_workers
 from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place, mismatches, refuse_other_workers
 from treadle.data.order import in_global_order
-from treadle.data.own_state import LoaderState, kept_generators, set_epoch
+from treadle.data.own_state import LoaderState, restored_generators, set_epoch
 from treadle.data.samplers import generators_of
-from treadle.data.sources import Source, open_source
+from treadle.data.samples import explain_collate
+from treadle.data.source import Source
+from treadle.data.sources import open_source
 from treadle.errors import ConfigError
 from treadle.seed import RngState, forked_rng, mix_seed
 
@@ -49,9 +51,7 @@ class Cursor:
     """Position in the data. It is created before its loader, so that a checkpoint can be loaded into it first.
 
     Args:
-        ranks: coordination of several ranks. ``"together"``: their epochs must have equally many micro-batches; if a
-            length is unknown, all end with the first to end. ``"told"``: they inform each other, and may differ.
-            ``"apart"``: none.
+        ranks: coordination of several ranks, see :class:`EpochAgreement`.
         limit: micro-batches after which an epoch ends, or a fraction of it; None for all.
         only: micro-batches from the start of the loader, or a fraction of it, that are read once, kept, and make up
             every epoch; None reads the loader in each epoch.
@@ -61,7 +61,6 @@ class Cursor:
         position: micro-batches consumed in the running epoch. If another number of ranks began the epoch, the number
             that leaves the same remainder.
         ended: whether the running epoch has no more micro-batches.
-        lengths: lengths reported by the ranks when the epoch was opened; None on one rank or with ``"apart"``.
 
     Example:
         >>> cursor = Cursor()
@@ -73,11 +72,12 @@ class Cursor:
     def __init__(
         self,
         *,
-        ranks: Literal["together", "told", "apart"] = "apart",
+        ranks: Coordination = "independent",
         limit: Amount | None = None,
         only: Amount | None = None,
     ) -> None:
-        self.ranks = ranks
+        self._agreement = EpochAgreement(ranks)
+        self._agrees = False  # whether ranks agree on each group of the running epoch
         self._limit = limit
         self._end: int | None = None  # position at which the limit ends an epoch of the attached loader
         self._only = only
@@ -85,7 +85,6 @@ class Cursor:
         self.epoch = 0
         self.position = 0
         self.ended = False
-        self.lengths: Lengths | None = None
         self._place = ResumePoint(0)  # where the running epoch was resumed
         self._passed = 0  # positions before that point that this loader never had
         self._source: Source | None = None
@@ -115,6 +114,10 @@ class Cursor:
             self._iterator = None
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
+    def coordinate(self, ranks: Coordination) -> None:
+        """Set the coordination of several ranks, from the next epoch on."""
+        self._agreement = EpochAgreement(ranks)
+
     def limit_to(self, limit: Amount | None) -> None:
         """End epochs after a number of micro-batches or a fraction of the attached loader; None removes the limit.
 
@@ -128,7 +131,7 @@ class Cursor:
     def _first_batches(self, loader: Any, only: Amount) -> list[Any]:
         """Return the first batches of a loader, in the same order in every process of the run."""
         if self._first is None or loader is not self._first[0]:
-            with forked_rng(0), kept_generators(loader):
+            with forked_rng(0), restored_generators(loader):
                 first = Cursor()
                 first.attach(loader)
                 count = batches_in(only, first.length, "overfit_batches")
@@ -148,36 +151,18 @@ class Cursor:
         if self._iterator is not None or self.ended:
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
-            self._the_source().close()  # copies in persistent workers are set to another epoch
+            self._attached_source().close()  # copies in persistent workers are set to another epoch
         self._epoch_of_workers = self.epoch
         if self._opening is not None:
             self._objects.restore(self._opening.get("objects") or {})  # it may determine the length of the epoch
-        self._the_source().measure()
-        self._ask_ranks()
+        self._attached_source().measure()
+        exact = self._attached_source().exact
+        self.warn(self._agreement.open(self._loader, self.length, exact=exact))
+        self._agrees = self._agreement.on_each_group
         if self._opening is None:
             self._open_fresh()
         else:
             self._reopen(self._opening)
-
-    def _ask_ranks(self) -> None:
-        """Gather the length of the epoch on all ranks, before any of them begins it."""
-        if self.ranks == "apart" or distributed.world_size() == 1:
-            self.lengths = None
-            return
-        source, ordered = self._the_source(), in_global_order(self._loader)
-        certain = source.exact or isinstance(self._loader, (list, tuple, range))
-        order = None if ordered is None else ordered.order
-        trains = self.ranks == "together"
-        data = fingerprint(self._loader) if trains else 0
-        self.lengths = lengths_of_ranks(self.length, certain=certain, order=order, data=data)
-        if trains:
-            self.lengths.check_equal()
-            self.warn(repeated_by_ranks(self._loader, same_data=self.lengths.same_data))
-
-    @property
-    def _asks_at_each_step(self) -> bool:
-        """Return whether some rank may end early, so that ranks must agree on each group."""
-        return self.ranks == "together" and self.lengths is not None and not self.lengths.certain
 
     def _open_fresh(self) -> None:
         self._opening = {
@@ -186,7 +171,7 @@ class Cursor:
             "objects": self._objects.collect(),
         }
         if self._loaded is not None:
-            source = self._the_source()
+            source = self._attached_source()
             length = self._loaded.get("length") if self._loaded.get("objects") else source.length  # these may move it
             now = {"kind": source.kind, "length": length, "num_workers": self._num_workers}
             self.warn(changes_between_epochs(self._loaded, now), topic="resumed position")
@@ -197,8 +182,8 @@ class Cursor:
     def _reopen(self, opening: Mapping[str, Any]) -> None:
         present = self._pending_rng or RngState.capture()
         loaded = self._loaded or {}
-        source = self._the_source()
-        self._go_to_place(loaded)
+        source = self._attached_source()
+        self._seek(loaded)
         now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers,
                "depends_on_workers": self._objects.depends_on_workers}  # fmt: skip
         if self._place.keeps_state:
@@ -221,7 +206,7 @@ class Cursor:
         self._loaded, self._pending_rng, self._pending_generators = None, None, []
         present.restore()
 
-    def _go_to_place(self, loaded: Mapping[str, Any]) -> None:
+    def _seek(self, loaded: Mapping[str, Any]) -> None:
         """Find the stored position in the attached loader, whose ranks and batches may differ."""
         ordered = in_global_order(self._loader)
         self._place = find_place(
@@ -256,13 +241,18 @@ class Cursor:
         digest = hashlib.blake2b(self._opening["rng"]["torch"].numpy().tobytes(), digest_size=8).digest()
         entered = [self._place.start] if self._place.start else []
         seed = mix_seed(int.from_bytes(digest, "little"), self.epoch, distributed.rank(), *entered)
-        source = self._the_source()
+        source = self._attached_source()
         cut = self._end is not None and (source.length is None or self._end < source.length)
         return source.open(skip=skip, seed=seed, state=state, cut=cut)
 
     @property
     def _num_workers(self) -> int:
         return int(getattr(self._loader, "num_workers", None) or 0)
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Lengths reported by the ranks when the epoch was opened; None on one rank or if these are independent."""
+        return self._agreement.lengths
 
     @property
     def loader(self) -> Any:
@@ -275,7 +265,7 @@ class Cursor:
         whole = self._source.length if self._source else None
         return whole if self._end is None else self._end if whole is None else min(whole, self._end)
 
-    def _the_source(self) -> Source:
+    def _attached_source(self) -> Source:
         assert self._source is not None, "attach() comes first"
         return self._source
 
@@ -286,7 +276,7 @@ class Cursor:
             return group
         if count > 1:
             self._check_buffers(count)
-        source, asks, end = self._the_source(), self._asks_at_each_step, self._end
+        source, asks, end = self._attached_source(), self._agrees, self._end
         fresh = self.position == 0
         if end is not None and self.position >= end:
             self.ended, self._iterator = True, None
@@ -296,8 +286,9 @@ class Cursor:
             start = time.perf_counter()
             try:
                 batch = self._next_batch(self._iterator)
-            except BaseException:
-                self._go_back_to(self.position - len(group.batches))
+            except BaseException as error:
+                self._rewind(self.position - len(group.batches))
+                explain_collate(error, self._loader)
                 raise
             if batch is _END:
                 self.ended = True
@@ -340,7 +331,7 @@ class Cursor:
 
     def _end_with_the_first(self, group: Group, count: int) -> None:
         """Drop micro-batches that other ranks do not have, and end the epoch on all ranks."""
-        used = -distributed.agree(-len(group.batches))  # the minimum over ranks
+        used = self._agreement.smallest(len(group.batches))
         unused = len(group.batches) - used
         if unused:
             self.position -= unused
@@ -358,19 +349,19 @@ class Cursor:
         try:
             return next(iterator)
         except StopIteration as error:
-            if not self._the_source().is_over_at(self.position - self._passed):
+            if not self._attached_source().is_over_at(self.position - self._passed):
                 raise RuntimeError(
                     "a StopIteration was raised inside the data set, its collate function or a worker: that is not the "
                     "end of the data"
                 ) from error
             return _END
 
-    def _go_back_to(self, position: int) -> None:
+    def _rewind(self, position: int) -> None:
         """Discard a broken iterator, so that no batch is lost when the epoch is reopened."""
         self.position = position
-        self._break_off({**self.state_dict(), "loader": None})
+        self._suspend({**self.state_dict(), "loader": None})
 
-    def _break_off(self, state: dict[str, Any]) -> None:
+    def _suspend(self, state: dict[str, Any]) -> None:
         """Discard the iterator; the epoch is reopened from a state."""
         self._loaded = state
         self._pending_generators = state["generators"]
@@ -380,7 +371,7 @@ class Cursor:
     def give_back(self, count: int) -> None:
         """Return the last micro-batches: the epoch is reopened before them."""
         self.ended = False
-        self._go_back_to(self.position - count)
+        self._rewind(self.position - count)
 
     def next_epoch(self) -> None:
         """Count the running epoch as completed."""
@@ -402,7 +393,7 @@ class Cursor:
         if not in_background or self._source is None:
             return
         if self._iterator is not None:
-            self._break_off(self.state_dict())
+            self._suspend(self.state_dict())
         self._source.close()
 
     def state_dict(self) -> dict[str, Any]:

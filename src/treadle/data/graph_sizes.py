@@ -51,7 +51,7 @@ def count_sizes(batch: Any) -> tuple[int, ...] | None:
     return tuple(sizes) if declared is None or len(sizes) == int(declared) else None
 
 
-def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
+def record_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
     """Attach the counted sizes to the moved batch, unless its nodes differ.
 
     Args:
@@ -61,8 +61,8 @@ def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
     Example:
         >>> from types import SimpleNamespace
         >>> moved = SimpleNamespace(batch=torch.tensor([0, 2, 2]))
-        >>> note_sizes(moved, (1, 0, 2))
-        >>> noted_sizes(moved.batch), noted_sizes(moved.batch.clone())
+        >>> record_sizes(moved, (1, 0, 2))
+        >>> recorded_sizes(moved.batch), recorded_sizes(moved.batch.clone())
         ((1, 0, 2), None)
     """
     graph_N = getattr(moved, "batch", None)
@@ -71,11 +71,11 @@ def note_sizes(moved: Any, sizes: tuple[int, ...]) -> None:
         setattr(graph_N, _NAME, _Noted(sizes, graph_N._version))
 
 
-def noted_sizes(graph_N: Tensor) -> tuple[int, ...] | None:
+def recorded_sizes(graph_N: Tensor) -> tuple[int, ...] | None:
     """Return the sizes attached to a tensor; None if there are none or it was written to since.
 
     Example:
-        >>> noted_sizes(torch.tensor([0, 0])) is None
+        >>> recorded_sizes(torch.tensor([0, 0])) is None
         True
     """
     noted = getattr(graph_N, _NAME, None)

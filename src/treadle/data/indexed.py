@@ -29,11 +29,14 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
 )
 
-from treadle.data.own_state import WatchedState
+from treadle.data.amount import length_of
+from treadle.data.own_state import WatchedState, hidden_generators
 from treadle.data.ranks import RankBatchSampler
+from treadle.data.samples import unjoined
 from treadle.seed import RngState, mix_seed
 
 # These draw from the global RNG only when opened, never while running, and their length is exact. By type: a subclass
@@ -51,7 +54,7 @@ _KNOWN = (
 )
 
 
-def is_known(loader: Any) -> bool:
+def has_known_order(loader: Any) -> bool:
     """Return whether a DataLoader's order comes from torch's own samplers, whose behaviour is known."""
     lists = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     inner = lists.sampler if type(lists) is BatchSampler else lists
@@ -105,7 +108,12 @@ class _WatchedCollate:
     def __call__(self, rows: Any) -> Any:
         if rows is None:
             return None
-        batch = self.collate(rows)
+        try:
+            batch = self.collate(rows)
+        except (TypeError, RuntimeError) as error:
+            if self.collate is not default_collate or not isinstance(rows, list):
+                raise
+            raise unjoined(error, rows) from error
         self._watch.compare()
         return batch
 
@@ -131,7 +139,7 @@ class _WorkerInit:
             self.user_fn(worker_id)
 
 
-class _Feed:
+class _EpochFeed:
     """Iterator over the index lists of one epoch."""
 
     def __init__(self, lists: Iterable[Any], *, skip: int, seed: int | None, watch: bool, turns: int = 0):
@@ -146,7 +154,7 @@ class _Feed:
         self.exhausted = False
         self.draws_while_running = False
 
-    def __iter__(self) -> _Feed:
+    def __iter__(self) -> _EpochFeed:
         return self
 
     def prime(self) -> None:
@@ -197,7 +205,7 @@ def _moved(before: RngState) -> bool:
     return not (before.python == after.python and same_numpy and torch.equal(before.torch, after.torch))
 
 
-def draw_as_workers_do_when_they_start(generator: torch.Generator | None) -> None:
+def draw_worker_seed(generator: torch.Generator | None) -> None:
     """Make the draw that torch omits when persistent workers begin another epoch.
 
     Persistent workers are not reseeded, while those of a resumed run start and are seeded. Drawing in both cases keeps
@@ -246,43 +254,49 @@ class _IndexFeed:
         self.seed = 0
         self.workers_are_running = False
         self.generator: torch.Generator | None = None
-        self.current: _Feed | None = None
+        self.current: _EpochFeed | None = None
 
     def __iter__(self) -> Iterator[Any]:
         seed = self.seed if self.seeded else None
-        self.current = _Feed(self.lists, skip=self.skip, seed=seed, watch=self.watch, turns=self.turns)
+        self.current = _EpochFeed(self.lists, skip=self.skip, seed=seed, watch=self.watch, turns=self.turns)
         if self.workers_are_running:
-            draw_as_workers_do_when_they_start(self.generator)
+            draw_worker_seed(self.generator)
         return self.current
 
     def __len__(self) -> int:
         return len(self.lists)
 
 
-class IndexedReader:
-    """Reader that opens the epochs of a map-style DataLoader at any position.
+class IndexedSource:
+    """Source that opens the epochs of a map-style DataLoader at any position.
 
     Args:
         loader: the user's loader, which is neither changed nor iterated.
     """
 
+    kind = "indexed"
+    counts_epochs = False
+
     def __init__(self, loader: DataLoader[Any]):
+        self.loader = loader
+        self.length = length_of(loader)
         batched = loader.batch_sampler is not None
         lists = loader.batch_sampler if batched else loader.sampler
-        self.seeded = loader.num_workers > 0
-        self.known = is_known(loader)
-        self.feed = _IndexFeed(lists, seeded=self.seeded, watch=not self.known and not self.seeded)
+        self._seeded = loader.num_workers > 0
+        known = has_known_order(loader)
+        self.exact = self.length is not None and known
+        self.feed = _IndexFeed(lists, seeded=self._seeded, watch=not known and not self._seeded)
         self.feed.generator = loader.generator
         self._watch = WatchedState({"dataset": loader.dataset, "collate_fn": loader.collate_fn})
-        self.loader = self._remake(loader, batched=batched)
+        self._own = self._build_loader(loader, batched=batched)
         self._workers = Workers()
 
-    def _remake(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
-        dataset: Any = _SeededDataset(loader.dataset, self._watch) if self.seeded else loader.dataset
+    def _build_loader(self, loader: DataLoader[Any], *, batched: bool) -> DataLoader[Any]:
+        dataset: Any = _SeededDataset(loader.dataset, self._watch) if self._seeded else loader.dataset
         settings: dict[str, Any] = (
             {"batch_sampler": self.feed} if batched else {"sampler": self.feed, "batch_size": None}
         )
-        if self.seeded:
+        if self._seeded:
             settings["prefetch_factor"] = loader.prefetch_factor
             settings["persistent_workers"] = loader.persistent_workers
             settings["multiprocessing_context"] = loader.multiprocessing_context
@@ -290,29 +304,33 @@ class IndexedReader:
         return DataLoader(
             dataset,
             num_workers=loader.num_workers,
-            collate_fn=_WatchedCollate(loader.collate_fn, self._watch) if self.seeded else loader.collate_fn,
+            collate_fn=_WatchedCollate(loader.collate_fn, self._watch) if self._seeded else loader.collate_fn,
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
-            worker_init_fn=_WorkerInit(loader.worker_init_fn) if self.seeded else loader.worker_init_fn,
+            worker_init_fn=_WorkerInit(loader.worker_init_fn) if self._seeded else loader.worker_init_fn,
             generator=loader.generator,
             pin_memory_device=loader.pin_memory_device,
             **settings,
         )
 
-    def open(self, *, skip: int, seed: int) -> Iterator[Any]:
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         """Open an epoch after ``skip`` micro-batches, under the RNG of the epoch's opening."""
         self.feed.skip, self.feed.seed = skip, seed
-        self.feed.turns = skip % self.loader.num_workers if self.seeded and self.loader.in_order else 0
-        iterator = self._workers.of(iter(self.loader))
+        self.feed.turns = skip % self._own.num_workers if self._seeded and self._own.in_order else 0
+        iterator = self._workers.of(iter(self._own))
         self._watch.stop()  # copies in workers that start later need not check again
-        self.feed.workers_are_running = self.loader.persistent_workers
+        self.feed.workers_are_running = self._own.persistent_workers
         if skip and self.feed.current is not None:
             self.feed.current.prime()
         for _ in range(self.feed.turns):
             next(iterator)
         return iterator
 
-    def finish(self) -> None:
+    def measure(self) -> None:
+        """Update the length, since a data set may grow between two epochs."""
+        self.length = length_of(self.loader)
+
+    def finish(self, iterator: Iterator[Any]) -> None:
         """Exhaust the sampler, as a plain loop does: its generator may advance once more."""
         for _ in self.feed.current or ():
             raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
@@ -323,15 +341,26 @@ class IndexedReader:
 
     def ids_at(self, position: int) -> Any:
         """Return the index list of the batch at ``position``; None if workers may reorder batches."""
-        return self.feed.current.ids_at(position) if self.feed.current is not None and self.loader.in_order else None
+        return self.feed.current.ids_at(position) if self.feed.current is not None and self._own.in_order else None
 
-    @property
-    def draws_while_running(self) -> bool:
-        """Whether the sampler has drawn from the global RNG between batches."""
-        return self.feed.current is not None and self.feed.current.draws_while_running
+    def state(self) -> Any:
+        """Return whether batches are seeded, as they are in workers."""
+        return {"seeded": self._seeded}
+
+    def warnings(self, *, resuming: bool) -> list[str]:
+        """Return warnings about exact resume with this loader."""
+        sentences = hidden_generators(self.loader)
+        if not self._own.in_order:
+            sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
+        if self.feed.current is not None and self.feed.current.draws_while_running:
+            sentences.append(
+                "the sampler draws from the global RNG between batches, so a resume inside an epoch cannot repeat "
+                "its order; give the sampler its own generator"
+            )
+        return sentences
 
     def close(self) -> None:
         """End the workers."""
         self._workers.end()
-        self.loader._iterator = None
+        self._own._iterator = None
         self.feed.workers_are_running = False

@@ -12,10 +12,17 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from treadle.checkpoint.attributes import Attributes, beside
+from treadle.checkpoint.attributes import Attributes, missing_from_state
 from treadle.checkpoint.comparison import same
 from treadle.checkpoint.generators import GENERATORS
-from treadle.checkpoint.introspection import attributes_of, behind, has_state, is_of_a_run, is_users, offered
+from treadle.checkpoint.introspection import (
+    attributes_of,
+    behind,
+    has_state,
+    is_engine_or_trainer,
+    is_user_object,
+    offered,
+)
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
@@ -57,7 +64,7 @@ def owners_of(loader: Any) -> dict[str, Any]:
 
 
 def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
-    if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or is_of_a_run(owner):
+    if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or is_engine_or_trainer(owner):
         return  # the last is an engine or a trainer known to the user's data set: its state holds that of the data
     if isinstance(owner, (list, tuple)):
         for number, item in enumerate(owner[:_DEEPEST]):
@@ -94,8 +101,8 @@ def _is_part(value: Any) -> bool:
     if isinstance(value, (types.MethodType, functools.partial)):
         return True
     if isinstance(value, types.FunctionType):
-        return value.__closure__ is not None and is_users(value)
-    return is_users(value) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
+        return value.__closure__ is not None and is_user_object(value)
+    return is_user_object(value) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__"))
 
 
 def set_epoch(loader: Any, epoch: int) -> bool:
@@ -129,7 +136,7 @@ class LoaderState:
         self.owners["variables"] = Variables(_code_of(loader, self.owners.values()))
         known = {id(owner) for owner in self.owners.values()}
         self._attributes = {
-            path: Attributes(owner, deep=True, leave_out=_OF_TORCHS if _is_torchs(owner) else (), known=known)
+            path: Attributes(owner, deep=True, leave_out=_OF_TORCHS if _is_torch_class(owner) else (), known=known)
             for path, owner in self.owners.items()
             if _has_attributes(owner)
         }
@@ -148,7 +155,7 @@ class LoaderState:
             if has_state(owner):
                 states = {"state": owner.state_dict(), "modules": self._beyond_state(path)}
             if path in self._attributes:
-                states["attributes"] = beside(states.get("state"), self._attributes[path].changed())
+                states["attributes"] = missing_from_state(states.get("state"), self._attributes[path].changed())
             if kept := {name: state for name, state in states.items() if state}:
                 found[path] = to_plain(kept, f"data.objects.{path}", encoding="exact")
         return found
@@ -169,7 +176,7 @@ class LoaderState:
             before = found.get(path, {})
             held, moved = before.get("attributes", {}), entry.get("attributes", {})
             is_kept = path in self._attributes and not has_state(self.owners[path])  # else its own state tells
-            starts = self._attributes[path].starts_of(moved.keys() - held.keys()) if is_kept else {}
+            starts = self._attributes[path].initial_values(moved.keys() - held.keys()) if is_kept else {}
             if starts:
                 found[path] = {**before, "attributes": {**to_plain(starts, path, encoding="exact"), **held}}
         rest = {key: value for key, value in opening.items() if key != "objects"}
@@ -230,7 +237,7 @@ def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
 def _has_attributes(owner: Any) -> bool:
     """Return whether attributes of a data object are saved: without a state dict, or of a user's class."""
     if has_state(owner):
-        return is_users(owner) and not isinstance(owner, nn.Module)
+        return is_user_object(owner) and not isinstance(owner, nn.Module)
     return isinstance(owner, Variables) or not type(owner).__module__.startswith("treadle.")
 
 
@@ -238,7 +245,7 @@ def _name_of(owner: Any) -> str:
     return "" if isinstance(owner, Variables) else type(owner).__name__
 
 
-def _is_torchs(owner: Any) -> bool:
+def _is_torch_class(owner: Any) -> bool:
     return type(owner).__module__.startswith(("torch.", "torchdata."))
 
 
@@ -378,7 +385,7 @@ class WatchedState:
 
 
 @contextlib.contextmanager
-def kept_generators(loader: Any) -> Iterator[None]:
+def restored_generators(loader: Any) -> Iterator[None]:
     """Restore generators, samplers and data sets of a loader after the block, so that its next pass is the same."""
     states = [(generator, generator.get_state()) for generator in generators_of(loader)]
     objects = LoaderState(loader)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Protocol, cast
 import torch
 
 from treadle.data.ranks import rank_and_worker, ranks_of, reader_of
-from treadle.data.streamed import EnteredStream
+from treadle.data.streamed import ResumableStream
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least, checked
 from treadle.seed import mix_seed
@@ -25,7 +25,7 @@ from treadle.seed import mix_seed
 _KINDS = (".tar", ".parquet")
 
 
-class ShardedStream(EnteredStream):
+class ShardedStream(ResumableStream):
     """Stream of samples from ``.tar`` or Parquet files, sharded over ranks and workers by whole files.
 
     Samples of a ``.tar`` are neighbouring members with the same stem, as in WebDataset: ``{"__key__": "0001", "png":

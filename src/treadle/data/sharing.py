@@ -17,7 +17,7 @@ def shared_tensors() -> Iterator[None]:
 
     Example:
         >>> with shared_tensors():
-        ...     one, two = kept_once(torch.ones(3)), kept_once(torch.ones(3))
+        ...     one, two = deduplicated(torch.ones(3)), deduplicated(torch.ones(3))
         >>> one is two
         True
     """
@@ -28,7 +28,7 @@ def shared_tensors() -> Iterator[None]:
         _scopes.pop()
 
 
-def kept_once(tensor: Tensor) -> Tensor:
+def deduplicated(tensor: Tensor) -> Tensor:
     """Return an equal tensor of an earlier loader, or this one; outside :func:`shared_tensors` always this one.
 
     Args:

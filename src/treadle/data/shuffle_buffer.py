@@ -13,13 +13,13 @@ from treadle.checkpoint.introspection import has_state
 from treadle.checkpoint.schema import to_plain
 from treadle.data.indexed import seed_worker
 from treadle.data.ranks import rank_and_worker
-from treadle.data.streamed import Draws, EnteredStream
+from treadle.data.streamed import Draws, ResumableStream
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least, checked
 from treadle.seed import mix_seed
 
 
-class ShuffleBuffer(EnteredStream):
+class ShuffleBuffer(ResumableStream):
     """Shuffle buffer over a stream with state; the buffer has state as well.
 
     It reads ``size`` samples, yields them in another order, and reads the next ones. The state holds no samples: a

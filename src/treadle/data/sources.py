@@ -3,117 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from treadle.checkpoint.introspection import has_state, is_users
-from treadle.data.indexed import IndexedReader, Workers, draw_as_workers_do_when_they_start, is_known
+from treadle.checkpoint.introspection import has_state, is_user_object
+from treadle.data.amount import length_of
+from treadle.data.indexed import IndexedSource, Workers, draw_worker_seed, has_known_order
 from treadle.data.own_state import hidden_generators, unrepeatable_shuffles
 from treadle.data.read_ahead import checked_to_resume, warning_of_drawing_threads
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import samplers_of
+from treadle.data.samples import refuse_single_graphs
+from treadle.data.source import EXACT_REPLAY, FromStart, Source, skipped
 from treadle.data.stateful_workers import drop_iterator, drop_unread_iterator, seeded_workers, seeds_workers
-from treadle.data.streamed import StreamReader, keeps_its_place
+from treadle.data.streamed import StreamSource, is_stateful_stream
 from treadle.data.transfer import TransferLoader, TransferredSource
 from treadle.errors import ConfigError
 from treadle.seed import RngState
-
-
-class Source(Protocol):
-    """Reader that opens the epochs of a loader at any position.
-
-    Attributes:
-        kind: ``"indexed"``, ``"stateful"``, ``"streamed"`` or ``"replayed"``; written into checkpoints.
-        length: micro-batches in an epoch by the loader's ``len``, or None.
-        exact: whether the length is exact, so that the last batch is known to be the last.
-        counts_epochs: whether the state is kept between two epochs, too: the loader's next epoch depends on it.
-    """
-
-    kind: str
-    length: int | None
-    exact: bool
-    counts_epochs: bool
-
-    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
-        """Open an epoch after ``skip`` micro-batches; ``state`` is the result of :meth:`state` at that position.
-
-        Between two epochs, ``state`` is that of the previous epoch's end, or where a limit ``cut`` it.
-        """
-        ...
-
-    def measure(self) -> None:
-        """Update the length, since a data set may grow between two epochs."""
-        ...
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        """Exhaust the loader after the last batch of an exact length, as a plain loop does."""
-        ...
-
-    def is_over_at(self, position: int) -> bool:
-        """Return whether a StopIteration after ``position`` batches can be the end of the data."""
-        ...
-
-    def ids_at(self, position: int) -> Any:
-        """Return what the batch at ``position`` was read with, or None; called once for each batch."""
-        ...
-
-    def state(self) -> Any:
-        """Return the loader's own state as plain values, or None."""
-        ...
-
-    def warnings(self, *, resuming: bool) -> list[str]:
-        """Return warnings about exact resume with this loader."""
-        ...
-
-    def close(self) -> None:
-        """End background workers and threads."""
-        ...
-
-
-class _Indexed:
-    kind = "indexed"
-    counts_epochs = False
-
-    def __init__(self, loader: DataLoader[Any]):
-        self.loader = loader
-        self.reader = IndexedReader(loader)
-        self.length = _length(loader)
-        self.exact = self.length is not None and self.reader.known
-        self.ids_at = self.reader.ids_at
-
-    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
-        return self.reader.open(skip=skip, seed=seed)
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        self.reader.finish()
-
-    def is_over_at(self, position: int) -> bool:
-        return self.reader.is_over_at(position)
-
-    def state(self) -> Any:
-        return {"seeded": self.reader.seeded}
-
-    def close(self) -> None:
-        self.reader.close()
-
-    def warnings(self, *, resuming: bool) -> list[str]:
-        sentences = hidden_generators(self.loader)
-        if not self.reader.loader.in_order:
-            sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
-        if self.reader.draws_while_running:
-            sentences.append(
-                "the sampler draws from the global RNG between batches, so a resume inside an epoch cannot repeat "
-                "its order; give the sampler its own generator"
-            )
-        return sentences
 
 
 class _Stateful:
@@ -121,9 +31,9 @@ class _Stateful:
 
     def __init__(self, loader: Any):
         self.loader = loader
-        self.length = _length(loader)
+        self.length = length_of(loader)
         certain = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        certain = (certain and is_known(loader)) or getattr(loader, "exact_length", False)
+        certain = (certain and has_known_order(loader)) or getattr(loader, "exact_length", False)
         self.exact = self.length is not None and certain
         self._ids = loader.last_ids if isinstance(loader, RowLoader) else None
         self.counts_epochs = not isinstance(loader, (RowLoader, DataLoader))  # their epochs come from elsewhere
@@ -136,7 +46,7 @@ class _Stateful:
     def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         if skip and state is not None and not self._replays:
             self.loader.load_state_dict(state)
-            with _ending_where_it_ends(self.loader), seeded_workers(self.loader, seed):
+            with _without_restart(self.loader), seeded_workers(self.loader, seed):
                 return self._workers.of(iter(self.loader))
         if state is not None and self.counts_epochs:
             self._pass_the_end(state, cut=cut)
@@ -146,13 +56,13 @@ class _Stateful:
             return iter(self.loader)
         if seeds_workers(self.loader):
             with seeded_workers(self.loader, seed):
-                return _passed_over(self._workers.of(iter(self.loader)), skip)
+                return skipped(self._workers.of(iter(self.loader)), skip)
         _draw_for_running_workers(self.loader)
-        iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
+        iterator = skipped(self._workers.of(iter(self.loader)), skip)
         if skip or self._proved:
             return iterator
         self._proved = True
-        watch = checked_to_resume if is_users(self.loader) else warning_of_drawing_threads
+        watch = checked_to_resume if is_user_object(self.loader) else warning_of_drawing_threads
         return watch(self.loader, iterator)
 
     def _pass_the_end(self, state: Any, *, cut: bool) -> None:
@@ -162,13 +72,13 @@ class _Stateful:
         """
         before = RngState.capture()
         self.loader.load_state_dict(state)
-        with _ending_where_it_ends(self.loader):
+        with _without_restart(self.loader):
             if next(iter(self.loader), None) is not None and not cut:
                 self.loader.load_state_dict(state)
         before.restore()
 
     def measure(self) -> None:
-        self.length = _length(self.loader)
+        self.length = length_of(self.loader)
 
     def finish(self, iterator: Iterator[Any]) -> None:
         next(iterator, None)
@@ -200,72 +110,20 @@ class _Stateful:
         return []
 
 
-class _FromStart:
-    """Mixin of sources that open epochs at their start only: a length, and nothing by position."""
-
-    loader: Any
-    length: int | None
-    counts_epochs = False
-
-    def measure(self) -> None:
-        self.length = _length(self.loader)
-
-    def finish(self, iterator: Iterator[Any]) -> None:
-        pass
-
-    def is_over_at(self, position: int) -> bool:
-        return True
-
-    def ids_at(self, position: int) -> Any:
-        return None
-
-
-class _Streamed(_FromStart):
-    kind = "streamed"
-    exact = False
-
-    def __init__(self, loader: DataLoader[Any]):
-        self.loader = loader
-        self.length = _length(loader)
-        self.reader = StreamReader(loader)
-        self.state = self.reader.state
-        self.close = self.reader.close
-
-    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
-        if skip and state is not None:
-            return self.reader.open(seed=seed, state=state)
-        return _passed_over(self.reader.open(seed=seed, state=None), skip)
-
-    def warnings(self, *, resuming: bool) -> list[str]:
-        sentences = hidden_generators(self.loader)
-        name = type(self.loader.dataset).__name__
-        if self.reader.problem is not None:
-            sentences.append(
-                f"the stream {name} cannot be entered in the middle by its state_dict: {self.reader.problem}. A resume "
-                "replays its epoch from the start, reads the consumed batches again and drops them. "
-                f"{_EXACT_REPLAY}; treadle.data.ShardedStream and a treadle.data.ShuffleBuffer around a stream that "
-                "is not shuffled itself are entered where they are"
-            )
-        return sentences
-
-
-_EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
-
-
-class _Replayed(_FromStart):
+class _Replayed(FromStart):
     kind = "replayed"
     exact = False
 
     def __init__(self, loader: Iterable[Any]):
         self.loader = loader
-        self.length = _length(loader)
+        self.length = length_of(loader)
         self.one_shot = isinstance(loader, Iterator)
         self._watched = False
         self._workers = Workers()
 
     def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
         _draw_for_running_workers(self.loader)
-        iterator = _passed_over(self._workers.of(iter(self.loader)), skip)
+        iterator = skipped(self._workers.of(iter(self.loader)), skip)
         if skip or self._watched or self.one_shot:
             return iterator
         self._watched = True
@@ -289,7 +147,7 @@ class _Replayed(_FromStart):
         if resuming and type(self.loader) not in (list, tuple, range):  # replay does not change these
             sentences.append(
                 f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
-                f"batches are read again and dropped. {_EXACT_REPLAY}"
+                f"batches are read again and dropped. {EXACT_REPLAY}"
                 + (
                     "; its persistent workers carry their random state on from epoch to epoch, which a resume cannot"
                     if _keeps_workers(self.loader)
@@ -304,7 +162,7 @@ def _is_users_with_state(sampler: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _ending_where_it_ends(loader: Any) -> Iterator[None]:
+def _without_restart(loader: Any) -> Iterator[None]:
     """Keep a loader with a state at the end of an epoch from starting the next one, as ``torchdata.nodes`` would."""
     restarts = getattr(loader, "restart_on_stop_iteration", None) is True
     if restarts:
@@ -327,7 +185,7 @@ def _draw_for_running_workers(loader: Any) -> None:
     """
     if _keeps_workers(loader) and getattr(loader, "_iterator", None) is not None:
         iter(loader._index_sampler)
-        draw_as_workers_do_when_they_start(getattr(loader, "generator", None))
+        draw_worker_seed(getattr(loader, "generator", None))
 
 
 def _end_persistent_workers(loader: Any) -> None:
@@ -336,21 +194,8 @@ def _end_persistent_workers(loader: Any) -> None:
         drop_iterator(loader)
 
 
-def _passed_over(iterator: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in itertools.islice(iterator, count):
-        pass
-    return iterator
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except Exception:  # noqa: BLE001  (some loaders know their length once they are iterated, and raise what they like)
-        return None
-
-
 def refuse_dataset(loader: Any, argument: str = "loader") -> None:
-    """Raise ConfigError for a data set of single samples, a tensor or a tuple of tensors, instead of batches.
+    """Raise ConfigError for a data set or list of single samples, a tensor or a tuple of tensors, instead of batches.
 
     Args:
         loader: the user's argument.
@@ -362,6 +207,7 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
             "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
             argument=argument,
         )
+    refuse_single_graphs(loader, argument)
     if isinstance(loader, Mapping):
         raise ConfigError("is a dict, whose keys would be taken for batches; pass one loader", argument=argument)
     if isinstance(loader, (Tensor, np.ndarray)) and loader.ndim <= 2:
@@ -380,11 +226,11 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
             )
 
 
-def _is_torchs_own(loader: Any) -> bool:
+def _iterates_like_torch(loader: Any) -> bool:
     """Return whether a DataLoader iterates like torch's class, so that one rebuilt from its parts is equivalent.
 
     Example:
-        >>> _is_torchs_own(DataLoader([1.0]))
+        >>> _iterates_like_torch(DataLoader([1.0]))
         True
     """
     return all(
@@ -393,7 +239,7 @@ def _is_torchs_own(loader: Any) -> bool:
     )
 
 
-def _refuse_counts(loader: Any) -> None:
+def _refuse_sample_counts(loader: Any) -> None:
     """Raise ConfigError for a loader or a stream whose state is a sample count that does not determine their order.
 
     These are litdata and mosaicml-streaming: the ``state_dict`` of their data sets needs numbers from their own
@@ -401,7 +247,7 @@ def _refuse_counts(loader: Any) -> None:
     """
     dataset = getattr(loader, "dataset", None)
     named = callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
-    if not named or not isinstance(dataset, IterableDataset) or keeps_its_place(dataset):
+    if not named or not isinstance(dataset, IterableDataset) or is_stateful_stream(dataset):
         return
     if hasattr(dataset, "next_epoch"):  # mosaicml-streaming
         raise ConfigError(
@@ -435,14 +281,14 @@ def open_source(loader: Any) -> Source:
     if isinstance(loader, TransferLoader):
         return TransferredSource(open_source(loader.loader), loader)
     refuse_dataset(loader)
-    _refuse_counts(loader)
+    _refuse_sample_counts(loader)
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return _Stateful(loader)
     map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    if map_style and _is_torchs_own(loader) and hasattr(loader.dataset, "__getitem__"):
-        return _Indexed(loader)
-    if isinstance(loader, DataLoader) and _is_torchs_own(loader) and keeps_its_place(loader.dataset):
-        return _Streamed(loader)
+    if map_style and _iterates_like_torch(loader) and hasattr(loader.dataset, "__getitem__"):
+        return IndexedSource(loader)
+    if isinstance(loader, DataLoader) and _iterates_like_torch(loader) and is_stateful_stream(loader.dataset):
+        return StreamSource(loader)
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigError(
             f"a {type(loader).__name__} is not iterable; pass a DataLoader or another iterable of batches",

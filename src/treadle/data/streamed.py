@@ -8,6 +8,7 @@ the consumed batches, regardless of prefetching, and random augmentation does no
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import pickle
 import random
@@ -24,16 +25,19 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from treadle.checkpoint.comparison import same
 from treadle.checkpoint.introspection import has_state
 from treadle.checkpoint.schema import to_plain
+from treadle.data.amount import length_of
 from treadle.data.indexed import Workers, seed_worker
+from treadle.data.own_state import hidden_generators
+from treadle.data.source import EXACT_REPLAY, FromStart, skipped
 from treadle.errors import CheckpointError
 from treadle.seed import mix_seed
 
 
-def keeps_its_place(dataset: Any) -> bool:
+def is_stateful_stream(dataset: Any) -> bool:
     """Return whether a stream has a state that may be its position: ``state_dict()`` without arguments.
 
     Example:
-        >>> keeps_its_place([1, 2])
+        >>> is_stateful_stream([1, 2])
         False
     """
     if not isinstance(dataset, IterableDataset) or not has_state(dataset):
@@ -48,7 +52,7 @@ def keeps_its_place(dataset: Any) -> bool:
     return True
 
 
-class EnteredStream(IterableDataset[Any]):
+class ResumableStream(IterableDataset[Any]):
     """Stream whose state is known to restore its position; others are tested."""
 
 
@@ -66,7 +70,7 @@ class SeededStream(IterableDataset[Any]):
         seed: of the epoch.
         start: initial states of all workers; empty starts from the beginning.
         first: the worker to be read first.
-        tries: whether some samples are read a second time, to test that the state restores the position.
+        tests_state: whether some samples are read a second time, to test that the state restores the position.
     """
 
     def __init__(self, dataset: Any, *, batch_size: int | None, seeded: bool):
@@ -76,8 +80,8 @@ class SeededStream(IterableDataset[Any]):
         self.seed = 0
         self.start: list[Mapping[str, Any] | None] = []
         self.first = 0
-        self.tries = False
-        self.tried: _Trial | None = None
+        self.tests_state = False
+        self.test: _StateTest | None = None
         self._reads = 0
         self._ended = False
 
@@ -92,7 +96,7 @@ class SeededStream(IterableDataset[Any]):
         worker = self.worker
         state = self.start[worker] if self.start else None
         self._reads, self._ended = (0, False) if state is None else (int(state["reads"]), bool(state["ended"]))
-        self.tried = _Trial(self.dataset) if self.tries and worker == 0 and state is None else None
+        self.test = _StateTest(self.dataset) if self.tests_state and worker == 0 and state is None else None
         if state is not None and not self._ended and state["dataset"] is not None:
             self.dataset.load_state_dict(to_plain(state["dataset"], "dataset"))
         iterator = iter(self.dataset)
@@ -107,7 +111,7 @@ class SeededStream(IterableDataset[Any]):
         while not self._ended:
             if self.seeded and self._reads % self.batch_size == 0:
                 seed_worker(mix_seed(self.seed, worker, self._reads // self.batch_size))
-            before = None if self.tried is None else Draws()
+            before = None if self.test is None else Draws()
             try:
                 sample = next(self._iterator)
             except StopIteration:
@@ -118,8 +122,8 @@ class SeededStream(IterableDataset[Any]):
                 return
             fresh = False
             self._reads += 1
-            if self.tried is not None and before is not None:
-                self.tried.see(sample, before)
+            if self.test is not None and before is not None:
+                self.test.record(sample, before)
             yield sample
 
     def enter(self, state: Mapping[str, Any]) -> None:
@@ -189,14 +193,14 @@ class Draws:
         torch.set_rng_state(self._states[2])
 
 
-class _Trial:
+class _StateTest:
     """Test that a stream's state restores its position, by reading some samples from a copy too.
 
     Tests run after 1, 8, 64, ... samples, to find states that become wrong when an inner buffer is refilled.
 
     Attributes:
         problem: why the test failed; None if it passed or is not finished.
-        over: whether the first test is over.
+        finished: whether the first test is finished.
     """
 
     def __init__(self, dataset: Any):
@@ -205,7 +209,7 @@ class _Trial:
         self._reads = 0
         self._next = 1
         self._last: Any = None  # state after the previous sample, while the current one is tested
-        self.over = False
+        self.finished = False
         self.problem = shuffle_buffer_of_datasets(dataset)
         if self.problem is None:
             try:
@@ -213,7 +217,7 @@ class _Trial:
             except Exception as error:  # noqa: BLE001  (a data set of any kind)
                 self.problem = f"it cannot be copied to try it ({type(error).__name__})"
 
-    def see(self, sample: Any, before: Draws) -> None:
+    def record(self, sample: Any, before: Draws) -> None:
         """Record a sample and the random state before it."""
         if self.problem is not None:
             return
@@ -221,16 +225,16 @@ class _Trial:
         if self._last is not None:
             after = Draws()
             try:
-                self.problem = self._tried(sample, before)
+                self.problem = self._test_state(sample, before)
             except Exception as error:  # noqa: BLE001  (a data set of any kind)
                 self.problem = f"loading it raises {type(error).__name__}"
             finally:
                 after.restore()
-            self.over, self._last = True, None
+            self.finished, self._last = True, None
         if self._reads == self._next:
             self._last, self._next = copy.deepcopy(self._dataset.state_dict()), self._next * 8
 
-    def _tried(self, sample: Any, before: Draws) -> str | None:
+    def _test_state(self, sample: Any, before: Draws) -> str | None:
         after = f"after {self._reads - 1:,} samples"
         if _alike(self._dataset.state_dict(), self._last):
             return f"it is the same {after} and after one more"
@@ -285,31 +289,32 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 @dataclass
-class _Carried:
+class _BatchWithState:
     """Batch with the state of its worker after it."""
 
     batch: Any
     worker: int
     state: Any
-    tried: tuple[bool, str | None]
+    test_finished: bool
+    problem: str | None
 
-    def pin_memory(self) -> _Carried:
+    def pin_memory(self) -> _BatchWithState:
         pinned = pin_memory(self.batch)  # type: ignore[no-untyped-call]
-        return _Carried(pinned, self.worker, self.state, self.tried)
+        return dataclasses.replace(self, batch=pinned)
 
 
-class _Carrying:
+class _StateCollate:
     """User's collate function, whose result is sent with the state of the stream."""
 
     def __init__(self, stream: SeededStream, collate: Callable[[Any], Any]):
         self.stream = stream
         self.collate = collate
 
-    def __call__(self, samples: Any) -> _Carried:
-        batch, trial = self.collate(samples), self.stream.tried
-        tried = (False, None) if trial is None else (trial.over, trial.problem)
-        known_bad = tried[1] is not None
-        return _Carried(batch, self.stream.worker, None if known_bad else self.stream.state_dict(), tried)
+    def __call__(self, samples: Any) -> _BatchWithState:
+        batch, test = self.collate(samples), self.stream.test
+        finished, problem = (False, None) if test is None else (test.finished, test.problem)
+        state = None if problem is not None else self.stream.state_dict()
+        return _BatchWithState(batch, self.stream.worker, state, finished, problem)
 
 
 class StreamInit:
@@ -332,8 +337,8 @@ class StreamInit:
             self.user_fn(worker)
 
 
-class StreamReader:
-    """Reader that opens the epochs of a DataLoader over a stateful stream at any position.
+class StreamSource(FromStart):
+    """Source that opens the epochs of a DataLoader over a stateful stream at any position.
 
     Args:
         loader: the user's loader, which is neither changed nor iterated.
@@ -342,17 +347,22 @@ class StreamReader:
         problem: why the stream cannot be resumed in the middle, or None.
     """
 
+    kind = "streamed"
+    exact = False
+
     def __init__(self, loader: DataLoader[Any]):
-        self.workers = max(1, loader.num_workers)
+        self.loader = loader
+        self.length = length_of(loader)
+        self._num_workers = max(1, loader.num_workers)
         self.stream = SeededStream(loader.dataset, batch_size=loader.batch_size, seeded=loader.num_workers > 0)
         self.problem = _problem_of_workers(loader) or shuffle_buffer_of_datasets(loader.dataset)
-        self._enters = isinstance(loader.dataset, EnteredStream)
+        self._enters = isinstance(loader.dataset, ResumableStream)
         self._states: list[Any] = []
         self._next = 0
-        self._running = Workers()
-        self._loader = self._remake(loader)
+        self._workers = Workers()
+        self._own = self._build_loader(loader)
 
-    def _remake(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+    def _build_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         settings: dict[str, Any] = {}
         if loader.num_workers > 0:  # not persistent: each epoch has a seed, which workers get at their start
             settings["prefetch_factor"] = loader.prefetch_factor
@@ -364,7 +374,7 @@ class StreamReader:
             batch_size=loader.batch_size,
             drop_last=loader.drop_last,
             num_workers=loader.num_workers,
-            collate_fn=_Carrying(self.stream, loader.collate_fn),
+            collate_fn=_StateCollate(self.stream, loader.collate_fn),
             pin_memory=loader.pin_memory,
             timeout=loader.timeout,
             generator=loader.generator,
@@ -372,33 +382,34 @@ class StreamReader:
             **settings,
         )
 
-    def open(self, *, seed: int, state: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Open an epoch at its start, or at the position of ``state``.
+    def open(self, *, skip: int, seed: int, state: Any, cut: bool = False) -> Iterator[Any]:
+        """Open an epoch at the position of ``state``, or at its start and drop ``skip`` batches.
 
         Raises:
             CheckpointError: the state has another number of workers.
         """
+        state = state if skip else None
         states = [] if state is None else list(state["workers"])
-        if states and len(states) != self.workers:
+        if states and len(states) != self._num_workers:
             raise CheckpointError(
                 f"the stream's state was saved with num_workers={len(states)} and cannot be loaded with "
-                f"num_workers={self.workers}: keep the number"
+                f"num_workers={self._num_workers}: keep the number"
             )
         self.stream.seed, self.stream.start = seed, states
         self.stream.first = self._next = 0 if state is None else int(state["next"])
-        self.stream.tries = not self._enters and not states and self.problem is None
-        self._states = states or [None] * self.workers
+        self.stream.tests_state = not self._enters and not states and self.problem is None
+        self._states = states or [None] * self._num_workers
         self._enters = self._enters or bool(states)
-        return self._batches(self._running.of(iter(self._loader)))
+        batches = self._batches(self._workers.of(iter(self._own)))
+        return skipped(batches, skip) if state is None else batches
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for carried in iterator:
-            over, problem = carried.tried
-            self._enters = self._enters or (over and problem is None)
-            self.problem = self.problem or problem
-            self._states[carried.worker] = carried.state
-            self._next = (carried.worker + 1) % self.workers
-            yield carried.batch
+        for sent in iterator:
+            self._enters = self._enters or (sent.test_finished and sent.problem is None)
+            self.problem = self.problem or sent.problem
+            self._states[sent.worker] = sent.state
+            self._next = (sent.worker + 1) % self._num_workers
+            yield sent.batch
 
     def state(self) -> dict[str, Any] | None:
         """Return the position after the last batch; None if it is known only as a count."""
@@ -406,6 +417,19 @@ class StreamReader:
             return None
         return {"workers": to_plain(self._states, "data.loader"), "next": self._next}
 
+    def warnings(self, *, resuming: bool) -> list[str]:
+        """Return warnings about exact resume with this stream."""
+        sentences = hidden_generators(self.loader)
+        name = type(self.loader.dataset).__name__
+        if self.problem is not None:
+            sentences.append(
+                f"the stream {name} cannot be entered in the middle by its state_dict: {self.problem}. A resume "
+                "replays its epoch from the start, reads the consumed batches again and drops them. "
+                f"{EXACT_REPLAY}; treadle.data.ShardedStream and a treadle.data.ShuffleBuffer around a stream that "
+                "is not shuffled itself are entered where they are"
+            )
+        return sentences
+
     def close(self) -> None:
         """End the workers."""
-        self._running.end()
+        self._workers.end()

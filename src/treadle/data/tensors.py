@@ -11,7 +11,7 @@ from torch import Tensor
 
 from treadle.data.order import GlobalOrder
 from treadle.data.rows import LastRows, Read, RowLoader, noted, one_number_of_rows
-from treadle.data.sharing import kept_once
+from treadle.data.sharing import deduplicated
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 
@@ -84,7 +84,7 @@ class TensorLoader(RowLoader):
             num_replicas=num_replicas,
         )
         _check_buffers(num_buffers, found)
-        self.tensors = tuple(kept_once(tensor if device is None else tensor.to(device)) for tensor in found)
+        self.tensors = tuple(deduplicated(tensor if device is None else tensor.to(device)) for tensor in found)
         self.num_buffers = num_buffers
         self._buffers: dict[int, tuple[Tensor, ...]] = {}
         self._apart = len({tensor.device for tensor in self.tensors}) > 1
@@ -99,7 +99,7 @@ class TensorLoader(RowLoader):
             order, rank = self.order, self._rank_of()[0]
             outs = self._outs(len(order.part(0, rank)), order)
             if outs is not None:
-                spare = TRIED_AHEAD * order.global_batch_size
+                spare = MAX_OVERRUN * order.global_batch_size
                 self._gather = RowGather(self.tensors, outs, self.names, num_rows=self.num_rows, spare=spare)
         return self._gather
 
@@ -159,7 +159,7 @@ class TensorLoader(RowLoader):
         return [buffer[:count] for buffer in self._buffers[number]]
 
 
-TRIED_AHEAD = 16
+MAX_OVERRUN = 16
 """Batches that may be gathered after the one that was given last where nothing comes of it: also beyond the epoch."""
 
 

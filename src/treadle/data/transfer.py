@@ -19,7 +19,7 @@ from treadle.errors.arguments import checked
 from treadle.nested import map_nested_tensor
 
 if TYPE_CHECKING:
-    from treadle.data.sources import Source
+    from treadle.data.source import Source
 
 _log = logging.getLogger("treadle.data")
 

@@ -33,16 +33,16 @@ class Host(Protocol):
         """Yield to other runs until something is ready, or until none of them has anything to do."""
         ...
 
-    def beside(self, work: Callable[[], T]) -> T:
+    def run_off_turn(self, work: Callable[[], T]) -> T:
         """Yield to other runs while a function runs, and return its result."""
         ...
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     host: Host | None = None
 
 
-_THREAD = _OfThread()
+_THREAD = _ThreadState()
 
 
 @contextlib.contextmanager
@@ -113,4 +113,4 @@ def run_off_turn(work: Callable[[], T]) -> T:
         >>> run_off_turn(lambda: 3)
         3
     """
-    return work() if _THREAD.host is None else _THREAD.host.beside(work)
+    return work() if _THREAD.host is None else _THREAD.host.run_off_turn(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle import distributed
 from treadle.data.cursor import Group
 from treadle.engine.failure import non_finite_error
-from treadle.engine.leaving import leave_after_step
+from treadle.engine.logits import warn_of_logits
 from treadle.engine.masks import warn_of_masks
 from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
+from treadle.engine.signal_exit import exit_after_step
 from treadle.means import RunningMeans, Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
@@ -58,6 +60,7 @@ class Attempt:
         term_totals: counts of the loss terms over all micro-batches and ranks; None if no term has a count.
         num_ranks: number of ranks of the run.
         keeps_outputs: whether the record keeps the model's outputs, for tasks that need them after a replay.
+        inspect: called with the first loss, which still has its graph; None for none.
 
     Attributes:
         info: the record that hooks read as ``trainer.step_info``.
@@ -72,7 +75,7 @@ class Attempt:
         ([tensor(2.)], {'n': 3})
     """
 
-    __slots__ = ("_keeps_outputs", "_num_ranks", "group", "info", "outputs", "rank_messages", "term_totals")
+    __slots__ = ("_inspect", "_keeps_outputs", "_num_ranks", "group", "info", "outputs", "rank_messages", "term_totals")
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class Attempt:
         term_totals: Mapping[str, float] | None = None,
         num_ranks: int = 1,
         keeps_outputs: bool = False,
+        inspect: Callable[[Tensor], None] | None = None,
     ):
         self.group = Group() if group is None else group
         self.term_totals = term_totals
@@ -94,10 +98,14 @@ class Attempt:
         })  # fmt: skip
         self._num_ranks = num_ranks
         self._keeps_outputs = keeps_outputs
+        self._inspect = inspect
 
     def record_output(self, output: StepOutput) -> None:
         """Add the detached loss and records of a micro-batch."""
         weight = 1.0 if output.weight is None else output.weight
+        if self._inspect is not None and output.loss is not None:
+            self._inspect(output.loss)
+            self._inspect = None
         loss = None if output.loss is None else output.loss.detach()
         if self.term_totals is not None and loss is not None:
             # It is a share of the step's loss. The mean of the shares times their number is their sum, and with weights
@@ -197,6 +205,7 @@ def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float]
     engine.attempt = Attempt(
         group, rates=rates, tries=engine.progress.tries, term_totals=term_totals, num_ranks=engine.num_ranks,
         keeps_outputs=engine.guard.recording and hasattr(engine.task, "replayed"),
+        inspect=partial(warn_of_logits, engine) if engine.progress.step <= 1 == engine.progress.tries else None,
     )  # fmt: skip
     if engine.guard.plan is not None:
         engine.guard.plan.watch()
@@ -295,7 +304,7 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     engine.events.emit(engine, "on_after_step")
     engine.events.write_requested()
     if engine.signals.plans:
-        leave_after_step(engine)
+        exit_after_step(engine)
 
 
 def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
@@ -304,7 +313,7 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
     The optimizer skipped that step and every later one, so the weights and its state are those of the last applied
     step. The schedule and the averages in memory are ahead by as many updates; the saved state is checked first.
     """
-    engine.progress.take_back(late.undone)
+    engine.progress.subtract_applied(late.undone)
     clear_gradients(engine)
     raise non_finite_error(engine, late.place, late.norm)
 

@@ -25,7 +25,7 @@ from treadle.engine.attempt import Attempt
 from treadle.engine.events import Events
 from treadle.engine.hook import BaseHook
 from treadle.engine.progress import Progress
-from treadle.engine.session import Declared
+from treadle.engine.session import HookDeclarations
 from treadle.engine.settings import Capture, EngineSettings, Steps
 from treadle.engine.signals import ExitPlan, SignalListener
 from treadle.engine.state import Driver, RunState
@@ -67,7 +67,7 @@ class EngineBase:
     num_ranks: int
 
     # -- machinery, made by prepare()
-    declared: Declared  # what hooks declare: averages, messages between ranks
+    declared: HookDeclarations  # what hooks declare: averages, messages between ranks
     events: Events
     signals: SignalListener
     exchange: GradientExchange
@@ -93,13 +93,13 @@ class EngineBase:
         self.should_stop = False
         self.target = Target(max_steps=0)
         limits = settings.limits
-        self.cursor = Cursor(ranks="together", limit=limits.train, only=limits.overfit_batches)
+        self.cursor = Cursor(ranks="equal", limit=limits.train, only=limits.overfit_batches)
         self.eval_cursor = Cursor()
         self.progress = Progress()
         self.attempt = Attempt()
         self.state = RunState(state_options or StateOptions())
         self.num_ranks = 1
-        self.declared = Declared()
+        self.declared = HookDeclarations()
         self.events = Events()
         self.signals = SignalListener()
         self.guard = FiniteGuard()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from treadle.engine.attempt import Attempt
-from treadle.engine.leaving import leave_after_step
+from treadle.engine.signal_exit import exit_after_step
 from treadle.optim.nonfinite import StepLocation
 from treadle.task import StepOutput, add_output
 
@@ -104,7 +104,7 @@ def run_ahead(engine: Engine) -> bool:
     steps = engine.steps
     if not isinstance(steps, RunsAhead):
         return False
-    count = min(steps_to_look(engine), _most_at(steps.pace))
+    count = min(steps_until_hooks(engine), _steps_per_interval(steps.pace))
     started = time.perf_counter()
     if count < 2 or not steps.may_run_ahead():
         return False
@@ -117,11 +117,11 @@ def run_ahead(engine: Engine) -> bool:
         hook.on_after_steps(engine, block)
     engine.events.write_requested()
     if engine.signals.plans:
-        leave_after_step(engine)
+        exit_after_step(engine)
     return True
 
 
-def steps_to_look(engine: Engine) -> int:
+def steps_until_hooks(engine: Engine) -> int:
     """Return how many steps may run until hooks must see the last of them."""
     target, cursor, progress = engine.target, engine.cursor, engine.progress
     if engine.should_stop or engine.signals.received or cursor.length is None or engine.accumulation_steps > 1:
@@ -138,7 +138,7 @@ def steps_to_look(engine: Engine) -> int:
     return count
 
 
-def _most_at(pace: float | None) -> int:
+def _steps_per_interval(pace: float | None) -> int:
     """Return how many steps fill a quarter of a second: signals are checked between blocks."""
     return _FIRST if pace is None else max(_LEAST, min(MOST, int(_SECONDS / max(pace, 1e-6))))
 

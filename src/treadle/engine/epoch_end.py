@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle.data.cursor import Group
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import non_finite_error
-from treadle.engine.leaving import leave_on_signal
 from treadle.engine.session import ranks_stop, resume_from_hooks, training_session
+from treadle.engine.signal_exit import exit_on_signal
 from treadle.engine.stopping import Target
 from treadle.errors import DataExhaustedError
 from treadle.optim.schedules import step_plateau
@@ -45,7 +45,7 @@ def finish_epoch(engine: Engine, *, moves_schedule: bool = True) -> None:
     try:
         value = score_epoch() if score_epoch is not None else engine.train_means().get("loss")
     except EvaluationAbandoned:
-        leave_on_signal(engine)
+        exit_on_signal(engine)
         raise
     engine.state.schedule.compare(engine, expected=not moves_schedule)
     if moves_schedule:

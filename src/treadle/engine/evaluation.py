@@ -18,9 +18,9 @@ from torch.utils.data import DistributedSampler
 from treadle import distributed
 from treadle.data.amount import Amount, batches_in
 from treadle.data.cursor import Cursor
-from treadle.data.own_state import kept_generators
+from treadle.data.own_state import restored_generators
 from treadle.data.samplers import samplers_of
-from treadle.engine.failure import noting_batch
+from treadle.engine.failure import batch_named_in_errors
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
@@ -114,7 +114,7 @@ def try_override(evaluate: Callable[[], Any], logger: logging.Logger) -> Mapping
         ConfigError: it does not return a dict of numbers.
     """
     try:
-        with enclosed_kept(evaluate):
+        with restored_closure(evaluate):
             return results_of("evaluate", evaluate())
     except ConfigError:
         raise
@@ -127,12 +127,12 @@ def try_override(evaluate: Callable[[], Any], logger: logging.Logger) -> Mapping
 
 
 @contextlib.contextmanager
-def enclosed_kept(function: Callable[..., Any]) -> Iterator[None]:
+def restored_closure(function: Callable[..., Any]) -> Iterator[None]:
     """Restore, after the block, the plain values and container contents in a function's closure.
 
     Example:
         >>> calls = (lambda seen: lambda: seen.append(1) or len(seen))([])
-        >>> with enclosed_kept(calls):
+        >>> with restored_closure(calls):
         ...     _ = calls()
         >>> calls()
         1
@@ -194,7 +194,8 @@ def for_each_batch(
         EvaluationAbandoned: ``interrupted`` returned True.
     """
     cursor = Cursor() if cursor is None else cursor
-    cursor.ranks = "together" if distributed.is_sharded(model) else "apart" if interrupted is None else "told"
+    sharded = distributed.is_sharded(model)
+    cursor.coordinate("equal" if sharded else "independent" if interrupted is None else "unequal")
     with evaluation_rules(model, loader, eval_seed=eval_seed):
         cursor.restart()
         cursor.warn(copies_in(loader))
@@ -209,7 +210,7 @@ def for_each_batch(
                 if interrupted is not None and left_in_common > 0 and interrupted():
                     raise EvaluationAbandoned
                 left_in_common -= 1
-                with precision.autocast(), noting_batch(batches[0], "evaluation"):
+                with precision.autocast(), batch_named_in_errors(batches[0], "evaluation"):
                     fn(batches[0])
         except BaseException:
             cursor.close()  # workers must not outlive the evaluation through the error's traceback
@@ -250,7 +251,7 @@ def evaluation_rules(model: nn.Module, loader: Any, *, eval_seed: int = 0) -> It
     """Enter eval mode without gradients and with a separate RNG, leaving training unaffected."""
     rank = distributed.rank()
     seed = mix_seed(eval_seed, rank) if rank else eval_seed  # ranks must not draw the same numbers
-    with forked_rng(seed), kept_generators(loader), evaluation_mode(model):
+    with forked_rng(seed), restored_generators(loader), evaluation_mode(model):
         yield
 
 
@@ -264,7 +265,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), _kept_to_itself(distributed.replicated(model)):
+        with torch.no_grad(), _without_buffer_sync(distributed.replicated(model)):
             yield
     finally:
         for module, training in modes:
@@ -273,7 +274,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept_to_itself(replicas: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
+def _without_buffer_sync(replicas: nn.parallel.DistributedDataParallel | None) -> Iterator[None]:
     """Keep a replica from synchronizing buffers in its forward passes, since other ranks may run fewer."""
     if replicas is None:
         yield

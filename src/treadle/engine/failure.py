@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.errors import NonFiniteError, RankLostError, TreadleError
+from treadle.nested import shapes_of
 from treadle.optim.nonfinite import StepLocation
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 NOTE = "in step"
 """How the note begins that an error of a step is given."""
 
-_SHOWN = 6
 _LATER = 5  # seconds; torchrun takes the earliest error as the cause, and its timestamps are whole seconds
 _GONE = ("closed by peer", "reset by peer", "broken pipe", "socket closed", "connection refused", "remote process")
 _SILENT = ("timed out", "timeout")
@@ -38,13 +38,13 @@ _BACKENDS = ("gloo", "nccl", "tcpstore")
 
 
 @contextlib.contextmanager
-def failing_by_name(engine: Engine) -> Iterator[None]:
+def errors_logged_with_rank(engine: Engine) -> Iterator[None]:
     """Log an error raised in the block, with the rank and the location, if there are several ranks.
 
     Raises:
         RankLostError: in place of a collective's error, if another rank is gone or does not respond.
     """
-    _forget_error()
+    _remove_error_file()
     try:
         yield
     except (SystemExit, GeneratorExit):
@@ -57,10 +57,10 @@ def failing_by_name(engine: Engine) -> Iterator[None]:
         lost = lost_rank(error)
         if lost is None:
             engine.logger.error("%s", _line(engine, error))
-            leave_error(error)
+            write_error_file(error)
             raise
         engine.logger.error("rank %d: %s", distributed.rank(), lost)
-        leave_error(lost)
+        write_error_file(lost)
         if lost is error:
             raise
         raise lost from error
@@ -87,11 +87,11 @@ def _note_groups(engine: Engine, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def noting_batch(batch: Any, place: str) -> Iterator[None]:
+def batch_named_in_errors(batch: Any, place: str) -> Iterator[None]:
     """Add the shapes of a batch to an error that leaves the block, as a note, unless it is one of this library's.
 
     Example:
-        >>> with noting_batch([1.0], "evaluation"):
+        >>> with batch_named_in_errors([1.0], "evaluation"):
         ...     pass
     """
     try:
@@ -100,27 +100,6 @@ def noting_batch(batch: Any, place: str) -> Iterator[None]:
         if not isinstance(error, TreadleError) and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"in {place}; what the loader gave: {shapes_of(batch)}")
         raise
-
-
-def shapes_of(value: Any) -> str:
-    """Return a short description of the types and shapes in a batch.
-
-    Example:
-        >>> import torch
-        >>> shapes_of((torch.ones(4, 3), {"label": torch.zeros(4, dtype=torch.int64), "name": "a"}))
-        '(float32 (4, 3), {label: int64 (4,), name: str})'
-    """
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        kind = "" if type(value).__module__.split(".")[0] == "torch" else f"{type(value).__name__} "
-        return f"{kind}{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if not isinstance(value, Mapping) and callable(getattr(value, "to_dict", None)):  # as of a graph
-        return f"{type(value).__name__} {shapes_of(dict(value.to_dict()))}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {shapes_of(part)}' for key, part in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        shown = ", ".join(shapes_of(part) for part in value[:_SHOWN])
-        return f"({shown}{f', and {len(value) - _SHOWN} more' if len(value) > _SHOWN else ''})"
-    return type(value).__name__
 
 
 def _line(engine: Engine, error: BaseException) -> str:
@@ -158,7 +137,7 @@ def lost_rank(error: BaseException) -> RankLostError | None:
     return None
 
 
-def leave_error(error: BaseException) -> None:
+def write_error_file(error: BaseException) -> None:
     """Write an error to torchrun's error file; a no-op in a process not launched by torchrun.
 
     The file is the one that ``torch.distributed.elastic.multiprocessing.errors.record`` writes, but written at the
@@ -177,7 +156,7 @@ def leave_error(error: BaseException) -> None:
         json.dump({"message": message}, file)
 
 
-def _forget_error() -> None:
+def _remove_error_file() -> None:
     path = os.environ.get(_ERROR_FILE)
     if path:
         with contextlib.suppress(OSError):

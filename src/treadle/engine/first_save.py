@@ -16,7 +16,7 @@ from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.engine.parts import PARTS
 from treadle.engine.state_part import Saved
 from treadle.errors import CheckpointError
-from treadle.optim.optimizer_state import OWN, hidden_tensors, rehearse
+from treadle.optim.optimizer_state import OWN, hidden_tensors, try_state
 from treadle.seed import forked_rng
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def _try_optimizer(optimizer: Any, state: Mapping[str, Any]) -> None:
             f"optimizer: the state_dict of this {type(optimizer).__name__} is empty although it holds state; give "
             "the class its own state_dict() and load_state_dict()"
         )
-    for lost in rehearse(optimizer, from_plain(state)):
+    for lost in try_state(optimizer, from_plain(state)):
         raise CheckpointError(f"optimizer: {type(optimizer).__name__} does not load what it saves: {lost}")
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from treadle.checkpoint.attributes import Attributes, beside
-from treadle.checkpoint.introspection import has_state, is_users_class
+from treadle.checkpoint.attributes import Attributes, missing_from_state
+from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.references import References
 from treadle.checkpoint.schema import KEYS, OPTIONAL_KEYS, from_plain
 from treadle.engine.hook import BaseHook
 from treadle.engine.own_objects import OwnObjects
-from treadle.engine.search import is_ours
+from treadle.engine.search import is_treadle_object
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.errors import CheckpointError
 
@@ -43,9 +43,9 @@ class HookStates:
         for hook in hooks:
             kinds = [kind for kind in type(hook).__mro__ if kind not in (BaseHook, object)]
             if _keeps_itself(hook):
-                if all(map(is_users_class, kinds)):
+                if all(map(is_user_class, kinds)):
                     self.attributes[hook.state_key] = Attributes(hook, deep=True, references=References(model))
-            elif not (is_ours(hook) or has_state(hook)):
+            elif not (is_treadle_object(hook) or has_state(hook)):
                 self.objects[hook.state_key] = OwnObjects({"": hook}, known=set(known) - {id(hook)}, model=model)
 
 
@@ -74,7 +74,7 @@ class HooksPart(StatePart):
                 )
 
         for key, attributes in engine.state.hooks.attributes.items():
-            if changed_here := beside(tree["hooks"].get(key), attributes.changed()):
+            if changed_here := missing_from_state(tree["hooks"].get(key), attributes.changed()):
                 tree.setdefault("objects", {})[_of_hook(key)] = {"attributes": changed_here}
 
     def _add_attributes(self, engine: Engine, key: str, tree: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class HooksPart(StatePart):
         without = [hook for hook in stateful if "hooks" in saved.tree and hook.state_key not in kept]
         # A user's hook may save its state under any key, at the top level or among the hooks.
         own_keys = set(saved.tree) - _OF_PARTS
-        if unknown and any(not is_ours(hook) for hook in without):
+        if unknown and any(not is_treadle_object(hook) for hook in without):
             return
         for key in unknown:
             text = f"the checkpoint's state of hook {key!r} is ignored: this run has no such hook"

@@ -32,15 +32,15 @@ from treadle.engine.base import EngineBase
 from treadle.engine.block import run_ahead
 from treadle.engine.epoch_end import finish_epoch, fresh_group
 from treadle.engine.evaluation import evaluate
-from treadle.engine.failure import failing_by_name, non_finite_error
+from treadle.engine.failure import errors_logged_with_rank, non_finite_error
 from treadle.engine.hook import BaseHook, reaches_hooks
-from treadle.engine.leaving import interruption, leave_on_signal
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
 from treadle.engine.preflight import check_length_of_schedule, refuse_fsdp_1
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
+from treadle.engine.signal_exit import exit_on_signal, interruption
 from treadle.engine.stopping import Target
 from treadle.errors.arguments import check_argument, checked
 from treadle.optim.evaluation_point import at_evaluation_point
@@ -180,7 +180,7 @@ class Engine(EngineBase):
         limits = self.settings.limits
         steps, epochs = limits.target(max_steps, epochs)
         self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
-        with failing_by_name(self), run_log_shown(self):
+        with errors_logged_with_rank(self), run_log_shown(self):
             self.prepare()
             self.state.leave_out(loader)
             resume_from_hooks(self)
@@ -195,7 +195,7 @@ class Engine(EngineBase):
             while not (self.target.reached(self) or session.ranks_stop(self)):
                 self.cursor.open(loader)
                 check_length_of_schedule(self)
-                leave_on_signal(self)
+                exit_on_signal(self)
                 while (group := self.cursor.take(self.settings.accumulation_steps)).batches:
                     begin_step(self)
                     while (outcome := self.steps(group)) == "refused":
@@ -401,7 +401,7 @@ class Engine(EngineBase):
             session.leave_out_writers(self)
         announce_running(self)
         refuse_fsdp_1(self.model)
-        self.declared = session.declared_by_hooks(self)
+        self.declared = session.hook_declarations(self)
         self.state.prepare(self)
         self.exchange = gradient_exchange(self.model)
         self.guard = session.finite_guard(self)

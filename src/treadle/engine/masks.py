@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from treadle.checkpoint.introspection import is_users_class, names_used_by
+from treadle.checkpoint.introspection import is_user_class, names_used_by
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -56,7 +56,7 @@ def _names_in_user_code(engine: Engine) -> set[str]:
     found: set[str] = set()
     while waiting:
         function = waiting.pop()
-        if function in seen or not is_users_class(function):
+        if function in seen or not is_user_class(function):
             continue
         seen.add(function)
         names = set(names_used_by(function))
@@ -69,7 +69,7 @@ def _methods(kind: type) -> Iterable[Any]:
     """Return the methods that the user's classes define, without overridden ones."""
     found: dict[str, Any] = {}
     for owner in reversed(kind.__mro__):
-        found |= dict(vars(owner)) if is_users_class(owner) else {}
+        found |= dict(vars(owner)) if is_user_class(owner) else {}
     return found.values()
 
 

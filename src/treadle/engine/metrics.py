@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle import distributed
-from treadle.engine.outputs import joined, kept_outputs
+from treadle.engine.outputs import joined, outputs_on_cpu
 from treadle.errors import ConfigError, MissingExtraError, nearest
 from treadle.nested import flatten_nested_dict
 
@@ -114,7 +114,7 @@ class EpochMetrics:
         self.reset()
         try:
             for name, metric in self._named.items():
-                _tried(functools.partial(metric.update, *outputs), name, metric)
+                _try_on_batch(functools.partial(metric.update, *outputs), name, metric)
             results = {name: self._try_result(name, metric) for name, metric in self._named.items()}
         finally:
             self.reset()
@@ -126,7 +126,7 @@ class EpochMetrics:
         if distributed.world_size() > 1:  # compute() would communicate
             return None
         if isinstance(metric, ClassMetric):
-            return _tried(metric.compute, name, metric)
+            return _try_on_batch(metric.compute, name, metric)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -150,7 +150,7 @@ class EpochMetrics:
         return values
 
 
-def _tried(call: Callable[[], Any], name: str | None, metric: Any) -> Any:
+def _try_on_batch(call: Callable[[], Any], name: str | None, metric: Any) -> Any:
     """Return the result of a metric on one batch before step 1.
 
     Raises:
@@ -205,7 +205,7 @@ class FunctionMetric:
 
     def update(self, prediction: Any, target: Any) -> None:
         """Keep outputs and targets of one batch on the CPU."""
-        self._batches.append(kept_outputs((prediction, target)))
+        self._batches.append(outputs_on_cpu((prediction, target)))
 
     def compute(self) -> Any:
         """Apply the function to all batches of all ranks, then release them."""

@@ -8,10 +8,10 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.checkpoint.introspection import attributes_of, is_users
+from treadle.checkpoint.introspection import attributes_of, is_user_object
 from treadle.distributed.state_names import clean_name
 from treadle.engine.own_objects import OwnObjects
-from treadle.engine.search import hidden_in, is_ours
+from treadle.engine.search import is_treadle_object, unregistered_in
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
 from treadle.optim.schedules import schedulers_in
 
@@ -26,8 +26,8 @@ def objects_of(engine: Engine) -> OwnObjects:
     roots = _roots(engine)
     known = {id(part) for part in parts_of(engine)}
     found = OwnObjects(
-        {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), hidden=hidden_in("model", engine.model),
-        model=engine.model,
+        {**roots, **_callables_of(engine)}, known=known, whole=tuple(roots), model=engine.model,
+        hidden=unregistered_in("model", engine.model),
     )  # fmt: skip
     parts = (*engine.model.modules(), engine.optimizer, engine.lr_scheduler, *engine.hooks, *roots.values())
     found.add_variables("variables", [*parts, *found.owners.values(), *found.plain.values(), *found.functions])
@@ -40,7 +40,7 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
     for path, scheduler in schedulers_in(engine.lr_scheduler):
         for number, factor in enumerate(getattr(scheduler, "lr_lambdas", ())):
             found[f"{path}.lr_lambdas[{number}]"] = factor
-        if is_users(scheduler):
+        if is_user_object(scheduler):
             found |= {f"{path}.{name}": value for name, value in attributes_of(scheduler).items()
                       if name not in ("optimizer", "lr_lambdas")}  # fmt: skip
     model = engine.model
@@ -53,7 +53,7 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
                 found[f"{path}.{name}"] = value
             if name.endswith("_hooks") and isinstance(value, Mapping):
                 found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
-    return {path: owner for path, owner in found.items() if not is_ours(owner)}
+    return {path: owner for path, owner in found.items() if not is_treadle_object(owner)}
 
 
 def parts_of(engine: Engine) -> Iterator[Any]:
@@ -69,7 +69,7 @@ def _roots(engine: Engine) -> dict[str, Any]:
     task = engine.task
     trainer = getattr(task, "trainer", None)
     found = {"trainer": trainer} if trainer is not None else {}
-    if not is_ours(engine) and trainer is not engine:
+    if not is_treadle_object(engine) and trainer is not engine:
         found["trainer"] = engine
     return {**found, "task": task}
 
@@ -79,11 +79,11 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     """Let hooks begin in the block, and put back what they changed of the objects that a checkpoint has set."""
     kept = {"": engine.state.objects}
     kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
-    before = {name: objects.as_loaded() for name, objects in kept.items()}
+    before = {name: objects.loaded_states() for name, objects in kept.items()}
     yield
-    engine.state.look_again()
+    engine.state.search_again()
     for name, objects in kept.items():
-        for text in objects.settle(before[name]):
+        for text in objects.restore_loaded(before[name]):
             engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from treadle.checkpoint.attributes import beside
+from treadle.checkpoint.attributes import missing_from_state
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unlike
 from treadle.errors import CheckpointError
-from treadle.optim.optimizer import aligned_groups, load_optimizer_state, optimizer_state, overruled_settings
+from treadle.optim.optimizer import aligned_groups, load_optimizer_state, optimizer_state, overridden_settings
 from treadle.optim.optimizer_state import OWN, by_position
-from treadle.optim.saved_schedule import as_built, jump_of_the_rate, overruled_schedule, refuse_another_schedule
+from treadle.optim.saved_schedule import as_built, overridden_schedule, rate_jump, refuse_another_schedule
 from treadle.optim.schedules import scheduler_state
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ class SchedulerPart(StatePart):
         scheduler, state = engine.lr_scheduler, from_plain(saved.get("scheduler"))
         if scheduler is not None and state is not None:
             objects = saved.part("objects")
-            yield from _checkpoint_wins("schedule", overruled_schedule(scheduler, state, objects=objects))
+            yield from _checkpoint_wins("schedule", overridden_schedule(scheduler, state, objects=objects))
             is_moved = any(path.startswith("scheduler.lr_lambdas") for path in objects)
             if not is_moved and not _uses_moved_variables(scheduler, objects):
-                jump = jump_of_the_rate(scheduler, state)
+                jump = rate_jump(scheduler, state)
                 yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:
             yield Notice("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
@@ -76,7 +76,7 @@ class OptimizerPart(StatePart):
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
-        if changed := beside(tree["optimizer"].get(OWN), engine.state.optimizer_attributes.changed()):
+        if changed := missing_from_state(tree["optimizer"].get(OWN), engine.state.optimizer_attributes.changed()):
             tree["optimizer"]["attributes"] = changed
         own = type(engine.optimizer).state_dict is not Optimizer.state_dict
         for name in () if own else engine.state.optimizer_attributes.lost():
@@ -90,7 +90,7 @@ class OptimizerPart(StatePart):
         if saved.get("optimizer") is not None:
             scheduled = engine.lr_scheduler is not None
             built = from_plain(saved.part("progress").get("built") or ())
-            settings = overruled_settings(engine.optimizer, saved.get("optimizer"), scheduled=scheduled, built=built)
+            settings = overridden_settings(engine.optimizer, saved.get("optimizer"), scheduled=scheduled, built=built)
             yield from _checkpoint_wins("optimizer", settings)
 
     def load(self, engine: Engine, saved: Saved) -> None:

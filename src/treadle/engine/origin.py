@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from treadle.checkpoint.order import Reach, set_aside_beyond
+from treadle.checkpoint.order import StateProgress, move_aside_beyond
 from treadle.checkpoint.ranks import on_rank_0
 
 States = Callable[[Path], Iterable[Path]]
 
 
-class _Watched(NamedTuple):
+class _WatchedFolder(NamedTuple):
     """Folder used by one of the run's writers, with the function that lists its states."""
 
     folder: Path
@@ -29,16 +29,16 @@ class RunOrigin:
 
     Example:
         >>> RunOrigin().reach
-        Reach(step=0, epoch=0)
+        StateProgress(step=0, epoch=0)
     """
 
     def __init__(self) -> None:
-        self.reach = Reach()
+        self.reach = StateProgress()
         self.source: str | None = None
-        self._watched: list[_Watched] = []
-        self._cleared: set[_Watched] = set()
+        self._watched: list[_WatchedFolder] = []
+        self._cleared: set[_WatchedFolder] = set()
 
-    def moved(self, reach: Reach) -> None:
+    def moved(self, reach: StateProgress) -> None:
         """Set the origin to a loaded state."""
         self.reach = reach
         self._cleared = set()
@@ -50,7 +50,7 @@ class RunOrigin:
             folder: the folder; need not exist yet.
             states: lists the states that a run resuming from the folder would consider.
         """
-        entry = _Watched(folder, states)
+        entry = _WatchedFolder(folder, states)
         if entry not in self._watched:
             self._watched.append(entry)
 
@@ -68,5 +68,5 @@ class RunOrigin:
             on_rank_0(partial(self._clear, entry))
             self._cleared.add(entry)
 
-    def _clear(self, entry: _Watched) -> None:
-        set_aside_beyond(entry.states(entry.folder), self.reach, source=self.source)
+    def _clear(self, entry: _WatchedFolder) -> None:
+        move_aside_beyond(entry.states(entry.folder), self.reach, source=self.source)

@@ -12,11 +12,11 @@ from torch import Tensor
 from treadle.errors import ConfigError
 
 
-def kept_outputs(outputs: Any) -> Any:
+def outputs_on_cpu(outputs: Any) -> Any:
     """Return the tensors of one batch's outputs on the CPU, in plain containers; other values are dropped.
 
     Example:
-        >>> kept_outputs({"logits": torch.zeros(1), "cache": object()})
+        >>> outputs_on_cpu({"logits": torch.zeros(1), "cache": object()})
         {'logits': tensor([0.])}
     """
     if isinstance(outputs, Tensor):
@@ -24,16 +24,16 @@ def kept_outputs(outputs: Any) -> Any:
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
     if isinstance(outputs, Mapping):
-        kept = {str(name): kept_outputs(value) for name, value in outputs.items()}
+        kept = {str(name): outputs_on_cpu(value) for name, value in outputs.items()}
         return {name: value for name, value in kept.items() if value is not None} or None
     if isinstance(outputs, (list, tuple)):
-        parts = [kept_outputs(value) for value in outputs]
+        parts = [outputs_on_cpu(value) for value in outputs]
         return None if all(part is None for part in parts) else tuple(parts)
     return None
 
 
 def joined(outputs: list[Any], name: str = "outputs") -> Any:
-    """Concatenate the results of :func:`kept_outputs` along dimension 0; 0-d tensors are stacked.
+    """Concatenate the results of :func:`outputs_on_cpu` along dimension 0; 0-d tensors are stacked.
 
     Raises:
         ConfigError: there is nothing to concatenate, or the batches differ in more than dimension 0.

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from treadle.checkpoint.attributes import Attributes, Mark, beside
+from treadle.checkpoint.attributes import Attributes, Mark, missing_from_state
 from treadle.checkpoint.base_fingerprints import fingerprint
 from treadle.checkpoint.comparison import same, unequal
 from treadle.checkpoint.constants import CONSTANTS
-from treadle.checkpoint.introspection import attributes_of, has_state, is_users
+from treadle.checkpoint.introspection import attributes_of, has_state, is_user_object
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.plain_values import OPAQUE, encode
 from treadle.checkpoint.references import References
 from treadle.checkpoint.schema import from_plain, to_plain
 from treadle.checkpoint.variables import Variables
 from treadle.data.own_state import owners_of
-from treadle.engine.search import OF_TRAINERS, Search, hidden_in
+from treadle.engine.search import OF_TRAINERS, Search, unregistered_in
 from treadle.engine.state_part import Difference
 from treadle.errors import CheckpointError
 
@@ -78,14 +78,14 @@ class OwnObjects:
         self._set: dict[str, dict[str, Any]] | None = None  # what hooks set before training, which may be settings
         self._roots = dict(roots)
         self.functions: list[types.FunctionType] = []  # the user's, for the variables that they use
-        self._look(self._roots)
-        self._look(hidden or {}, parts_too=False)
+        self._search(self._roots)
+        self._search(hidden or {}, parts_too=False)
 
     def add(self, path: str, owner: Any) -> None:
         """Search one more root, and restore it from the checkpoint that was loaded before it was added."""
         self._roots[path] = owner
         self.functions.clear()
-        self._restore_found(self._look({path: owner}, late=True))
+        self._restore_found(self._search({path: owner}, late=True))
         self.add_variables(f"{path}.variables", [owner, *self.functions])
 
     def leave_out(self, loader: Any) -> None:
@@ -104,22 +104,22 @@ class OwnObjects:
         variables = Variables(roots, known=known)
         for name, owner in {path: variables, **variables.stateful}.items():
             self._roots[name] = owner
-            self._restore_found(self._look({name: owner}))
+            self._restore_found(self._search({name: owner}))
 
-    def look_again(self) -> None:
+    def search_again(self) -> None:
         """Search for objects created since, by hooks before training, and load their states from the checkpoint.
 
         Raises:
             CheckpointError: it holds the state of one that was not created.
         """
-        found = self._look(self._roots, late=True)
+        found = self._search(self._roots, late=True)
         self._late |= found & self.owners.keys()
         self._restore_found(found)
         for path, entry in self._loaded.items():
             if entry.get("late") and path not in self.owners:
                 raise _missing(path)
 
-    def _look(self, roots: Mapping[str, Any], *, parts_too: bool = True, late: bool = False) -> set[str]:
+    def _search(self, roots: Mapping[str, Any], *, parts_too: bool = True, late: bool = False) -> set[str]:
         """Return the paths of objects newly found from some roots.
 
         Args:
@@ -145,13 +145,13 @@ class OwnObjects:
             if isinstance(owner, nn.Module):
                 self._marks[path] = [Mark(value) for value in _tensors_of(owner)]
                 self._modules[path] = ModuleState(owner)
-            elif is_users(owner):
+            elif is_user_object(owner):
                 left_out = OF_OPTIMIZERS if isinstance(owner, Optimizer) else ()
                 self._attributes[path] = self._attributes_of(owner, left_out)
         for path, owner in plain.items():
             self._attributes[path] = self._attributes_of(owner, OF_TRAINERS if path in self._whole else ())
         inside = [held for path, owner in owners.items() if (held := _left_out_of(path, owner))]
-        deeper = [self._look(held, parts_too=False, late=late) for held in inside]
+        deeper = [self._search(held, parts_too=False, late=late) for held in inside]
         return {*owners, *plain}.union(*deeper)
 
     def _is_part(self, owner: Any) -> bool:
@@ -178,12 +178,12 @@ class OwnObjects:
         found: dict[str, Any] = {}
         for path, owner in self.owners.items():
             if isinstance(owner, nn.Module):
-                found |= self._of_module(path, owner)
+                found |= self._module_state(path, owner)
             elif state := owner.state_dict():
                 found[path] = {"state": to_plain(state, f"objects.{path}", encoding="exact")}
         for path, entry in self.attributes().items():
             known = found.get(path, {})
-            if other := beside(known.get("state"), entry["attributes"]):
+            if other := missing_from_state(known.get("state"), entry["attributes"]):
                 found[path] = {**known, "attributes": other}
         for path, entry in found.items():
             settings = [name for name, value in (self._set or {}).get(path, {}).items()
@@ -193,7 +193,7 @@ class OwnObjects:
             path: {**entry, "late": True} if path in self._late else entry for path, entry in found.items() if entry
         }
 
-    def as_loaded(self) -> dict[str, Any]:
+    def loaded_states(self) -> dict[str, Any]:
         """Return copies of what a checkpoint has set since the last call, before hooks begin; nothing if none has."""
         is_new, self._is_new = self._is_new, False
         if not is_new:
@@ -208,13 +208,13 @@ class OwnObjects:
         other = {key: value for key, value in modules.items() if key in _OF_MODULES}
         return dict(to_plain({"state": owner.state_dict(), "modules": other}, path, encoding="exact"))
 
-    def settle(self, before: Mapping[str, Any]) -> Iterator[str]:
+    def restore_loaded(self, before: Mapping[str, Any]) -> Iterator[str]:
         """Put back what hooks changed in ``on_before_train`` of what a checkpoint set: they made it as for a new run.
 
         What the run that wrote the checkpoint had left as they set it stays where it is a text, a time, or a constant.
 
         Args:
-            before: what :meth:`as_loaded` returned then.
+            before: what :meth:`loaded_states` returned then.
 
         Yields:
             In words, numbers that may have been set on purpose and are as in the checkpoint.
@@ -240,7 +240,7 @@ class OwnObjects:
             for path, entry in self.attributes().items()
         }  # fmt: skip
 
-    def _of_module(self, path: str, module: nn.Module) -> dict[str, Any]:
+    def _module_state(self, path: str, module: nn.Module) -> dict[str, Any]:
         state = module.state_dict()
         other = {key: value for key, value in self._modules[path].collect(module).items() if key in _OF_MODULES}
         tensors, built = _tensors_of(module), self._marks[path]
@@ -350,8 +350,8 @@ class OwnObjects:
 def _left_out_of(path: str, owner: Any) -> dict[str, Any]:
     """Return objects with state held by an object with a state dict that may leave them out."""
     if isinstance(owner, nn.Module):
-        return hidden_in(path, owner)
-    if not is_users(owner):
+        return unregistered_in(path, owner)
+    if not is_user_object(owner):
         return {}
     inner = {name: value for name, value in attributes_of(owner).items() if has_state(value)}
     if not inner:

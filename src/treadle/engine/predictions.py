@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from treadle.engine.evaluation import for_each_batch
-from treadle.engine.leaving import interruption
-from treadle.engine.outputs import joined, kept_outputs
+from treadle.engine.outputs import joined, outputs_on_cpu
+from treadle.engine.signal_exit import interruption
 from treadle.optim.evaluation_point import at_evaluation_point
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def scored_weights(engine: Engine) -> Iterator[None]:
     """Use the weights that evaluations score inside the block: the averaged ones if there are any."""
     engine.prepare()
     average = next(iter(engine.averages.values()), None)
-    with at_evaluation_point(engine.optimizer) if average is None else average.swapped_into(engine.model):
+    with at_evaluation_point(engine.optimizer) if average is None else average.applied_to(engine.model):
         yield
 
 
@@ -35,7 +35,7 @@ def predicted(engine: Engine, loader: Iterable[Any], forward: Callable[[Any], An
         for_each_batch(
             engine.model,
             loader,
-            lambda batch: outputs.append(kept_outputs(forward(batch))),
+            lambda batch: outputs.append(outputs_on_cpu(forward(batch))),
             precision=engine.precision,
             eval_seed=engine.eval_seed,
             cursor=engine.eval_cursor,

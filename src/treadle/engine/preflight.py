@@ -22,12 +22,12 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from treadle.checkpoint.introspection import has_state, is_users_class
+from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
-from treadle.engine.failure import noting_batch
+from treadle.engine.failure import batch_named_in_errors
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
 from treadle.engine.hook import BaseHook
 from treadle.engine.masks import warn_of_masks
@@ -37,7 +37,7 @@ from treadle.engine.objects_part import warn_of_lost
 from treadle.errors import ConfigError
 from treadle.nested import flatten_nested_dict
 from treadle.optim.evaluation_point import into_training_point
-from treadle.optim.optimizer import check_scheduler, is_of_torch, uncovered_parameters
+from treadle.optim.optimizer import check_scheduler, is_torch_optimizer, uncovered_parameters
 from treadle.optim.schedules import check_plateau, scheduler_state
 from treadle.seed import forked_rng
 from treadle.task import HasMetrics, Task, as_step_output, update_of
@@ -57,6 +57,21 @@ def refuse_fsdp_1(model: nn.Module) -> None:
             raise ConfigError(
                 f"{clean_name(name) or 'it'} is wrapped in FullyShardedDataParallel (FSDP 1), which is not "
                 'supported; use parallelize(model, "fsdp"), which shards it by fully_shard',
+                argument="model",
+            )
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise for a parameter or buffer on the meta device, which has a shape and no values.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{clean_name(name)!r} is on the meta device, where tensors have no values; build the model on a real "
+                "device, or call model.to_empty(device=...) and initialise or load every tensor, before the optimizer",
                 argument="model",
             )
 
@@ -130,6 +145,7 @@ def check_length_of_schedule(engine: Engine) -> None:
     Raises:
         ConfigError: a OneCycleLR has fewer steps left than the run.
     """
+    warn_of_long_steps(engine)
     scheduler, moves = engine.lr_scheduler, _moves_left(engine)
     if scheduler is None or moves is None or engine.state.length_checked:
         return
@@ -156,6 +172,17 @@ def check_length_of_schedule(engine: Engine) -> None:
                 "whole run if that is not intended",
                 name, length, engine.scheduler_interval, scheduler.last_epoch + moves, effect,
             )  # fmt: skip
+
+
+def warn_of_long_steps(engine: Engine) -> None:
+    """Warn once if a step accumulates more micro-batches than an epoch has, since no step spans two epochs."""
+    steps, length, limits = engine.settings.accumulation_steps, engine.cursor.length, engine.settings.limits
+    limited = limits.train is not None or limits.overfit_batches is not None
+    if length and steps > length and not limited:
+        engine.cursor.warn([
+            f"accumulation over {steps} micro-batches, and an epoch has {length} micro-batches: a step ends with its "
+            f"epoch, so each accumulates {length}; use accumulation over at most {length}, or a smaller batch_size"
+        ])  # fmt: skip
 
 
 def _moves_left(engine: Engine) -> int | None:
@@ -229,7 +256,7 @@ def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> 
             metrics = task.new_metrics() if isinstance(task, HasMetrics) else None
             if metrics:
                 metrics.reset()
-            with engine.precision.autocast(), noting_batch(batches[0], "the evaluation, tried before step 1"):
+            with engine.precision.autocast(), batch_named_in_errors(batches[0], "the evaluation, tried before step 1"):
                 output = as_step_output(task.step(engine.model, batches[0]), training=False)
             records = ["/".join(path) for path in flatten_nested_dict(output.records or {})]
             if not metrics or output.outputs is None:
@@ -286,8 +313,8 @@ def check_before_training(engine: Engine) -> None:
     """Raise or warn about what would silently train a wrong model.
 
     Raises:
-        ConfigError: a lazy parameter is not initialised, the optimizer needs a closure or holds no parameter of the
-            model, or the scheduler belongs to another optimizer.
+        ConfigError: a parameter is lazy or on the meta device, the optimizer needs a closure or holds no parameter of
+            the model, or the scheduler belongs to another optimizer.
     """
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
@@ -296,13 +323,14 @@ def check_before_training(engine: Engine) -> None:
             "run one batch through the model before building the optimizer",
             argument="model",
         )
+    refuse_meta(engine.model)
     check_scheduler(engine.lr_scheduler, engine.optimizer)
     if engine.target.score_epoch is None:
         check_plateau(engine.lr_scheduler, "train_loss", "min")
     warn_of_lost(engine)
     engine.state.objects.collect()  # raises now, not at the first save, for a state that no checkpoint can hold
     refuse_hidden_tensors(engine.optimizer)
-    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_of_torch(engine.optimizer):
+    if engine.progress.step == 0 and engine.num_ranks == 1 and not is_torch_optimizer(engine.optimizer):
         try_optimizer(engine.optimizer)
     try_schedule(engine)
     try_folders(engine)
@@ -340,7 +368,7 @@ _OF_A_TASK = ("step", "weights", "new_metrics", "prepare_batch", "replayed", "wi
 def _warn_of_uncalled(engine: Engine) -> None:
     """Warn about methods of the user's task with misspelt names."""
     kind = type(engine.task)
-    if is_users_class(kind) and not engine.progress.step and not engine.state.num_runs:
+    if is_user_class(kind) and not engine.progress.step and not engine.state.num_runs:
         for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
             engine.logger.warning("%s", warning)
 

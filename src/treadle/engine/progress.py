@@ -96,7 +96,7 @@ class Progress:
         self.tries = 1
         self.last_lr = rates
 
-    def take_back(self, num_applied: int) -> None:
+    def subtract_applied(self, num_applied: int) -> None:
         """Subtract applied steps that turn out to be refused."""
         self.applied_steps -= num_applied
         self.epoch_applied_steps -= num_applied

@@ -85,7 +85,7 @@ class RichBar:
 
     def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
         """Replace the line; what the text leaves over is the bar's, and the text never wraps."""
-        text = fitting(parts, self._console.width - _LEAST_BAR - 1)
+        text = fit_to_width(parts, self._console.width - _LEAST_BAR - 1)
         self._bar.bar_width = max(_LEAST_BAR, min(_BAR_WIDTH, self._console.width - 1 - len(text)))
         self._progress.update(self._task, completed=step, total=total, description=text)
         self._progress.refresh()
@@ -124,7 +124,7 @@ class RedrawnLine:
 
     def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
         """Write the line over the last one."""
-        text = fitting(parts, self.width - 1)
+        text = fit_to_width(parts, self.width - 1)
         self._stream.write(f"\r{text.ljust(self._width)}")
         self._stream.flush()
         self._text, self._width = text, len(text)
@@ -140,11 +140,11 @@ def is_terminal(stream: Any) -> bool:
     return bool(getattr(stream, "isatty", bool)())
 
 
-def fitting(parts: list[tuple[int, str]], room: int) -> str:
+def fit_to_width(parts: list[tuple[int, str]], room: int) -> str:
     """Join strings in order, dropping those of the highest rank until the line fits.
 
     Example:
-        >>> fitting([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
+        >>> fit_to_width([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
         'loss 1 eta 3'
     """
     kept = list(parts)

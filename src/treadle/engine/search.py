@@ -21,8 +21,8 @@ from treadle.checkpoint.introspection import (
     attributes_of,
     behind,
     has_state,
-    is_of_a_run,
-    is_users,
+    is_engine_or_trainer,
+    is_user_object,
 )
 from treadle.checkpoint.library_values import is_library_value
 from treadle.checkpoint.plain_values import OPAQUE, encode, is_of_a_library_of_values, is_plain_object
@@ -80,15 +80,15 @@ class Search:
         """Search an object and everything it holds."""
         if depth == 0 or id(owner) in self._seen:
             return
-        if isinstance(owner, types.FunctionType) and is_users(owner):
+        if isinstance(owner, types.FunctionType) and is_user_object(owner):
             self.functions.append(owner)
         if isinstance(owner, (list, tuple, deque)):
             for number, item in enumerate(itertools.islice(owner, _MOST)):
-                if path in self._roots or not _is_written_whole(item):
+                if path in self._roots or not _is_encodable(item):
                     self.walk(f"{path}[{number}]", item, depth - 1)
         elif isinstance(owner, dict) and len(owner) <= _MOST:
             for key, item in owner.items():
-                if not _is_written_whole(item):
+                if not _is_encodable(item):
                     self.walk(f"{path}.{key}", item, depth - 1)
         elif isinstance(owner, (types.MethodType, functools.partial, weakref.ref)):
             if isinstance(owner, functools.partial) and id(owner) not in self._known and path not in self._plain_before:
@@ -102,24 +102,28 @@ class Search:
 
     def _add(self, path: str, owner: Any) -> None:
         is_new = id(owner) not in self._known and path not in self._owners_before
-        if is_new and not is_of_a_run(owner) and (not is_ours(owner) or isinstance(owner, nn.Module)):
+        if (
+            is_new
+            and not is_engine_or_trainer(owner)
+            and (not is_treadle_object(owner) or isinstance(owner, nn.Module))
+        ):
             self.owners[path] = owner
             self._seen.add(id(owner))
 
     def _look_into(self, path: str, owner: Any, depth: int) -> None:
         is_new = id(owner) not in self._known
-        if not (is_new or path in self._roots or path in self._plain_before) or not _is_looked_into(owner):
+        if not (is_new or path in self._roots or path in self._plain_before) or not _is_searched(owner):
             return
         self._seen.add(id(owner))
         left_out = OF_TRAINERS if path in self._whole else ()
-        if is_new and (isinstance(owner, Named) or not is_ours(owner)) and path not in self._plain_before:
+        if is_new and (isinstance(owner, Named) or not is_treadle_object(owner)) and path not in self._plain_before:
             self.plain[path] = owner
         for name, value in attributes_of(owner).items():
             if name not in left_out:
                 self.walk(f"{path}.{name}".lstrip("."), value, depth - 1)
 
 
-def hidden_in(path: str, model: nn.Module) -> dict[str, Any]:
+def unregistered_in(path: str, model: nn.Module) -> dict[str, Any]:
     """Return attributes of users' modules that may hold unregistered objects with state, as in a list.
 
     Args:
@@ -129,43 +133,43 @@ def hidden_in(path: str, model: nn.Module) -> dict[str, Any]:
     return {
         f"{path}.{clean_name(f'{inner}.{name}'.lstrip('.'))}": value
         for inner, module in model.named_modules()
-        if is_users(module)
+        if is_user_object(module)
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE and not isinstance(value, (Tensor, *_SCALARS))
     }
 
 
-def is_ours(owner: Any) -> bool:
+def is_treadle_object(owner: Any) -> bool:
     """Return whether the class of an object is treadle's.
 
     Example:
-        >>> is_ours(nn.Linear(1, 1))
+        >>> is_treadle_object(nn.Linear(1, 1))
         False
     """
     kind = owner if isinstance(owner, types.FunctionType) else type(owner)
     return str(kind.__module__).partition(".")[0] == "treadle"
 
 
-def _is_written_whole(item: Any) -> bool:
+def _is_encodable(item: Any) -> bool:
     """Return whether a container's item is a user's plain object that is written as part of the container."""
     return is_plain_object(item) and encode(item, deep=True) is not OPAQUE
 
 
-def _is_looked_into(owner: Any) -> bool:
+def _is_searched(owner: Any) -> bool:
     """Return whether an object is the user's, so that its attributes are searched."""
     if isinstance(owner, types.FunctionType):
-        return bool(owner.__closure__) and (is_users(owner) or is_ours(owner))
+        return bool(owner.__closure__) and (is_user_object(owner) or is_treadle_object(owner))
     if isinstance(owner, Named):
         return True
     if is_library_value(owner):
         return False
     if isinstance(owner, (Dataset, Sampler)):
-        return is_users(owner)
+        return is_user_object(owner)
     foreign = (type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
-    has_slots = is_users(owner) and hasattr(type(owner), "__slots__")
+    has_slots = is_user_object(owner) and hasattr(type(owner), "__slots__")
     if isinstance(owner, foreign) or not (has_slots or hasattr(owner, "__dict__")):
         return False
     if is_of_a_library_of_values(type(owner)):
         return is_plain_object(owner) and encode(owner, deep=True) is OPAQUE  # else its holder's attributes have it
     root = type(owner).__module__.partition(".")[0]
-    return is_ours(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)
+    return is_treadle_object(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)

@@ -16,9 +16,8 @@ import torch
 from treadle import distributed
 from treadle.data.agreement import numbers_of_ranks
 from treadle.engine.evaluation import EvaluationAbandoned
-from treadle.engine.failure import failing_by_name
+from treadle.engine.failure import errors_logged_with_rank
 from treadle.engine.hook import BaseHook
-from treadle.engine.leaving import exit_by, leave_on_signal
 from treadle.engine.objects_part import hooks_beginning
 from treadle.engine.out_of_memory import explaining_out_of_memory
 from treadle.engine.preflight import (
@@ -27,6 +26,7 @@ from treadle.engine.preflight import (
     into_training_mode,
 )
 from treadle.engine.run_log import run_log_shown
+from treadle.engine.signal_exit import exit_by, exit_on_signal
 from treadle.engine.single_samples import explaining_single_samples
 from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.errors import ConfigError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Declared:
+class HookDeclarations:
     """Declarations of a run's hooks, collected once before any state is collected or loaded.
 
     Attributes:
@@ -55,7 +55,7 @@ class Declared:
     complete: bool = False
 
 
-def declared_by_hooks(engine: Engine) -> Declared:
+def hook_declarations(engine: Engine) -> HookDeclarations:
     """Return what the hooks of an engine declare.
 
     Raises:
@@ -76,7 +76,7 @@ def declared_by_hooks(engine: Engine) -> Declared:
                 raise ConfigError(f"two averages are named {name!r}; pass another name= to one", argument="hooks")
             averages[name] = ema
     messages = [message for hook in engine.hooks if (message := hook.notice(engine)) is not None]
-    return Declared(list(engine.hooks), averages, messages, complete=True)
+    return HookDeclarations(list(engine.hooks), averages, messages, complete=True)
 
 
 def leave_out_writers(engine: Engine) -> None:
@@ -135,7 +135,7 @@ def resume_from_hooks(engine: Engine) -> None:
 def training_session(engine: Engine) -> Iterator[None]:
     """Open hooks and signal handlers for a run, and always close them."""
     with run_log_shown(engine), contextlib.ExitStack() as held:
-        signals = _make_ready(engine, held)
+        signals = _begin_session(engine, held)
         plans = engine.signals.plans
         with engine.signals.listening(signals) as outermost:  # hooks that close may upload for minutes
             first_step, started = engine.progress.step, time.perf_counter()
@@ -154,7 +154,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
     opened: list[BaseHook] = []
     failure: BaseException | None = None
     try:
-        with failing_by_name(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
+        with errors_logged_with_rank(engine), explaining_out_of_memory(engine), explaining_single_samples(engine):
             with contextlib.suppress(EvaluationAbandoned):  # raised in a callback, or in a hook before the first step
                 with hooks_beginning(engine):
                     for hook in engine.hooks:
@@ -164,7 +164,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
                 into_training_mode(engine)
                 engine.state.begin_run(engine)
                 yield
-            leave_on_signal(engine)  # a signal after the last boundary must not be lost
+            exit_on_signal(engine)  # a signal after the last boundary must not be lost
     except BaseException as error:
         failure = error
         raise
@@ -179,7 +179,7 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held_by_hooks(engine: Engine) -> Iterator[None]:
+def claimed_by_hooks(engine: Engine) -> Iterator[None]:
     """Hold, inside the block, what the hooks of an engine claim for a run."""
     with contextlib.ExitStack() as held:
         for hook in engine.hooks:
@@ -187,9 +187,9 @@ def held_by_hooks(engine: Engine) -> Iterator[None]:
         yield
 
 
-def _make_ready(engine: Engine, held: contextlib.ExitStack) -> list[int]:
+def _begin_session(engine: Engine, held: contextlib.ExitStack) -> list[int]:
     """Check a run and enter the claims of its hooks, before any event; return the signals to listen to."""
-    with failing_by_name(engine):
+    with errors_logged_with_rank(engine):
         check_added_hooks(engine)
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))

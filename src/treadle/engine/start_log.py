@@ -102,7 +102,7 @@ def short_path(path: str) -> str:
 
 def _why_device(engine: Engine) -> str:
     if engine.settings.device_asked is not None:
-        return f"asked for as {engine.settings.device_asked!r}"
+        return f"device={engine.settings.device_asked!r}"
     if engine.device.type == "cpu":
         return "not specified, and neither CUDA nor MPS is available"
     return "not specified; CUDA is preferred, then MPS, then the CPU"

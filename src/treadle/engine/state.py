@@ -16,22 +16,22 @@ from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.module_state import ModuleState
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.schema import KEYS, OF_USERS, SmallCopies, to_plain
 from treadle.device.handover import wait_for_work
-from treadle.engine.built import Built
 from treadle.engine.first_save import try_loading
 from treadle.engine.hooks_part import HookStates
 from treadle.engine.objects_part import objects_of, parts_of
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS
+from treadle.engine.prepared_parts import PreparedParts
 from treadle.engine.schedule_moves import ScheduleMoves
 from treadle.engine.settings import MOVABLE, EngineSettings, other_settings
 from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
 from treadle.errors import CheckpointError
-from treadle.optim.optimizer import is_of_torch
+from treadle.optim.optimizer import is_torch_optimizer
 from treadle.seed import RngState
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RunState:
     base: FrozenBase
     modules: ModuleState
     objects: OwnObjects
-    built: Built
+    built: PreparedParts
     hooks: HookStates
     optimizer_attributes: Attributes
 
@@ -115,7 +115,7 @@ class RunState:
         self.objects = OwnObjects({})
         self.hooks = HookStates()
         self._trial: Callable[[], None] | None = None
-        self._rehearsed = False
+        self._loading_tested = False
         self._warned: set[str] = set()
         self._parts: tuple[Any, ...] = ()
         self.length_checked = False
@@ -125,12 +125,12 @@ class RunState:
         """Fingerprint the frozen weights, and record the initial state of the user's objects."""
         self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
-        self.built = Built(engine)
+        self.built = PreparedParts(engine)
         self._parts = (*parts_of(engine), engine.task)  # kept alive: they are known by id, which could be reused
         self.objects = objects_of(engine)
         known = {id(part) for part in (*self._parts, engine, *self.objects.owners.values())}
         self.hooks = HookStates(engine.hooks, known=known, model=engine.model)
-        owner = None if is_of_torch(engine.optimizer) else engine.optimizer
+        owner = None if is_torch_optimizer(engine.optimizer) else engine.optimizer
         self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
 
     def leave_out(self, loader: Any) -> None:
@@ -149,14 +149,14 @@ class RunState:
         text = f"{name} has changed, and no checkpoint holds it: a resume is exact only if nothing depends on it. "
         self.warn_once(engine, text + advice)
 
-    def look_again(self) -> None:
+    def search_again(self) -> None:
         """Search for objects that hooks created before training.
 
         Raises:
             CheckpointError: the loaded checkpoint holds one that was not created.
         """
         for objects in (self.objects, *self.hooks.objects.values()):
-            objects.look_again()
+            objects.search_again()
 
     def try_before_step_1(self, trial: Callable[[], None]) -> None:
         """Register a trial to run before the first step of a fresh run; a resumed run has passed it before."""
@@ -233,8 +233,8 @@ class RunState:
         self.built.refuse_lost_parameters(engine)
         if self.training:
             self.schedule.compare(engine)
-            self.built.refuse_others(engine)
-            for text in (*self.built.unfit(engine), *self.built.replaced(engine)):
+            self.built.refuse_replaced(engine)
+            for text in (*self.built.unloadable(engine), *self.built.replaced(engine)):
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
@@ -242,13 +242,13 @@ class RunState:
         small = {key: SmallCopies(value) for key, value in tree.items()} if joins else {}
         plain = {
             key: to_plain(
-                value, key, copies=small[key].arrived() if joins else None, buffers=buffers, parts=parts,
+                value, key, copies=small[key].result() if joins else None, buffers=buffers, parts=parts,
                 encoding=OF_USERS.get(key, "none"),
             )
             for key, value in tree.items()
         }  # fmt: skip
-        if self.training and not self._rehearsed and not parts and distributed.world_size() == 1:
-            self._rehearsed = True
+        if self.training and not self._loading_tested and not parts and distributed.world_size() == 1:
+            self._loading_tested = True
             try_loading(engine, plain)
         return plain
 
@@ -266,11 +266,11 @@ class RunState:
                 "resumed with other settings than the checkpoint's: %s; from here on the run is another",
                 ", ".join(others), extra={"topic": "other settings"},
             )  # fmt: skip
-        self._refuse_what_differs(engine, saved)
+        self._verify_loaded(engine, saved)
         self.loaded = True
-        self.origin.moved(Reach(engine.progress.step, engine.epoch))
+        self.origin.moved(StateProgress(engine.progress.step, engine.epoch))
 
-    def _refuse_what_differs(self, engine: Engine, saved: Saved) -> None:
+    def _verify_loaded(self, engine: Engine, saved: Saved) -> None:
         """Collect the state again and compare it with the loaded checkpoint.
 
         Raises:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.data.cursor import Cursor
-from treadle.data.own_state import kept_generators
+from treadle.data.own_state import restored_generators
 from treadle.data.stateful_workers import drop_iterator
 from treadle.engine.attempt import Attempt
 from treadle.engine.progress import Progress
-from treadle.engine.session import Declared
+from treadle.engine.session import HookDeclarations
 from treadle.errors import ConfigError
 from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.nonfinite import FiniteGuard
@@ -83,11 +83,11 @@ def undone(engine: Engine, loader: Iterable[Any]) -> Iterator[TrialSteps]:
     if distributed.world_size() > 1:
         raise ConfigError("steps are tried in one process; start it without torchrun", argument="trainer")
     engine.prepare()
-    with _kept_model(engine), _kept_objects(engine), forked_rng(), kept_generators(loader), _kept_workers(loader):
+    with _kept_model(engine), _kept_objects(engine), forked_rng(), restored_generators(loader), _kept_workers(loader):
         parts = {
             "optimizer": _copied(engine.optimizer), "lr_scheduler": None, "hooks": [],
-            "declared": Declared(complete=True), "progress": Progress(), "attempt": Attempt(), "guard": FiniteGuard(),
-            "cursor": Cursor(), "precision": Precision(engine.precision.name, engine.device),
+            "declared": HookDeclarations(complete=True), "progress": Progress(), "attempt": Attempt(),
+            "guard": FiniteGuard(), "cursor": Cursor(), "precision": Precision(engine.precision.name, engine.device),
         }  # fmt: skip
         with engine.temporarily(**parts):
             engine.model.train()

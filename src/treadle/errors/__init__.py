@@ -43,7 +43,7 @@ class _Missing:
 MISSING = _Missing()
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 and "\n" not in text else f"<{type(value).__name__}>"
 
@@ -73,7 +73,7 @@ class ConfigError(TreadleError, ValueError):
     value: Any
 
     def __init__(self, text: str = "", *, argument: str | None = None, value: Any = MISSING):
-        given = "" if value is MISSING or argument is None else f"={_shown(value)}"
+        given = "" if value is MISSING or argument is None else f"={_formatted(value)}"
         joint = "" if argument is None or text.startswith((" ", "=", ":")) else ": "
         self._after = f"{given}{joint}{text}"
         super().__init__(f"{argument or ''}{self._after}")

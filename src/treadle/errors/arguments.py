@@ -96,7 +96,7 @@ def check_argument(name: str, value: Any, hint: Any) -> None:
         >>> check_argument("save_dir", "runs", str | Path | None)
     """
     if not any(_fits(value, part) for part in _parts_of(hint)):
-        raise ConfigError(f"must be {_in_words(hint)}{_meant(value, hint)}", argument=name, value=value)
+        raise ConfigError(f"must be {_described(hint)}{_hint(value, hint)}", argument=name, value=value)
     if Path in _parts_of(hint) and isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if text == "":
@@ -212,13 +212,13 @@ def _shape_of(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...], str] | None:
     return next((_SHAPES[one.__name__] for one in kind.__mro__ if one.__name__ in _SHAPES), None)
 
 
-def _has_shape(value: Any, there: tuple[str, ...], absent: tuple[str, ...]) -> bool:
+def _has_shape(value: Any, found: tuple[str, ...], absent: tuple[str, ...]) -> bool:
     if isinstance(value, type):
         return False
-    return all(hasattr(value, name) for name in there) and not any(hasattr(value, name) for name in absent)
+    return all(hasattr(value, name) for name in found) and not any(hasattr(value, name) for name in absent)
 
 
-def _gives_items(value: Any) -> bool:
+def _yields_items(value: Any) -> bool:
     kind = type(value)
     iterable = hasattr(kind, "__iter__") or hasattr(kind, "__getitem__")
     return iterable and not issubclass(kind, (bytes, type))
@@ -228,7 +228,7 @@ def _is_device(value: Any) -> bool:
     return (isinstance(value, (str, Integral)) and not isinstance(value, bool)) or type(value).__name__ == "device"
 
 
-_LOOKS: dict[str, Callable[[Any], bool]] = {"Iterable": _gives_items, "device": _is_device}
+_LOOKS: dict[str, Callable[[Any], bool]] = {"Iterable": _yields_items, "device": _is_device}
 
 
 def _is_known(hint: Any) -> bool:
@@ -239,13 +239,13 @@ def _is_known(hint: Any) -> bool:
     return isinstance(kind, Hashable) and (kind in _KINDS or _shape_of(kind) is not None)
 
 
-def _meant(value: Any, hint: Any) -> str:
+def _hint(value: Any, hint: Any) -> str:
     words = [word for part in _parts_of(hint) if get_origin(part) is Literal for word in get_args(part)]
     close = nearest(value, words) if isinstance(value, str) and all(isinstance(word, str) for word in words) else ""
     return f"; {close}" if close.startswith("did you mean") else ""
 
 
-def _in_words(hint: Any) -> str:
+def _described(hint: Any) -> str:
     words: list[str] = []
     for part in _parts_of(hint):
         kind = get_origin(part) or part

@@ -18,6 +18,7 @@ from treadle.device import get_device
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
+from treadle.engine.preflight import refuse_meta
 from treadle.engine.settings import Capture
 from treadle.errors import ConfigError
 from treadle.faces.parallel import ParallelConfig, spread
@@ -70,6 +71,7 @@ def place(
     where = get_device(device)
     if not isinstance(model, nn.Module):
         raise ConfigError("must be a model: an object of a subclass of nn.Module", argument="model", value=model)
+    refuse_meta(model)
     moved = model.to(where)
     made = optimizer(moved) if callable(optimizer) else optimizer
     checkpoint_model(moved, gradient_checkpointing)

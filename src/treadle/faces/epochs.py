@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from treadle.checkpoint.introspection import is_users_class
+from treadle.checkpoint.introspection import is_user_class
 from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
@@ -129,7 +129,7 @@ class EpochTrainer:
         """
         with self.scored_weights():
             values = self.engine.evaluate(loader)
-        if is_users_class(_owner(type(self.engine), "evaluate")):
+        if is_user_class(_owner(type(self.engine), "evaluate")):
             return dict(results_of("evaluate", values))
         refuse_no_batch(self.engine.eval_cursor.position, "val_loader: it")
         return values
@@ -189,9 +189,9 @@ class EpochTrainer:
     def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
         """Return the names of results on one batch before step 1; only read it if a subclass evaluates itself."""
         owners = [_owner(type(self), "evaluate"), _owner(type(self.engine), "evaluate")]
-        own = owners[0] is not EpochTrainer or is_users_class(owners[1])
+        own = owners[0] is not EpochTrainer or is_user_class(owners[1])
         names = self._try_batch(val_loader, None if own else self.engine.task)
-        if any(map(is_users_class, owners)) and not isinstance(val_loader, Iterator):
+        if any(map(is_user_class, owners)) and not isinstance(val_loader, Iterator):
             first = FirstBatches(val_loader, 1, "limit_eval_batches")
             with self.engine.evaluations_limited_to(None):
                 try_override(lambda: self.evaluate(first), self.engine.logger)

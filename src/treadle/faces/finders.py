@@ -89,7 +89,7 @@ def find_learning_rate(
         5
     """
     _check_search(lowest, highest, num_steps, divergence)
-    engine, loader = _ready(trainer, loader)
+    engine, loader = _prepared(trainer, loader)
     rates, losses = list[float](), list[float]()
     mean = 0.0
     with undone(engine, loader) as steps:
@@ -156,7 +156,7 @@ def find_batch_size(
         alone = isinstance(loader, Sized) and len(loader) <= 1
         if not isinstance(loader, Sized) and largest is None:
             raise ConfigError("the loader has no length; give the largest size to try", argument="largest", value=None)
-        if _fits(trainer, loader, num_steps, must=size == start):
+        if _batch_size_fits(trainer, loader, num_steps, must=size == start):
             fits = size
             if fails == math.inf and (alone or size == largest):
                 break
@@ -169,8 +169,8 @@ def find_batch_size(
     return fits
 
 
-def _fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) -> bool:
-    engine, loader = _ready(trainer, loader)
+def _batch_size_fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) -> bool:
+    engine, loader = _prepared(trainer, loader)
     fits = True
     try:
         with undone(engine, loader) as steps:
@@ -187,7 +187,7 @@ def _fits(trainer: Any, loader: Iterable[Any], num_steps: int, *, must: bool) ->
     return fits
 
 
-def _ready(trainer: Any, loader: Iterable[Any] | None) -> tuple[Engine, Iterable[Any]]:
+def _prepared(trainer: Any, loader: Iterable[Any] | None) -> tuple[Engine, Iterable[Any]]:
     engine = trainer if isinstance(trainer, Engine) else getattr(trainer, "_engine", getattr(trainer, "engine", None))
     if not isinstance(engine, Engine):
         raise ConfigError("must be a trainer", argument="trainer", value=trainer)

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import name_also
-from treadle.checkpoint.order import Reach, is_aside
+from treadle.checkpoint.files import link_in_folder
+from treadle.checkpoint.order import StateProgress, is_moved_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
 from treadle.engine import Engine
-from treadle.engine.leaving import BetweenRuns
+from treadle.engine.signal_exit import SignalsBetweenRuns
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks.checkpointing import CheckpointingHook, settled_states, step_states
 
@@ -31,7 +31,7 @@ def loss_name(loss_fn: Any) -> str:
     return getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__) if " at 0x" in text else text
 
 
-def say_if_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterable[str]) -> None:
+def warn_of_other_loss(engine: Engine, tree: Mapping[str, Any], settings: Iterable[str]) -> None:
     """Warn if a checkpoint was trained on another loss, since the run would mix the values of both.
 
     Args:
@@ -67,7 +67,7 @@ class CheckpointFolder:
     def __init__(self, engine: Engine, argument: str):
         self.engine = engine
         self._argument = argument
-        self._on_disk: Reach | None = None
+        self._on_disk: StateProgress | None = None
         self._replayed = False
         self.path: Path | None = None
 
@@ -103,9 +103,9 @@ class CheckpointFolder:
         """Lock the folder inside the block and write the final state at its end, for which signals wait."""
         with self.held():
             self.engine.prepare()  # removes writing hooks from a short trial run
-            with BetweenRuns(self.engine) as between:
+            with SignalsBetweenRuns(self.engine) as between:
                 yield
-                with between.acting():
+                with between.handled():
                     self.write_end()
 
     def candidates(self, folder: Path) -> Iterable[Path]:
@@ -132,7 +132,7 @@ class CheckpointFolder:
 
     def record_written(self) -> None:
         """Record that a file holds the current state."""
-        self._on_disk = Reach(self.engine.step, self.engine.epoch)
+        self._on_disk = StateProgress(self.engine.step, self.engine.epoch)
 
     def name_state(self, path: Path, *, best: bool) -> None:
         """Point ``checkpoints/best.pt`` or ``checkpoints/last.pt``, which every front end has, to a state; on rank 0.
@@ -142,9 +142,9 @@ class CheckpointFolder:
             best: whether to set the best or the last one.
         """
         folder = self.path
-        if folder is None or folder.name == _INNER or path.parent != folder or is_aside(path):
+        if folder is None or folder.name == _INNER or path.parent != folder or is_moved_aside(path):
             return
-        name_also(path, folder / _INNER / ("best.pt" if best else "last.pt"))
+        link_in_folder(path, folder / _INNER / ("best.pt" if best else "last.pt"))
 
     def name_best_and_last(self, best: Path, last: Path) -> None:
         """Point both names to states that exist; on rank 0."""
@@ -159,7 +159,7 @@ class CheckpointFolder:
 
     def write_end(self) -> None:
         """Write the final state of a run if no file holds it; collective."""
-        now = Reach(self.engine.step, self.engine.epoch)
+        now = StateProgress(self.engine.step, self.engine.epoch)
         if self.path is not None and now not in (self._on_disk, self.engine.state.origin.reach):
             self.write_last()
             self.record_written()
@@ -236,7 +236,7 @@ class CheckpointFolder:
                 f"{source}: {error}. Another model needs another {self._argument}, or resume_from=None to start "
                 "afresh here"
             ) from error
-        say_if_other_loss(engine, tree, self.loss_settings)
+        warn_of_other_loss(engine, tree, self.loss_settings)
         engine.state.record_source(source)
         text = "resumed from %s at step %d, epoch %d"
         engine.logger.info(text, source, engine.step, engine.epoch, extra={"topic": "resumed"})

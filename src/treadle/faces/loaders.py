@@ -119,29 +119,29 @@ def selected_by(metric: str, loaders: EvalLoaders | None) -> str:
     return f"{next(iter(loaders))}_{metric}"
 
 
-def without_loader(metric: str, loaders: EvalLoaders | None) -> str:
+def without_loader_name(metric: str, loaders: EvalLoaders | None) -> str:
     """Return a metric without the name of its loader.
 
     Example:
-        >>> without_loader("far_mae", {"near": [], "far": []}), without_loader("mae", None)
+        >>> without_loader_name("far_mae", {"near": [], "far": []}), without_loader_name("mae", None)
         ('mae', 'mae')
     """
     names = loaders if isinstance(loaders, Mapping) else ()
     return next((metric.removeprefix(f"{name}_") for name in names if metric.startswith(f"{name}_")), metric)
 
 
-def mode_over(metric: str, loaders: EvalLoaders | None) -> Mode | None:
+def mode_of_metric(metric: str, loaders: EvalLoaders | None) -> Mode | None:
     """Return the direction that a metric's name implies, ignoring the name of its loader.
 
     None if there is no dict of loaders or the name implies no direction: then the rule decides by the whole name.
 
     Example:
-        >>> mode_over("far_accuracy", {"near": [], "far": []}), mode_over("far_score", {"far": []})
+        >>> mode_of_metric("far_accuracy", {"near": [], "far": []}), mode_of_metric("far_score", {"far": []})
         ('max', None)
     """
     if not isinstance(loaders, Mapping):
         return None
     try:
-        return resolve_mode(without_loader(metric, loaders))
+        return resolve_mode(without_loader_name(metric, loaders))
     except ConfigError:
         return None

@@ -24,14 +24,14 @@ from treadle.engine import Engine
 from treadle.engine.attempt import Attempt
 from treadle.engine.evaluation import refuse_no_batch
 from treadle.engine.events import Events
-from treadle.engine.failure import failing_by_name
+from treadle.engine.failure import errors_logged_with_rank
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
 from treadle.engine.names import FOREIGN, idle_attributes, is_own_helper, refuse_signatures, uncalled_methods
 from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.progress import Progress
-from treadle.engine.session import Declared
+from treadle.engine.session import HookDeclarations
 from treadle.engine.settings import Capture, EngineSettings, check_accumulation
 from treadle.engine.signals import SignalListener
 from treadle.engine.state import RunState
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _PARTS: dict[str, type] = {
     "settings": EngineSettings, "progress": Progress, "attempt": Attempt, "state": RunState, "events": Events,
-    "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": Declared,
+    "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": HookDeclarations,
     "precision": Precision, "guard": FiniteGuard, "steps": Callable,
 }  # fmt: skip
 """Parts of the engine that a subclass could replace by mistake."""
@@ -223,7 +223,7 @@ class BaseTrainer(Engine):
                 f"{type(self).__name__}.__init__() did not call super().__init__(max_steps=...); call it, before "
                 "anything that uses the trainer"
             )
-        with failing_by_name(self):
+        with errors_logged_with_rank(self):
             self.prepare()
         self.run(self.data_loader, max_steps=self.max_steps)
 

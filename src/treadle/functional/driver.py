@@ -11,7 +11,6 @@ from treadle import distributed
 from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
 from treadle.engine.base import temporarily
-from treadle.engine.best import BestRule
 from treadle.engine.epoch_end import run_own_epochs
 from treadle.engine.evaluation import (
     EvaluationAbandoned,
@@ -21,32 +20,17 @@ from treadle.engine.evaluation import (
     results_of,
     try_override,
 )
-from treadle.engine.leaving import BetweenRuns
-from treadle.engine.session import held_by_hooks, ranks_stop, resume_from_hooks
+from treadle.engine.session import claimed_by_hooks, ranks_stop, resume_from_hooks
+from treadle.engine.signal_exit import SignalsBetweenRuns
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.faces.selection import SelectingEpochs
+from treadle.functional.metric_rule import PREFIX
 from treadle.functional.replaced import EpochBatches, OwnSteps
 from treadle.functional.task import EvalTask
 from treadle.nested import as_number, flatten_nested_dict
 
-PREFIX = "eval_"
 Evaluate = Callable[[Iterable[Any]], Mapping[str, Any]]
-
-
-class MetricRule(BestRule):
-    """Best rule for a metric with or without the evaluation prefix in records."""
-
-    def value_in(self, record: Mapping[str, Any]) -> float:
-        """Return the metric's value in an epoch record.
-
-        Raises:
-            ConfigError: the record has neither name.
-        """
-        bare = self.metric.removeprefix(PREFIX)
-        if self.metric not in record and bare in record:
-            return float(record[bare])
-        return super().value_in(record)
 
 
 class FaceEpochs(SelectingEpochs):
@@ -67,7 +51,7 @@ class FaceEpochs(SelectingEpochs):
         self._find_evaluate = evaluate
         self._evaluating = False
         self._epochs_run = 0
-        self._through = False  # whether epochs go through the trainer's train_epoch
+        self._wrapped = False  # whether epochs go through the trainer's train_epoch
         self._incomplete = False  # whether train_epoch will add to the running epoch's record
         self._own_steps: OwnSteps | None = None  # steps of a train_epoch that replaces the loop
 
@@ -81,7 +65,7 @@ class FaceEpochs(SelectingEpochs):
                 "super().train_epoch(...)",
                 argument="train_epoch",
             )
-        if not self._through:  # a single epoch: no selection and no early stopping
+        if not self._wrapped:  # a single epoch: no selection and no early stopping
             self.select_by(None)
         self.engine.prepare()
         resume_from_hooks(self.engine)  # before the target is set to one epoch beyond the loaded one
@@ -97,7 +81,7 @@ class FaceEpochs(SelectingEpochs):
         """Whether the latest record is complete; an overridden ``train_epoch`` may add to it later."""
         return not self._incomplete
 
-    def fit_through(
+    def fit_wrapped(
         self,
         train_epoch: Callable[[int], Any],
         epochs: int,
@@ -113,20 +97,20 @@ class FaceEpochs(SelectingEpochs):
         engine = self.engine
         engine.prepare()
         resume_from_hooks(engine)
-        engine.should_stop, self._through = False, True
+        engine.should_stop, self._wrapped = False, True
         self.deadline = engine.settings.limits.deadline()
         last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
-            with held_by_hooks(engine), BetweenRuns(engine) as between:
+            with claimed_by_hooks(engine), SignalsBetweenRuns(engine) as between:
                 while engine.epoch < last and not (self.finished or ranks_stop(engine)):
-                    record = self._one_through(train_epoch)
-                    with between.acting():
+                    record = self._run_wrapped_epoch(train_epoch)
+                    with between.handled():
                         if record is not None:
                             self._incomplete = False
                             after_epoch(record)
                             self._save_completed()
         finally:
-            self._through = self._incomplete = False
+            self._wrapped = self._incomplete = False
             self.deadline = None
 
     def _save_completed(self) -> None:
@@ -134,7 +118,7 @@ class FaceEpochs(SelectingEpochs):
         for hook in self.engine.hooks:
             hook._save_end(self.engine)
 
-    def _one_through(self, train_epoch: Callable[[int], Any]) -> dict[str, Any] | None:
+    def _run_wrapped_epoch(self, train_epoch: Callable[[int], Any]) -> dict[str, Any] | None:
         """Train one epoch; return its record, or None if stopped within it."""
         self._incomplete = True
         before, self._epochs_run = self.engine.epoch, 0
@@ -185,9 +169,9 @@ class FaceEpochs(SelectingEpochs):
                 found = self.evaluate_each(loaders[1])
                 result.update({f"{PREFIX}{name}": value for name, value in found.items()})
             if batches.before:
-                self._leave_out_partial_loss(result, batches.before)
+                self._use_loss_of_all_steps(result, batches.before)
             own_steps.stop()
-            return own_steps.moves.schedule_moved
+            return own_steps.observer.schedule_stepped
 
         target = Target(
             epochs=epochs,
@@ -201,7 +185,7 @@ class FaceEpochs(SelectingEpochs):
             own_steps.close()
             self._own_steps = None
 
-    def _leave_out_partial_loss(self, result: dict[str, Any], before: int) -> None:
+    def _use_loss_of_all_steps(self, result: dict[str, Any], before: int) -> None:
         """Use the engine's loss for an epoch resumed in the middle, since the engine counted all steps."""
         engine = self.engine
         if "loss" in engine.train_means():
@@ -336,12 +320,12 @@ class FaceEpochs(SelectingEpochs):
         """Apply the rules of an evaluation around a user's loop."""
         engine = self.engine
 
-        def leave_on_signal(*_: Any) -> None:
+        def exit_on_signal(*_: Any) -> None:
             # Ranks that evaluate in a user's loop have no common point to stop at: the signal waits.
             if engine.exit_plans and engine.signals.received and distributed.world_size() == 1:
                 raise EvaluationAbandoned
 
-        handle = engine.model.register_forward_pre_hook(leave_on_signal)
+        handle = engine.model.register_forward_pre_hook(exit_on_signal)
         try:
             with evaluation_rules(engine.model, loader, eval_seed=engine.eval_seed), engine.precision.autocast():
                 yield

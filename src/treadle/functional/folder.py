@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle import distributed
-from treadle.checkpoint.order import Reach, is_aside
+from treadle.checkpoint.order import StateProgress, is_moved_aside
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
 from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
@@ -132,7 +132,7 @@ class NumberedFolder(CheckpointFolder):
 
         The best file is kept as evaluated; if the epoch has no other file, the state goes into the last one.
         """
-        now = Reach(self.engine.step, self.engine.epoch)
+        now = StateProgress(self.engine.step, self.engine.epoch)
         if self.path is not None and self._on_disk == now:
             self.before_write()
             path = epoch_file(self.path, self.engine.epoch) if self._is_due() else self.path / LAST
@@ -167,7 +167,7 @@ class NumberedFolder(CheckpointFolder):
             self.engine.logger.info(text, path, self.engine.step, self.engine.epoch)
 
     @contextlib.contextmanager
-    def saving_what_an_evaluation_breaks(self, epochs: EpochTrainer) -> Iterator[None]:
+    def saving_if_evaluation_fails(self, epochs: EpochTrainer) -> Iterator[None]:
         """Save the trained epoch if its evaluation fails inside the block, as on a signal; single process only."""
         epochs.scoring = False
         try:
@@ -186,7 +186,7 @@ class NumberedFolder(CheckpointFolder):
     def write(self, path: Path, metric_value: float | None) -> None:
         """Write one full checkpoint; the second one of an epoch is a copy of the first. Collective."""
         first = self._written[0] if self._written else None
-        if first is not None and not is_aside(first):
+        if first is not None and not is_moved_aside(first):
             on_rank_0(lambda: copy_checkpoint(first, path) if first.exists() else None)
             on_rank_0(lambda: self._name(path))
             return

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from treadle.data.host_copies import host_of
 from treadle.distributed import unwrap
-from treadle.engine.failure import shapes_of
 from treadle.errors import ConfigError, TreadleError
 from treadle.functional.batches import num_samples
+from treadle.nested import shapes_of
 from treadle.optim.loss_weights import as_count
 
 _PER_ELEMENT = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)

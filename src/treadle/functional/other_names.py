@@ -40,13 +40,13 @@ _HERE = {
 _OF_A_LOADER = "batch_size num_workers shuffle drop_last pin_memory collate_fn sampler per_device_train_batch_size"
 
 
-def where_it_is(name: str, known: Sequence[str]) -> str:
+def hint_for_unknown(name: str, known: Sequence[str]) -> str:
     """Return where a setting that the trainer does not have is passed, or the nearest name that it has.
 
     Example:
-        >>> where_it_is("gradient_clip_val", []), where_it_is("epochs", []), where_it_is("batch_size", [])
-        ('here it is max_grad_norm', 'pass num_epochs= to train()', 'it is an argument of the DataLoader')
-        >>> where_it_is("seed", []), where_it_is("min_dleta", ["min_delta"])
+        >>> hint_for_unknown("gradient_clip_val", []), hint_for_unknown("batch_size", [])
+        ('here it is max_grad_norm', 'it is an argument of the DataLoader')
+        >>> hint_for_unknown("seed", []), hint_for_unknown("min_dleta", ["min_delta"])
         ('call treadle.set_seed(...) before the model is built', "did you mean 'min_delta'?")
     """
     if name == "seed":

@@ -82,7 +82,7 @@ class OwnStepEngine(Engine):
                 "for every batch, or nowhere: then it replaces the step",
                 argument="train_step",
             )
-        self._note_added(result)
+        self._add_records(result)
         return self._outcomes[0]
 
     def inner_step(self, batch: Any) -> bool:
@@ -113,7 +113,7 @@ class OwnStepEngine(Engine):
         with self.temporarily(_own_step=None):
             return super().step_group(batches)
 
-    def _note_added(self, result: Any) -> None:
+    def _add_records(self, result: Any) -> None:
         if not isinstance(result, Mapping):
             raise ConfigError(
                 f"the override returned a {type(result).__name__}; return the dict of "

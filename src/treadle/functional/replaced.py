@@ -31,7 +31,7 @@ _SAVED = (
 )
 
 
-class Moves:
+class StepObserver:
     """Observed steps of the optimizer and the scheduler while user code runs.
 
     Args:
@@ -44,8 +44,8 @@ class Moves:
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
         >>> optimizer = torch.optim.SGD([weight], lr=0.1)
-        >>> moves = Moves(optimizer, None)
-        >>> moves.start(); optimizer.step(); moves.steps, moves.schedule_moved
+        >>> observer = StepObserver(optimizer, None)
+        >>> observer.start(); optimizer.step(); observer.steps, observer.schedule_stepped
         (1, False)
     """
 
@@ -67,7 +67,7 @@ class Moves:
         self._version = self._weights_version()
 
     @property
-    def weights_moved(self) -> bool:
+    def weights_changed(self) -> bool:
         """Whether the weights were written to since :meth:`start`, by this optimizer or by other code."""
         return bool(self.steps) or self._weights_version() != self._version
 
@@ -75,7 +75,7 @@ class Moves:
         return sum(one._version for group in self._optimizer.param_groups for one in group["params"])
 
     @property
-    def schedule_moved(self) -> bool:
+    def schedule_stepped(self) -> bool:
         """Whether the scheduler was stepped since :meth:`start`."""
         return bool(self._schedule_count() != self._count)
 
@@ -98,7 +98,7 @@ class ReplacedStep:
         self._engine = engine
         self._own_step = own_step
         self._rates = LearningRates()
-        self._moves = Moves(engine.optimizer, engine.lr_scheduler)
+        self._observer = StepObserver(engine.optimizer, engine.lr_scheduler)
 
     def run(self, group: Group) -> Outcome:
         """Run the override and record its results and optimizer steps.
@@ -111,17 +111,17 @@ class ReplacedStep:
         """
         engine, batch = self._engine, group.batches[0]
         rates = self._rates.read(engine.optimizer)
-        self._moves.start()
+        self._observer.start()
         result = self._own_step(batch)
         begin_attempt(engine, group)
         engine.attempt.info["lr"] = rates
         engine.attempt.record_output(step_output(batch, result))
-        if not self._moves.weights_moved:
+        if not self._observer.weights_changed:
             engine.attempt.info["reason"] = "the override of train_step did not step the optimizer"
             return "skipped"
-        if not self._moves.steps:  # torch would warn about a scheduler that steps before its optimizer
+        if not self._observer.steps:  # torch would warn about a scheduler that steps before its optimizer
             engine.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._moves.schedule_moved:
+        if self._observer.schedule_stepped:
             engine.state.schedule.compare(engine, expected=True)
             with engine.temporarily(lr_scheduler=None):
                 return apply_step_effects(engine)
@@ -206,11 +206,11 @@ class OwnSteps:
         engine: engine whose counters are updated.
 
     Attributes:
-        moves: steps of the optimizer and the scheduler in the epoch.
+        observer: steps of the optimizer and the scheduler in the epoch.
     """
 
     def __init__(self, engine: Engine):
-        self.moves = Moves(engine.optimizer, engine.lr_scheduler)
+        self.observer = StepObserver(engine.optimizer, engine.lr_scheduler)
         self._engine = engine
         self._rates = LearningRates()
         self._counting = False
@@ -226,7 +226,7 @@ class OwnSteps:
 
     def start(self) -> None:
         """Start counting at the start of an epoch."""
-        self.moves.start()
+        self.observer.start()
         self._counting, self._inside = True, None
 
     def stop(self) -> None:
@@ -237,7 +237,7 @@ class OwnSteps:
         """Stop counting permanently."""
         for handle in self._handles:
             handle.remove()
-        self.moves.close()
+        self.observer.close()
 
     def _leave(self, optimizer: Optimizer, *_: Any) -> None:
         self._inside = None if self._inside is optimizer else self._inside

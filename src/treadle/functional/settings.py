@@ -18,7 +18,7 @@ from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.errors.arguments import check_argument
 from treadle.faces.build import EngineArguments
-from treadle.functional.other_names import where_it_is
+from treadle.functional.other_names import hint_for_unknown
 from treadle.functional.user_config import UserConfig
 from treadle.optim.precision import PrecisionName
 from treadle.optim.schedules import ScheduleShape
@@ -31,9 +31,13 @@ _FIRST = (
 )  # fmt: skip
 UNUSED = ("batch_size", "num_epochs", "epochs", "seed", "max_eval_samples")
 _OF_FILES = ("checkpoint_dir", "save_interval")
-_MEANT = {"lr": "learning_rate", "max_epochs": "num_epochs", "grad_clip": "max_grad_norm", "amp": "mixed_precision",
-          "accumulate_grad_batches": "gradient_accumulation_steps", "scheduler": "lr_scheduler"}  # fmt: skip
-_NOWHERE = {"eval_interval": "evaluations come after each epoch; ValidationHook(interval=...) evaluates between steps"}
+_SYNONYMS = {
+    "lr": "learning_rate", "max_epochs": "num_epochs", "grad_clip": "max_grad_norm", "amp": "mixed_precision",
+    "accumulate_grad_batches": "gradient_accumulation_steps", "scheduler": "lr_scheduler",
+}  # fmt: skip
+_UNSUPPORTED = {
+    "eval_interval": "evaluations come after each epoch; ValidationHook(interval=...) evaluates between steps"
+}
 
 
 class _Default(int):
@@ -252,11 +256,11 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
     part = whole.part("training")
     values = {} if part is None else part.fields()
     _refuse_misplaced(whole, known, has_part=part is not None)
-    for name in values.keys() & _MEANT.keys():
-        raise ConfigError(f"unknown key {name!r}; did you mean {_MEANT[name]!r}?", argument=_WHERE)
-    refuse_unknown(_WHERE, values, [*known, *UNUSED, *_OF_FILES, *_NOWHERE])
-    for name in values.keys() & _NOWHERE.keys():
-        _log.warning("config.training.%s=%s is not read: %s", name, values[name], _NOWHERE[name])
+    for name in values.keys() & _SYNONYMS.keys():
+        raise ConfigError(f"unknown key {name!r}; did you mean {_SYNONYMS[name]!r}?", argument=_WHERE)
+    refuse_unknown(_WHERE, values, [*known, *UNUSED, *_OF_FILES, *_UNSUPPORTED])
+    for name in values.keys() & _UNSUPPORTED.keys():
+        _log.warning("config.training.%s=%s is not read: %s", name, values[name], _UNSUPPORTED[name])
     given = {name: value for name, value in values.items() if name in known}
     # None is kept where it means off; elsewhere it means the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
@@ -292,13 +296,13 @@ def config_of(config: Any) -> UserConfig:
             argument="config", value=config,
         )  # fmt: skip
     known = [field.name for field in dataclasses.fields(TrainingSettings)]
-    return UserConfig({} if config is None else config, "config", [*known, *UNUSED, *_OF_FILES, *_NOWHERE])
+    return UserConfig({} if config is None else config, "config", [*known, *UNUSED, *_OF_FILES, *_UNSUPPORTED])
 
 
 def _checked_keywords(keywords: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     for name in keywords:
         if name not in known:
-            raise ConfigError(f"no such argument of the trainer; {where_it_is(name, known)}", argument=name)
+            raise ConfigError(f"no such argument of the trainer; {hint_for_unknown(name, known)}", argument=name)
     return dict(keywords)
 
 

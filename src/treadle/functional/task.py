@@ -35,7 +35,7 @@ class TrainerTask:
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
-        self._gave_own_loss: dict[tuple[bool, bool], bool] = {}
+        self._has_own_loss: dict[tuple[bool, bool], bool] = {}
         self._num_counted: float | Tensor | None = None  # of the last batch, if different from the weight of its loss
         self._row_counts = RowCounts(self._counted_labels)
 
@@ -50,13 +50,13 @@ class TrainerTask:
         else:
             counted_inputs, counted_targets = inputs, targets
         weight = self.weigh(batch, counted_inputs, outputs, counted_targets)
-        own, kind = model_loss(outputs) is not None, _kind(inputs, targets)
-        if kind not in self._gave_own_loss and not trainer._overrides("_compute_loss"):
+        own, kind = model_loss(outputs) is not None, _batch_structure(inputs, targets)
+        if kind not in self._has_own_loss and not trainer._overrides("_compute_loss"):
             refuse_broadcast(trainer.loss_fn, outputs, targets)
-        self._gave_own_loss[kind] = own
+        self._has_own_loss[kind] = own
         self.count(outputs, counted_targets, weight)
         kept, samples = self.kept_for_metrics(inputs, outputs, targets), num_samples(inputs)
-        if _adds_up(trainer, outputs):
+        if _is_summed(trainer, outputs):
             return StepOutput(loss, reduction="sum", outputs=kept, num_samples=samples)
         return StepOutput(without_empty(loss, weight), weight=weight, outputs=kept, num_samples=samples)
 
@@ -73,7 +73,7 @@ class TrainerTask:
         """Record the number of elements for values other than the loss, unless the trainer weights losses itself."""
         own = self.trainer._overrides("_loss_weight")
         counted = None if own else num_counted(self.trainer.loss_fn, outputs, targets)
-        self._num_counted = weight if counted is None and _adds_up(self.trainer, outputs) else counted
+        self._num_counted = weight if counted is None and _is_summed(self.trainer, outputs) else counted
 
     def weighted(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Return numbers of the last batch with their weight, which may differ from the loss's."""
@@ -96,9 +96,9 @@ class TrainerTask:
         if not self.trainer._counts_on_host:
             return batch, None
         inputs, targets = split_batch(batch)
-        own = self._gave_own_loss.get(_kind(inputs, targets))
+        own = self._has_own_loss.get(_batch_structure(inputs, targets))
         outputs = {"loss": 0.0} if own else None
-        if own is None or _adds_up(self.trainer, outputs):
+        if own is None or _is_summed(self.trainer, outputs):
             return batch, None
         weight = self.weigh(batch, inputs, outputs, targets)
         return batch, None if isinstance(weight, Tensor) else weight
@@ -168,7 +168,7 @@ class OverriddenEvalTask(EvalTask):
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Return the numbers of ``eval_step`` as records."""
         trainer = self.trainer
-        with _watched(trainer) as seen:
+        with _calls_recorded(trainer) as seen:
             numbers = dict(results_of("eval_step", trainer.eval_step(batch)))
         if "inputs" not in seen:
             seen["inputs"], seen["targets"] = trainer._prepare_batch(batch)
@@ -177,7 +177,7 @@ class OverriddenEvalTask(EvalTask):
         self.count(outputs, targets, weight)
         numbers = self.weighted(numbers)
         self.gives_loss = self.gives_loss or "loss" in numbers
-        if "loss" in numbers and _adds_up(trainer, outputs):
+        if "loss" in numbers and _is_summed(trainer, outputs):
             numbers["loss"] = Total(numbers["loss"])
         kept = self.kept_for_metrics(inputs, outputs, targets)
         return StepOutput(None, numbers, weight=weight, outputs=kept, num_samples=num_samples(inputs))
@@ -189,24 +189,24 @@ class OverriddenEvalTask(EvalTask):
 
 
 @contextlib.contextmanager
-def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
+def _calls_recorded(trainer: Trainer) -> Iterator[dict[str, Any]]:
     """Record calls of the trainer's methods inside the block, overridden or not."""
     seen: dict[str, Any] = {}
     prepare, forward, compute = trainer._prepare_batch, trainer._forward_pass, trainer._compute_loss
 
-    def prepare_and_note(batch: Any) -> tuple[Any, Any]:
+    def record_prepared(batch: Any) -> tuple[Any, Any]:
         seen["inputs"], seen["targets"] = prepared = prepare(batch)
         return prepared
 
-    def forward_and_note(inputs: Any) -> Any:
+    def record_outputs(inputs: Any) -> Any:
         seen["inputs"], seen["outputs"] = inputs, forward(inputs)
         return seen["outputs"]
 
-    def compute_and_note(outputs: Any, targets: Any) -> Tensor:
+    def record_loss_inputs(outputs: Any, targets: Any) -> Tensor:
         seen["outputs"], seen["targets"] = outputs, targets
         return compute(outputs, targets)
 
-    notes = {"_prepare_batch": prepare_and_note, "_forward_pass": forward_and_note, "_compute_loss": compute_and_note}
+    notes = {"_prepare_batch": record_prepared, "_forward_pass": record_outputs, "_compute_loss": record_loss_inputs}
     own = {name: vars(trainer)[name] for name in notes if name in vars(trainer)}
     vars(trainer).update(notes)
     try:
@@ -217,11 +217,11 @@ def _watched(trainer: Trainer) -> Iterator[dict[str, Any]]:
         vars(trainer).update(own)
 
 
-def _kind(inputs: Any, targets: Any) -> tuple[bool, bool]:
+def _batch_structure(inputs: Any, targets: Any) -> tuple[bool, bool]:
     """Return a key of the batch's structure: a model may compute its loss only without targets, or only with labels."""
     return targets is None, isinstance(inputs, Mapping) and "labels" in inputs
 
 
-def _adds_up(trainer: Trainer, outputs: Any) -> bool:
+def _is_summed(trainer: Trainer, outputs: Any) -> bool:
     """Return whether the loss is a sum over the batch instead of a mean."""
     return model_loss(outputs) is None and getattr(trainer.loss_fn, "reduction", None) == "sum"

@@ -30,30 +30,26 @@ from treadle.faces.folder import loss_name
 from treadle.faces.loaders import EvalLoaders, check_batches
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
-from treadle.functional.checks import (
-    check_call,
+from treadle.functional.checks import check_call, log_early_stopping, warn_of_idle_files
+from treadle.functional.construction import (
     check_loss_fn,
-    eval_losses,
     in_argument_order,
-    known_keys,
     optimizer_for,
-    rule_for,
-    say_if_stopped_early,
     scheduler_for,
     set_length,
-    warn_of_idle_files,
     warn_of_idle_interval,
 )
-from treadle.functional.claims import read_claims
 from treadle.functional.driver import FaceEpochs
 from treadle.functional.files import HistoryFile, as_columns, in_order, log_epoch
 from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import explain_loss_error, loss_weight, missing_loss, model_loss
+from treadle.functional.metric_rule import eval_losses, known_keys, rule_for
 from treadle.functional.own_hooks import own_hooks
 from treadle.functional.own_step import OwnStepEngine, numbers_of
 from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
 from treadle.functional.settings import EVERY_EPOCH, read_run_defaults, read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
+from treadle.functional.unused_settings import read_unused_settings
 from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.precision import in_full_precision
 
@@ -123,7 +119,7 @@ class Trainer(EpochFace):
         optimizer, loss_fn = in_argument_order(optimizer, loss_fn)
         self.config = config
         self.settings = read_settings(config, settings)
-        self._run_defaults, self._claims = read_run_defaults(config), read_claims(config)
+        self._run_defaults, self._unused_settings = read_run_defaults(config), read_unused_settings(config)
         self.model, self.optimizer, self.device = place(
             model, partial(optimizer_for, optimizer=optimizer, settings=self.settings), device=device,
             scheduler=scheduler, compile=compile, parallel=parallel,
@@ -340,13 +336,13 @@ class Trainer(EpochFace):
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._use_folder(save_dir, save_freq, best_model_metric)
-        breaking = self._folder.saving_what_an_evaluation_breaks(self._epochs)
+        breaking = self._folder.saving_if_evaluation_fails(self._epochs)
         with run_log_shown(self._engine), self._folder.training(), breaking:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
-            say_if_stopped_early(self._epochs)
+            log_early_stopping(self._epochs)
             self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
         return self.history
 
@@ -377,7 +373,7 @@ class Trainer(EpochFace):
                 loaders = train_loader, eval_loader
                 self._epochs.fit_replaced(train_epoch, loaders, num_epochs, after_epoch)
             else:
-                self._epochs.fit_through(partial(train_epoch, train_loader), num_epochs, after_epoch)
+                self._epochs.fit_wrapped(partial(train_epoch, train_loader), num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 

@@ -13,7 +13,7 @@ from treadle.distributed import unwrap
 from treadle.engine.best import BestRule, Mode
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_whole
-from treadle.faces.loaders import EvalLoaders, mode_over, results_by_name, selected_by
+from treadle.faces.loaders import EvalLoaders, mode_of_metric, results_by_name, selected_by
 from treadle.graphs.epoch_records import TRAIN, VAL, GraphRule, missing_key
 from treadle.graphs.losses import get_loss_fn
 from treadle.graphs.metrics import GraphMetrics, get_metrics
@@ -141,6 +141,6 @@ def best_rule(
         if key not in known:
             raise missing_key(metric, known, prefix)
     mode: Mode | None = None if minimize is None else "min" if minimize else "max"
-    make = partial(GraphRule, f"{prefix}{key}", mode or mode_over(key, loaders), min_delta, patience)
+    make = partial(GraphRule, f"{prefix}{key}", mode or mode_of_metric(key, loaders), min_delta, patience)
     make()  # rejects bad values immediately
     return make

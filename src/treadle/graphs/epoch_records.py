@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from treadle import distributed
+from treadle.device.host_transfer import read_scalars
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
@@ -19,7 +20,6 @@ from treadle.graphs.train_outputs import TrainOutputsHook
 from treadle.hooks.files import to_json
 from treadle.hooks.history import HistoryHook
 from treadle.hooks.reporting import IntervalHook
-from treadle.means import read_scalars
 
 LogHook = Callable[[dict[str, float], int, str], object]
 TRAIN, VAL = "train_", "val_"

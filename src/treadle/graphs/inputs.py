@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from treadle.data.graph_sizes import noted_sizes
+from treadle.data.graph_sizes import recorded_sizes
 from treadle.errors import ConfigError
 from treadle.graphs.row_index import RowIndex
 from treadle.graphs.statistics import GraphStatistics
@@ -38,7 +38,7 @@ def graphs_of(batch: Any) -> tuple[Tensor, int]:
     if graph_N is None:
         x = needed(batch, "x")
         return torch.zeros(len(x), dtype=torch.long, device=x.device), 1
-    sizes = noted_sizes(graph_N)
+    sizes = recorded_sizes(graph_N)
     if sizes is not None:  # the batch may have to read its number of graphs from the device
         return graph_N, len(sizes)
     num_graphs = getattr(batch, "num_graphs", None)

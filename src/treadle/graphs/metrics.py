@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treadle.device.on_the_way import OnTheWay
+from treadle.device.host_transfer import HostTransfer
 from treadle.errors import ConfigError, MissingExtraError
 from treadle.errors.arguments import check_least, check_whole, checked
 from treadle.graphs.task_types import aligned, check_labels, check_task_type, counted, margin, outputs_of
@@ -200,8 +200,8 @@ def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Te
     if len({part[0].device for part in parts}) > 1:
         parts = [(pred.cpu(), target.cpu(), known.cpu()) for pred, target, known in parts]
     # Concatenated on their device: hundreds of small copies to the host would synchronise one by one.
-    sent = [OnTheWay(torch.cat([part[place] for part in parts])) for place in range(3)]
-    pred, target, known = (numbers.arrived() for numbers in sent)
+    sent = [HostTransfer(torch.cat([part[place] for part in parts])) for place in range(3)]
+    pred, target, known = (numbers.result() for numbers in sent)
     return [(pred, target, known)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.data.graph_sizes import noted_sizes
+from treadle.data.graph_sizes import recorded_sizes
 from treadle.errors import ConfigError, refuse_unknown
 from treadle.errors.arguments import checked
 from treadle.graphs.attention import AttentionLayout, GraphAttention, PairBias, batch_layout, padded_layout
@@ -114,7 +114,7 @@ class GraphTransformer(nn.Module):
         if isinstance(batch, PaddedGraphBatch):
             layout = padded_layout(graph_N.view(-1, batch.row_length))
         else:
-            layout = batch_layout(graph_N, num_graphs, noted_sizes(graph_N))
+            layout = batch_layout(graph_N, num_graphs, recorded_sizes(graph_N))
         if self.pair_bias is None or edge_pe is None:
             return layout
         _check_width("edge_pe", edge_pe, self.pair_bias.proj.in_features, "relative_pe_dim")

@@ -19,7 +19,7 @@ from treadle.engine.screens import work_bar
 from treadle.errors import ConfigError
 from treadle.graphs.run_config import FREE, RENAMED, GraphsConfig, read_settings
 from treadle.hooks.files import to_json
-from treadle.runs.folder import part_of, read_record, run_folder_of, stored_json, write_changed
+from treadle.runs.folder import read_record, run_folder_of, split_of, stored_json, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, Show, load_newest
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.ranks import by_rank_0, rank_0_first
@@ -277,7 +277,7 @@ def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
 
 
 def _graphs_of(data: GraphDataset, split: str) -> Sequence[Any]:
-    graphs = copy.copy(part_of(data, split))
+    graphs = copy.copy(split_of(data, split))
     graphs.transform = None  # of the training set: random signs are for training only
     return graphs  # type: ignore[no-any-return]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from treadle import distributed
-from treadle.data.graph_sizes import count_sizes, note_sizes
+from treadle.data.graph_sizes import count_sizes, record_sizes
 from treadle.data.host_copies import host_of
 from treadle.device import to_device
 from treadle.errors import ConfigError
@@ -284,7 +284,7 @@ def _moved(batch: Any, device: torch.device) -> Any:
     sizes = count_sizes(batch)  # before the move, which may be in place
     there = to_device(batch, device)
     if sizes is not None:
-        note_sizes(there, sizes)
+        record_sizes(there, sizes)
     return there
 
 

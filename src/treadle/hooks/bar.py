@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.device.host_transfer import read_scalars
 from treadle.engine.hook import BaseHook
 from treadle.engine.run_log import RUN_LOG
 from treadle.engine.screens import RedrawnLine, Screen, is_terminal, open_screen
@@ -16,7 +17,7 @@ from treadle.errors import MissingExtraError
 from treadle.errors.arguments import check_least, checked
 from treadle.hooks.tracking import epoch_records
 from treadle.hooks.values import hours
-from treadle.means import RunningMeans, read_scalars
+from treadle.means import RunningMeans
 from treadle.seed import forked_rng
 from treadle.task import add_output
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
-from treadle.checkpoint.files import name_also, remove_link
+from treadle.checkpoint.files import link_in_folder, remove_link
 from treadle.checkpoint.lock import check_free, leftovers, run_lock
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks, writers_group
-from treadle.checkpoint.shard_manifest import is_whole, tidy, unfinished
-from treadle.checkpoint.store import Retention, find_latest, point_to, save_checkpoint
+from treadle.checkpoint.shard_manifest import is_whole, remove_unfinished, unfinished
+from treadle.checkpoint.store import Retention, find_latest, link_sibling, save_checkpoint
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
 from treadle.errors.arguments import check_least, checked
@@ -60,7 +60,7 @@ def settled_states(folder: Path) -> list[Path]:
     if left or leftovers(folder):
         with run_lock(folder):  # which removes temporary files
             for path in left:
-                tidy(path)
+                remove_unfinished(path)
     return step_states(folder)
 
 
@@ -70,7 +70,7 @@ def _link_to(found: Path) -> None:
     numbered = not found.is_symlink() and ".nonfinite" not in found.name
     if numbered and not (link.exists() and link.samefile(found)):
         with contextlib.suppress(CheckpointError):  # the next save reports an unwritable link
-            point_to(found, link.name)
+            link_sibling(found, link.name)
 
 
 class CheckpointingHook(SavingHook):
@@ -190,7 +190,7 @@ class CheckpointingHook(SavingHook):
         if self._writes_folders(trainer):
             writers_group()  # created here, where all ranks are at the same point
         trainer.state.origin.watch(self.folder(trainer), step_states)
-        self._saved = None if self._resumed_from is None else Reach(trainer.step, trainer.epoch)
+        self._saved = None if self._resumed_from is None else StateProgress(trainer.step, trainer.epoch)
 
     def _is_due(self, trainer: Engine) -> bool:
         """Return whether the current step is in the interval, one to keep, or the last one."""
@@ -267,11 +267,11 @@ class CheckpointingHook(SavingHook):
         retention, state, step = self.retention, trainer.state, trainer.step
 
         def finish(target: Path) -> None:
-            point_to(target, f"{_LATEST}{target.suffix}")
+            link_sibling(target, f"{_LATEST}{target.suffix}")
             for other in {f"{_LATEST}.pt", _LATEST} - {f"{_LATEST}{target.suffix}"}:
                 remove_link(target.with_name(other))  # left by a run that wrote the other format
             if target.parent.name == "checkpoints" and target.is_file():
-                name_also(target, target.with_name("last.pt"))  # the same name for every front end
+                link_in_folder(target, target.with_name("last.pt"))  # the same name for every front end
             retention.prune(target.parent, _PATTERN, [target, *protect], newest=step)
             state.record_saved(target, step)
 

@@ -50,9 +50,9 @@ class EqualRanksHook(BaseHook):
 
     def notice(self, trainer: Engine) -> Callable[[], float]:
         """Send the last sum to the other ranks."""
-        return self._told
+        return self._notice
 
-    def _told(self) -> float:
+    def _notice(self) -> float:
         return self._sum
 
     def on_after_step(self, trainer: Engine) -> None:
@@ -62,7 +62,7 @@ class EqualRanksHook(BaseHook):
             RanksDifferError: the weights differ; raised on all ranks.
         """
         if self._summed_at:
-            self._compare(trainer.heard_of(self._told))
+            self._compare(trainer.heard_of(self._notice))
         if trainer.step % self.interval == 0:
             self._sum, self._summed_at = _sum_of_weights(trainer), trainer.step
 

@@ -127,7 +127,7 @@ class AttemptStart:
         """Record the current state."""
         self.rng = RngState.capture()
         buffers = self._buffers()
-        if _alike(buffers, self._copies):
+        if _same_layout(buffers, self._copies):
             _copy(self._copies, buffers)
         else:
             self._copies = [buffer.detach().clone() for buffer in buffers]
@@ -136,14 +136,14 @@ class AttemptStart:
     def restore_buffers(self) -> None:
         """Restore the buffers."""
         buffers = self._buffers()
-        if _alike(buffers, self._copies):
+        if _same_layout(buffers, self._copies):
             _copy(buffers, self._copies)
 
     def _buffers(self) -> list[Tensor]:
         return [getattr(module, name) for module, name in self._places]
 
 
-def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def _same_layout(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     kinds = [[(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] for tensors in (some, others)]
     return kinds[0] == kinds[1]
 
@@ -202,7 +202,7 @@ def find_non_finite(engine: Engine, attempt: AttemptStart) -> Finding:
         if attempt.rng is not None:
             attempt.rng.restore()
         attempt.restore_buffers()
-        with _watched(engine.model, finding), uncompiled(engine.model):
+        with _checks_installed(engine.model, finding), uncompiled(engine.model):
             _run_again(engine, finding)
     except Exception as error:  # noqa: BLE001  (such as out of memory: partial results are still useful)
         finding.error = f"the second run failed: {type(error).__name__}: {error}"
@@ -231,7 +231,7 @@ def _run_again(engine: Engine, finding: Finding) -> None:
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, finding: Finding) -> Iterator[None]:
+def _checks_installed(model: nn.Module, finding: Finding) -> Iterator[None]:
     """Check every module's output and every parameter's gradient inside the block."""
     inner = distributed.unwrap(model)
     names = parameter_names(model)

@@ -14,8 +14,9 @@ import torch
 from treadle import distributed
 from treadle.checkpoint.files import TEMPORARY, remove_leftover
 from treadle.checkpoint.find_step import nearest_state, stamp_of, states_in
-from treadle.checkpoint.order import furthest_first
+from treadle.checkpoint.order import by_progress
 from treadle.checkpoint.store import open_checkpoint, sync_folder, write_bytes, write_text
+from treadle.device.host_transfer import read_scalars
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
 from treadle.errors.arguments import check_least, check_within, checked
@@ -29,7 +30,6 @@ from treadle.hooks.flight import (
     ids_as_plain,
     is_finite,
 )
-from treadle.means import read_scalars
 from treadle.optim.nonfinite import RefusalPlan
 from treadle.optim.optimizer import parameter_names, scale_learning_rate
 
@@ -243,7 +243,7 @@ class NonFiniteHook(BaseHook):
             files = states_in(in_workspace(trainer, self.checkpoints))
             files = [path for path in files if stamp_of(path) not in self.foreign_states]
             if files:
-                return furthest_first(files)[0].name
+                return by_progress(files)[0].name
         return None
 
     def _write(self, trainer: Engine, event: dict[str, Any]) -> Path | None:

@@ -69,7 +69,7 @@ class RemoteWorkspaceHook(BaseHook):
         self._settings = {"part": int(part_size), "lease": lease}
         self._poll = poll
         self._remote: RemoteWorkspace | None = None
-        self._said: list[str] = []
+        self._logged: list[str] = []
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -87,21 +87,21 @@ class RemoteWorkspaceHook(BaseHook):
                 "%s: the workspace %s must be a folder that all machines see: rank 0 alone fills and uploads it",
                 self.store.url, trainer.workspace,
             )  # fmt: skip
-        on_rank_0(lambda: self._ready(trainer))
-        self._speak(trainer)
+        on_rank_0(lambda: self._prepare_claim(trainer))
+        self._log_messages(trainer)
         return None
 
-    def _ready(self, trainer: Engine) -> None:
+    def _prepare_claim(self, trainer: Engine) -> None:
         assert trainer.workspace is not None
         remote = self._remote = RemoteWorkspace(self.store, trainer.workspace, **self._settings)  # type: ignore[arg-type]
-        if remote.restore(self._said.append):
+        if remote.restore(self._logged.append):
             trainer.logger.info("%s: filled from %s", trainer.workspace, self.store.url)
         elif remote.ahead():  # from a run that was killed before the upload, and may be finished now
             with self._claimed():
                 remote.publish()
-        self._tidy(remote)
+        self._delete_leftovers(remote)
 
-    def _tidy(self, remote: RemoteWorkspace) -> None:
+    def _delete_leftovers(self, remote: RemoteWorkspace) -> None:
         """Delete leftovers of a killed upload: a finished run uploads nothing."""
         with contextlib.suppress(CheckpointError):  # another process holds the URL, or damage is reported later
             if remote.leftovers():
@@ -125,7 +125,7 @@ class RemoteWorkspaceHook(BaseHook):
     @contextlib.contextmanager
     def _held(self, trainer: Engine) -> Iterator[None]:
         if self._remote is None:
-            on_rank_0(lambda: self._ready(trainer))
+            on_rank_0(lambda: self._prepare_claim(trainer))
         remote = self._remote
         on_rank_0(lambda: None if remote is None else remote.begin())
         try:
@@ -153,21 +153,21 @@ class RemoteWorkspaceHook(BaseHook):
             try:
                 remote.publish()
             except Exception as error:  # noqa: BLE001  (training continues without it)
-                self._said.append(f"{error}. Training continues; the next upload comes with the next state")
+                self._logged.append(f"{error}. Training continues; the next upload comes with the next state")
                 failed = time.monotonic() + 10 * self._poll
 
     def on_after_step(self, trainer: Engine) -> None:
         """Log errors in the thread since the previous step."""
-        if self._said:
-            self._speak(trainer)
+        if self._logged:
+            self._log_messages(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
         """Allow any number of steps: errors in the thread do not depend on steps."""
         return None
 
-    def _speak(self, trainer: Engine) -> None:
-        while self._said:
-            trainer.logger.warning("%s", self._said.pop(0))
+    def _log_messages(self, trainer: Engine) -> None:
+        while self._logged:
+            trainer.logger.warning("%s", self._logged.pop(0))
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Upload the final state.
@@ -182,7 +182,7 @@ class RemoteWorkspaceHook(BaseHook):
                 self._finish()
             except CheckpointError as late:
                 trainer.logger.error("%s", late)
-        self._speak(trainer)
+        self._log_messages(trainer)
 
     def _finish(self) -> None:
         if self._thread is None or self._remote is None:

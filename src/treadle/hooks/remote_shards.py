@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.checkpoint.objects import ObjectStore
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.ranks import on_rank_0, together, writers_group
 from treadle.checkpoint.remote_claim import RemoteClaim
 from treadle.engine.signals import ExitPlan, exit_plan
@@ -116,7 +116,7 @@ class RemoteShardsHook(SavingHook):
         """
         writers_group()  # created here, where all ranks are at the same point
         furthest = on_rank_0(lambda: next(iter(self._shards.whole()), None))
-        here = Reach(trainer.step, trainer.epoch)
+        here = StateProgress(trainer.step, trainer.epoch)
         if self._saved is None and furthest is not None and self._shards.reach(furthest) > here:
             raise CheckpointError(
                 f"{self.store.url} holds {furthest}, which is further than where this run begins (step {here.step}): "
@@ -139,12 +139,12 @@ class RemoteShardsHook(SavingHook):
         """Write this rank's part of the current state and, once complete, delete older checkpoints."""
         collect = lambda buffers: trainer.state_dict(buffers=buffers, parts=True)  # noqa: E731
         self._writer.save_folder(
-            collect, self._write(trainer, Reach(trainer.step, trainer.epoch)), background=background
+            collect, self._write(trainer, StateProgress(trainer.step, trainer.epoch)), background=background
         )
 
-    def _write(self, trainer: Engine, reach: Reach) -> Callable[[Mapping[str, Any]], None]:
+    def _write(self, trainer: Engine, reach: StateProgress) -> Callable[[Mapping[str, Any]], None]:
         """Return a function that writes this rank's part of the current state, independent of the trainer."""
-        reach, equal = Reach(trainer.step, trainer.epoch), equal_names(trainer)
+        reach, equal = StateProgress(trainer.step, trainer.epoch), equal_names(trainer)
         shards, keep, state = self._shards, self.keep_previous, trainer.state
 
         def write(tree: Mapping[str, Any]) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
+from treadle.device.host_transfer import NumbersTransfer
 from treadle.engine.hook import BaseHook
 from treadle.errors.arguments import check_least
-from treadle.means import RunningMeans, SentNumbers, means_of
+from treadle.means import RunningMeans, means_of
 from treadle.task import add_output
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _TransferredReport:
     """Data of a report, during its copy to the host.
 
     Attributes:
@@ -30,7 +31,7 @@ class _Sent:
     """
 
     names: list[tuple[tuple[str, ...], bool]]
-    numbers: SentNumbers
+    numbers: NumbersTransfer
     known: dict[str, Any]
 
 
@@ -57,12 +58,12 @@ class IntervalHook(BaseHook):
         self._times = RunningMeans()  # of this process; not part of an exact resume
         self._retries = 0
         self._pending = False
-        self._sent: _Sent | None = None  # pending report
+        self._transferred: _TransferredReport | None = None  # pending report
 
     def on_after_step(self, trainer: Engine) -> None:
         """Collect the step and report if due; read nothing on the host before that."""
         self._collect(trainer)
-        if self._sent is not None or trainer.step % self.interval == 0 or trainer.is_last_step:
+        if self._transferred is not None or trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report_if_due(trainer)
 
     def steps_ahead(self, trainer: Engine) -> int | None:
@@ -95,10 +96,10 @@ class IntervalHook(BaseHook):
         """Deliver a pending report, unless an error ended the run."""
         if error is None:
             self._deliver(trainer)
-        self._sent = None
+        self._transferred = None
 
     def _report_if_due(self, trainer: Engine) -> None:
-        if self._sent is not None and self._sent.numbers.there:
+        if self._transferred is not None and self._transferred.numbers.done:
             self._deliver(trainer)
         if trainer.step % self.interval == 0 or trainer.is_last_step:
             self._report(trainer)
@@ -126,17 +127,19 @@ class IntervalHook(BaseHook):
         if "max_memory" in trainer.step_info:
             known["max_memory"] = float(trainer.step_info["max_memory"])
         numbers = [*self._means.parts(), *self._times.parts(), *trainer.step_info.get("lr", trainer.last_lr)]
-        self._sent = _Sent([*self._means.names(), *self._times.names()], SentNumbers(numbers), known)
+        self._transferred = _TransferredReport(
+            [*self._means.names(), *self._times.names()], NumbersTransfer(numbers), known
+        )
         self._means.reset()
         self._times.reset()
         self._retries = 0
         self._pending = False
-        if not late or self._sent.numbers.there:
+        if not late or self._transferred.numbers.done:
             self._deliver(trainer)
 
     def _deliver(self, trainer: Engine) -> None:
         """Deliver a sent report."""
-        sent, self._sent = self._sent, None
+        sent, self._transferred = self._transferred, None
         if sent is None:
             return
         numbers, count = sent.numbers.read(), 4 * len(sent.names)

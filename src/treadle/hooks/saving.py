@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from treadle import distributed
-from treadle.checkpoint.order import Reach
+from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.rank_writer import RankWriter
 from treadle.distributed.state_names import clean_name
 from treadle.engine.hook import BaseHook
@@ -42,7 +42,7 @@ class SavingHook(BaseHook):
     def __init__(self, *, background: bool):
         self._background = background
         self._writer = RankWriter()
-        self._saved: Reach | None = None
+        self._saved: StateProgress | None = None
 
     def _is_due(self, trainer: Engine) -> bool:
         """Return whether to save the state of the current step."""
@@ -86,10 +86,10 @@ class SavingHook(BaseHook):
 
     def _save_and_leave(self, trainer: Engine) -> None:
         """Write the current state in the foreground, which makes up for an earlier failed write."""
-        late = self._writer.settle()
+        late = self._writer.wait_for_error()
         if late is not None:
             self._saved = None
-        for error in (late, *(writer.settle() for writer in trainer.state.writers)):
+        for error in (late, *(writer.wait_for_error() for writer in trainer.state.writers)):
             if error is not None:
                 trainer.logger.error("%s", error)
         self._save(trainer, background=False)
@@ -108,7 +108,7 @@ class SavingHook(BaseHook):
 
     def _save(self, trainer: Engine, *, background: bool) -> None:
         self.wait_for_writes()
-        reach = Reach(trainer.step, trainer.epoch)
+        reach = StateProgress(trainer.step, trainer.epoch)
         if self._saved != reach:
             for writer in trainer.state.writers:
                 writer.wait()  # else a kill could leave a state with a best epoch whose weights are not on disk

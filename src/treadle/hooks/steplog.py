@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from treadle import distributed
-from treadle.device.on_the_way import OnTheWay
+from treadle.device.host_transfer import HostTransfer, read_scalars
 from treadle.engine.hook import BaseHook
 from treadle.errors import NonFiniteError
 from treadle.errors.arguments import check_least, checked
 from treadle.hooks.files import append_lines, continue_lines, file_in_workspace, to_json
 from treadle.hooks.tracking import Guard
-from treadle.means import read_scalars
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -94,17 +93,17 @@ class BlockRows:
 
     def __init__(self, block: StepBlock, before: BlockRows | None = None):
         self._block = block
-        self._numbers = OnTheWay(block.numbers)
-        self._rates: list[OnTheWay | float]
+        self._numbers = HostTransfer(block.numbers)
+        self._rates: list[HostTransfer | float]
         if before is not None and before._block.rates is block.rates:
             self._rates = before._rates
         else:
-            self._rates = [OnTheWay(rate.double()) if isinstance(rate, Tensor) else rate for rate in block.rates]
+            self._rates = [HostTransfer(rate.double()) if isinstance(rate, Tensor) else rate for rate in block.rates]
 
     def lines(self) -> list[str]:
         """Return the rows as JSON lines, like those of single steps."""
-        numbers, block = self._numbers.arrived(), self._block
-        rates: list[float] = [rate.tolist() if isinstance(rate, OnTheWay) else rate for rate in self._rates]
+        numbers, block = self._numbers.result(), self._block
+        rates: list[float] = [rate.tolist() if isinstance(rate, HostTransfer) else rate for rate in self._rates]
         steps = range(block.first_step, block.first_step + len(block))
         positions = range(block.first_position, block.first_position + len(block))
         norms, losses = numbers[:, 0].tolist(), (numbers[:, 1] + 0).tolist()  # a sum has no -0.0

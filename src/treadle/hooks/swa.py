@@ -121,7 +121,7 @@ class SwaHook(AveragingHook):
             model.train()  # as torch's update_bn does
             trainer.forward(batch)
 
-        with swa.swapped_into(trainer.model):
+        with swa.applied_to(trainer.model):
             try:
                 for layer in layers:
                     layer.reset_running_stats()

@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 from treadle import distributed
-from treadle.checkpoint.files import name_also
-from treadle.checkpoint.introspection import is_users_class
+from treadle.checkpoint.files import link_in_folder
+from treadle.checkpoint.introspection import is_user_class
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.store import save_checkpoint
 from treadle.data.amount import FirstBatches
 from treadle.data.sources import refuse_dataset
 from treadle.engine.best import BestRule, Mode
-from treadle.engine.evaluation import EvaluationAbandoned, enclosed_kept, try_override
+from treadle.engine.evaluation import EvaluationAbandoned, restored_closure, try_override
 from treadle.engine.hook import BaseHook
-from treadle.engine.leaving import leave_on_signal
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.predictions import scored_weights
 from treadle.engine.preflight import try_evaluation
+from treadle.engine.signal_exit import exit_on_signal
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 from treadle.hooks.files import append_lines, continue_lines, to_json
@@ -186,7 +186,7 @@ class ValidationHook(BaseHook):
         try:
             values = self._results(trainer)
         except EvaluationAbandoned:
-            leave_on_signal(trainer)
+            exit_on_signal(trainer)
             raise
         self._due = False
         record = {f"{self.name}_{key}": float(value) for key, value in values.items() if _is_number(value)}
@@ -230,8 +230,8 @@ class ValidationHook(BaseHook):
             ConfigError: the metric to select by is not among the results.
         """
         owner = next(kind for kind in type(trainer).__mro__ if "evaluate" in vars(kind))
-        own, task, known = is_users_class(owner), self._task(trainer), set[str]()
-        with scored_weights(trainer), enclosed_kept(self.eval_step or trainer.task.step):
+        own, task, known = is_user_class(owner), self._task(trainer), set[str]()
+        with scored_weights(trainer), restored_closure(self.eval_step or trainer.task.step):
             for name, loader in self.loaders.items():
                 found = try_evaluation(trainer, loader, None if own else task or trainer.task)
                 if own and not isinstance(loader, Iterator):
@@ -268,7 +268,7 @@ class ValidationHook(BaseHook):
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         if trainer.workspace is not None and written.parent == trainer.workspace:
             # The same name for every front end.
-            on_rank_0(lambda: name_also(written, written.parent / "checkpoints" / "best.pt"))
+            on_rank_0(lambda: link_in_folder(written, written.parent / "checkpoints" / "best.pt"))
 
     def _stop_if_patience_is_over(self, trainer: Engine) -> None:
         if self.best_rule.should_stop:

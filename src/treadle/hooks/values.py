@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.device.host_transfer import read_scalars
 from treadle.errors import MissingExtraError
-from treadle.means import read_scalars
 from treadle.nested import flatten_nested_dict
 
 

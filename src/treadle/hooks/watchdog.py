@@ -140,7 +140,7 @@ class Note:
         return f"({self.host}, process {self.pid}) has been in step {step} ({doing}) for {self.quiet:.0f} s"
 
 
-def who_is_stuck(notes: Sequence[Note], timeout: float) -> list[Note]:
+def stuck_ranks(notes: Sequence[Note], timeout: float) -> list[Note]:
     """Return the ranks that the others wait for; none while any rank advanced within the timeout.
 
     Ranks inside a collective are waiting; of the others, those that are behind are stuck. If all are waiting, those
@@ -189,7 +189,7 @@ class _Board:
     def is_shared(self) -> bool:
         return self._store is not None
 
-    def pin(self, note: Note) -> None:
+    def post(self, note: Note) -> None:
         self._put(self._keys[note.rank if self.is_shared else 0], json.dumps(asdict(note)))
 
     def notes(self) -> list[Note]:
@@ -201,10 +201,10 @@ class _Board:
         values = [json.loads(text) for text in texts]
         return [Note(**{**value, "place": tuple(value["place"])}) for value in values]
 
-    def accuse(self, stuck: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+    def report_stuck(self, stuck: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         self._put("stuck", json.dumps(stuck))
 
-    def accused(self) -> list[tuple[int, tuple[int, ...]]]:
+    def reported_stuck(self) -> list[tuple[int, tuple[int, ...]]]:
         """Return the stuck ranks and their places."""
         text = self._get("stuck")
         return [] if text is None else [(rank, tuple(place)) for rank, place in json.loads(text)]
@@ -254,43 +254,43 @@ class _Watch:
         # If the ranks can no longer reach each other, the run is ending and reports the cause itself.
         with contextlib.suppress(RuntimeError):
             while not self._over.wait(self._hook.interval):
-                self._look()
+                self._poll()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         place, now = self._hook.place(self._trainer), time.monotonic()
         if place != self._place:
             self._place, self._since = place, now
         self._beat += 1
         where = thread_activity(self._trains)
         quiet = now - self._since
-        self._board.pin(
+        self._board.post(
             Note(self._rank, socket.gethostname(), os.getpid(), place[:3], where.doing, where.waits, quiet, self._beat)
         )
         if self._judges:
-            self._judge(now)
-        if (self._rank, place[:3]) in self._board.accused() and self._shown != place[:3]:
+            self._check_progress(now)
+        if (self._rank, place[:3]) in self._board.reported_stuck() and self._shown != place[:3]:
             self._shown = place[:3]
             self._trainer.logger.error(
                 "rank %d is here:\n%s\nFor its other threads and native code: py-spy dump --pid %d",
                 self._rank, stack_of(self._trains), os.getpid(),
             )  # fmt: skip
 
-    def _judge(self, now: float) -> None:
-        notes = [self._with_silence(note, now) for note in self._board.notes()]
-        stuck = who_is_stuck(notes, self._hook.timeout)
+    def _check_progress(self, now: float) -> None:
+        notes = [self._with_silent_ranks(note, now) for note in self._board.notes()]
+        stuck = stuck_ranks(notes, self._hook.timeout)
         if not self._board.is_shared:
             stuck = [note for note in stuck if not note.waits]  # the awaited rank is unknown
         blamed = [(note.rank, note.place) for note in stuck]
         if blamed == self._blamed:
             return
         self._blamed = blamed
-        self._board.accuse(blamed)
+        self._board.report_stuck(blamed)
         others = len(notes) - len(stuck)
         for note in stuck:
             wait = "" if not others else "; the others wait for it" if len(stuck) == 1 else "; the others wait"
             self._trainer.logger.error("rank %d %s%s", note.rank, note.described, wait)
 
-    def _with_silence(self, note: Note, now: float) -> Note:
+    def _with_silent_ranks(self, note: Note, now: float) -> Note:
         """Add the time since a rank last posted a note: its process may have been stopped."""
         beat, since = self._last_beats.get(note.rank, (-1, now))
         if beat != note.beat:

@@ -33,7 +33,7 @@ class Ema(AveragedModel):
     changes, such as a table that grows with the inputs, is copied again.
 
     For a sharded model every rank averages its shards. ``module`` then only holds the named parameters and buffers and
-    cannot be called: use :meth:`swapped_into`.
+    cannot be called: use :meth:`applied_to`.
 
     Args:
         model: the model to average, wrapped or not.
@@ -141,7 +141,7 @@ class Ema(AveragedModel):
         self.num_updates = 0
 
     @contextlib.contextmanager
-    def swapped_into(self, model: nn.Module) -> Iterator[None]:
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
         """Use the averaged weights in ``model`` inside the block, and restore the raw ones to the bit afterwards."""
         target = unwrap(model)
         before = [live for _, live, _ in self._pairs(target)]

@@ -25,8 +25,8 @@ from treadle import distributed
 from treadle.device.handover import wait_for
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
 
-_MARK = 8  # steps
-_MARKS_ON_THEIR_WAY = 2
+_STEPS_PER_COPY = 8  # steps
+_COPIES_IN_FLIGHT = 2
 _NUMPY = (torch.float32, torch.float64)
 
 
@@ -150,7 +150,7 @@ def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
     A fused optimizer does so itself. For any other, all changes are undone; it must already have all of its state.
     """
     if not all(group.get("fused") for group in optimizer.param_groups):
-        _step_or_put_back(found_inf, optimizer)
+        _step_or_restore(found_inf, optimizer)
         return
     optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
     try:
@@ -160,7 +160,7 @@ def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def _step_or_put_back(found_inf: Tensor, optimizer: Optimizer) -> None:
+def _step_or_restore(found_inf: Tensor, optimizer: Optimizer) -> None:
     moved = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moved += [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
     before = [tensor.clone() for tensor in moved]
@@ -289,9 +289,9 @@ class LateFlags:
         self.raised = False
         self._on_cuda = device.type == "cuda"
         self._steps: deque[_Steps] = deque()
-        self._marks: deque[tuple[_Mark, int]] = deque()  # with the number of entries of _steps that each covers
-        self._unmarked = 0  # entries since the last mark
-        self._spare: list[_Mark] = []
+        self._copies: deque[tuple[_FlagCopy, int]] = deque()  # with the number of entries of _steps that each covers
+        self._uncovered = 0  # entries since the last copy
+        self._spare: list[_FlagCopy] = []
 
     def raise_for(self, norm: Tensor) -> Tensor:
         """Set the flag on the device if a gradient norm is not finite; return it."""
@@ -303,30 +303,30 @@ class LateFlags:
         A copy in each step would take a tenth of a small model's step, and a sixth of a replayed one.
         """
         self._steps.append(_Steps(place, norm))
-        self._unmarked += 1
-        if self._unmarked == _MARK:
-            self._send_mark()
+        self._uncovered += 1
+        if self._uncovered == _STEPS_PER_COPY:
+            self._copy_flag()
 
     def note_block(self, first: StepLocation, norms: Tensor) -> None:
-        """Record consecutive steps of one batch each, with one mark for all.
+        """Record consecutive steps of one batch each, with one copy for all.
 
         Args:
             first: location of the first step.
             norms: (N,) norms of the steps.
         """
         self._steps.append(_Steps(first, norms))
-        self._unmarked += 1
-        self._send_mark()
+        self._uncovered += 1
+        self._copy_flag()
 
-    def _send_mark(self) -> None:
-        mark = self._spare.pop() if self._spare else _Mark(on_cuda=self._on_cuda)
-        mark.send(self.refused)
-        self._marks.append((mark, self._unmarked))
-        self._unmarked = 0
-        if len(self._marks) > _MARKS_ON_THEIR_WAY:
-            mark, count = self._marks.popleft()
-            self._spare.append(mark)
-            if mark.arrived():
+    def _copy_flag(self) -> None:
+        copy = self._spare.pop() if self._spare else _FlagCopy(on_cuda=self._on_cuda)
+        copy.send(self.refused)
+        self._copies.append((copy, self._uncovered))
+        self._uncovered = 0
+        if len(self._copies) > _COPIES_IN_FLIGHT:
+            copy, count = self._copies.popleft()
+            self._spare.append(copy)
+            if copy.result():
                 self.raised = True
                 return
             for _ in range(count):
@@ -336,13 +336,13 @@ class LateFlags:
         """Wait for all flags; return the first refused step, or None."""
         if not self._steps:
             return None
-        mark = self._spare.pop() if self._spare else _Mark(on_cuda=self._on_cuda)
-        mark.send(self.refused)
-        refused, steps = mark.arrived(), list(self._steps)
-        self._spare += [mark, *(each for each, _ in self._marks)]
+        copy = self._spare.pop() if self._spare else _FlagCopy(on_cuda=self._on_cuda)
+        copy.send(self.refused)
+        refused, steps = copy.result(), list(self._steps)
+        self._spare += [copy, *(each for each, _ in self._copies)]
         self._steps.clear()
-        self._marks.clear()
-        self._unmarked = 0
+        self._copies.clear()
+        self._uncovered = 0
         self.raised = False
         if not refused:
             return None
@@ -373,7 +373,7 @@ class _Steps(NamedTuple):
         return place, self.norms.reshape(-1)[number]
 
 
-class _Mark:
+class _FlagCopy:
     """Host memory for the flag of one step."""
 
     def __init__(self, *, on_cuda: bool):
@@ -387,7 +387,7 @@ class _Mark:
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(flag.device))
 
-    def arrived(self) -> bool:
+    def result(self) -> bool:
         """Wait for the flag; return whether it is set."""
         if self._event is not None:
             wait_for(self._event)

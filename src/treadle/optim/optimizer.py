@@ -38,7 +38,7 @@ _OF_NO_OPTIMIZER = {
 }  # fmt: skip
 
 
-def is_of_torch(optimizer: Any) -> bool:
+def is_torch_optimizer(optimizer: Any) -> bool:
     """Return whether an optimizer's class is torch's."""
     return type(optimizer).__module__.startswith("torch.")
 
@@ -180,7 +180,7 @@ def load_optimizer_state(optimizer: Optimizer, model: nn.Module, saved: Mapping[
     for group, live in zip(groups, optimizer.param_groups, strict=True):
         for index, parameter in zip(group["params"], live["params"], strict=True):
             if isinstance(state.get(index), Mapping):
-                state[index] = {key: _own(placed_state(value, parameter)) for key, value in state[index].items()}
+                state[index] = {key: _cloned(placed_state(value, parameter)) for key, value in state[index].items()}
         if "param_names" not in live:
             group.pop("param_names", None)
         for key, value in live.items():  # plain trees hold lists in place of torch's tuples, as in betas
@@ -259,7 +259,7 @@ def _refuse_another_kind(optimizer: Optimizer, saved: Mapping[str, Any]) -> None
         )
 
 
-def overruled_settings(
+def overridden_settings(
     optimizer: Optimizer, saved: Mapping[str, Any], *, scheduled: bool, built: Sequence[Mapping[str, Any]] = ()
 ) -> list[str]:
     """Return settings that a checkpoint overrides in the optimizer as built: ``"lr=0.1 (built as 0.2)"``.
@@ -273,7 +273,7 @@ def overruled_settings(
     Example:
         >>> import torch
         >>> old, new = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
-        >>> overruled_settings(new, old.state_dict(), scheduled=False)
+        >>> overridden_settings(new, old.state_dict(), scheduled=False)
         ['lr=0.1 (built as 0.2)']
     """
     left_out = {"params", "param_names", "capturable", *(("lr", "momentum", "betas", "max_lr") if scheduled else ())}
@@ -305,7 +305,7 @@ def is_same_setting(old: Any, new: Any) -> bool:
     return bool(math.isclose(old, new, rel_tol=1e-6) if numbers else old == new)
 
 
-def _own(value: Any) -> Any:
+def _cloned(value: Any) -> Any:
     """Return a copy of a tensor, since torch would use the checkpoint's, which every step would change."""
     return value.clone() if isinstance(value, Tensor) else value
 
@@ -364,7 +364,9 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
             "one's learning rate; build it over the optimizer that you pass",
             argument="scheduler",
         )
-    if scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau) and (wants := _wanted_by_step(scheduler)):
+    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+        return
+    if wants := _required_argument(scheduler):
         raise ConfigError(
             f"step() of the {type(scheduler).__name__} wants {wants!r}, as schedulers of timm do; here it is called "
             "without arguments, as torch's are. Take a scheduler of torch.optim.lr_scheduler, or wrap this one in an "
@@ -373,7 +375,7 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         )
 
 
-def _wanted_by_step(scheduler: Any) -> str | None:
+def _required_argument(scheduler: Any) -> str | None:
     """Return the first required argument of a scheduler's ``step``, or None."""
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()

@@ -107,12 +107,12 @@ def load_exactly(optimizer: Any, state: dict[str, Any]) -> None:
             if isinstance(own, dict) and isinstance(entries, Mapping):
                 for key, value in entries.items():
                     if not isinstance(value, Tensor):
-                        own[key] = copy.deepcopy(_beside(value, parameter))
+                        own[key] = copy.deepcopy(_on_device_of(value, parameter))
                     elif isinstance(own.get(key), Tensor) and own[key].dtype != value.dtype:
                         own[key] = value.detach().clone().to(own[key].device)
 
 
-def _beside(value: Any, parameter: Tensor) -> Any:
+def _on_device_of(value: Any, parameter: Tensor) -> Any:
     """Return a value with its tensors moved to the device of a parameter."""
     return map_nested_tensor(lambda inner: inner.to(parameter.device), value)
 
@@ -183,7 +183,7 @@ def _is_many(value: Any) -> bool:
     return isinstance(value, (list, tuple, Mapping, ValuesView))
 
 
-def rehearse(optimizer: Any, state: Mapping[str, Any]) -> Iterator[str]:
+def try_state(optimizer: Any, state: Mapping[str, Any]) -> Iterator[str]:
     """Load a state of torch's form into a copy without parameters; yield what is lost.
 
     Raises:

@@ -19,7 +19,7 @@ _MOVING = {
 }  # fmt: skip
 
 
-def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
+def rate_jump(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
     """Return a warning if a LambdaLR's function, which no checkpoint holds, returns a different rate than before."""
     if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callables is loaded
         return None
@@ -35,7 +35,7 @@ def jump_of_the_rate(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
     return None
 
 
-def overruled_schedule(
+def overridden_schedule(
     scheduler: Any, saved: Mapping[str, Any], *, objects: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Return the settings of a schedule that a checkpoint overrides: ``"T_max=10 (built as 20)"``.
@@ -51,7 +51,7 @@ def overruled_schedule(
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
         >>> old, new = (torch.optim.lr_scheduler.StepLR(optimizer, size) for size in (1, 2))
-        >>> overruled_schedule(new, old.state_dict())
+        >>> overridden_schedule(new, old.state_dict())
         ['step_size=1 (built as 2)']
     """
     factors = (entry for path, entry in (objects or {}).items() if path.startswith("scheduler.lr_lambdas"))
@@ -101,7 +101,7 @@ def _is_setting(key: str) -> bool:
 def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scheduler's saved state, including its components, with the original container types."""
     before = vars(scheduler)
-    state = {key: _as_before(before.get(key), value) for key, value in saved.items()}
+    state = {key: _as_original_type(before.get(key), value) for key, value in saved.items()}
     if state.get("_schedulers"):
         state["_schedulers"] = [
             as_built(part, own) for part, own in zip(scheduler._schedulers, state["_schedulers"], strict=True)
@@ -109,7 +109,7 @@ def as_built(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _as_before(before: Any, value: Any) -> Any:
+def _as_original_type(before: Any, value: Any) -> Any:
     """Convert a plain value to the scheduler's original container type, such as MultiStepLR's Counter."""
     container = type(before) in (tuple, Counter) and isinstance(value, (list, dict))
     return type(before)(value) if container else value

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from treadle.device.host_transfer import read_scalars
 from treadle.engine import Engine
 from treadle.engine.block import StepBlock
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.hooks.bar import ProgressBarHook, RunProgress
-from treadle.means import read_scalars
 from treadle.nested import flatten_nested_dict
 from treadle.seed import as_seed, set_seed
 
@@ -250,21 +250,41 @@ def numbers_in(records: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in kept.items() if type(value) in (int, float)}
 
 
-_OWNERS: dict[str, Path] = {}
-"""The folder of the member that has trained in a workspace, in this process."""
+class Workspaces:
+    """Workspaces in which the members of one process have trained, each used by one member only."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, Path] = {}  # the folder of the member that has trained in a workspace
+
+    def claim(self, workspace: Path, folder: Path) -> None:
+        """Record that a member with a folder trains in a workspace.
+
+        Raises:
+            ConfigError: another member has trained in it.
+        """
+        owner = self._folders.setdefault(os.path.realpath(workspace), folder)
+        if owner != folder:
+            raise ConfigError(
+                f"{folder.name} would write into the folder of {owner.name}; give the trainer the workspace that make "
+                "gets",
+                argument="workspace",
+                value=str(workspace),
+            )
 
 
-class Watching:
+class MemberObserver:
     """Observer of a member's engines, in the thread that trains it.
 
     Args:
         member: the member.
+        workspaces: workspaces of all members.
         turn: see :class:`MemberHook`.
     """
 
-    def __init__(self, member: Member, turn: Turn):
+    def __init__(self, member: Member, workspaces: Workspaces, turn: Turn):
         self.hook = MemberHook(member, turn)
         self._folder = member.folder.absolute()
+        self._workspaces = workspaces
         self._thread = threading.get_ident()
 
     def before_building(self, engine: Engine) -> None:
@@ -278,23 +298,15 @@ class Watching:
             others = [hook for hook in engine.hooks if not isinstance(hook, (ProgressBarHook, RunProgress))]
             engine.hooks = [*others, self.hook]
             self.hook.engine = engine
-            self._refuse_shared(engine.workspace)
-
-    def _refuse_shared(self, workspace: Path | None) -> None:
-        if workspace is not None and _OWNERS.setdefault(os.path.realpath(workspace), self._folder) != self._folder:
-            raise ConfigError(
-                f"{self._folder.name} would write into the folder of {_OWNERS[os.path.realpath(workspace)].name}; give "
-                "the trainer the workspace that make gets",
-                argument="workspace",
-                value=str(workspace),
-            )
+            if engine.workspace is not None:
+                self._workspaces.claim(engine.workspace, self._folder)
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     hook: MemberHook | None = None
 
 
-_THREAD = _OfThread()
+_THREAD = _ThreadState()
 
 
 def is_paused() -> bool:
@@ -307,24 +319,25 @@ def is_paused() -> bool:
     return _THREAD.hook is not None and _THREAD.hook.paused
 
 
-def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -> Outcome:
+def run_member(make: Make, member: Member, *, workspaces: Workspaces, turn: Turn = lambda steps: None) -> Outcome:
     """Build and train the run of a member in this thread; errors become part of the outcome.
 
     Args:
         make: the factory.
         member: the member.
+        workspaces: workspaces of all members.
         turn: called with the number of steps since the last call.
 
     Raises:
         KeyboardInterrupt: the population was interrupted.
     """
     started = time.perf_counter()
-    watching = Watching(member, turn)
-    _THREAD.hook = watching.hook
+    observer = MemberObserver(member, workspaces, turn)
+    _THREAD.hook = observer.hook
     returned: Any = None
     status: Status = "finished"
     error: BaseException | None = None
-    with observing(watching):
+    with observing(observer):
         try:
             returned = call_factory(make, member)()
         except (Exception, SystemExit) as raised:  # noqa: BLE001  (one member's error must not end the others)
@@ -332,7 +345,7 @@ def run_member(make: Make, member: Member, *, turn: Turn = lambda steps: None) -
             status = "stopped" if isinstance(raised, SystemExit) else "failed"
         finally:
             _THREAD.hook = None
-    hook = watching.hook
+    hook = observer.hook
     if status == "finished" and hook.paused:
         status = "paused"
     outcome = Outcome(

@@ -18,7 +18,7 @@ import torch
 
 from treadle.engine.run_log import RUN_LOG, VARIABLE
 from treadle.errors import ConfigError
-from treadle.population.member import Make, Member, Outcome, run_member
+from treadle.population.member import Make, Member, Outcome, Workspaces, run_member
 from treadle.population.turns import Source, run_in_turns
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
@@ -246,10 +246,11 @@ class _NamedWarnings(logging.StreamHandler[Any]):
 
 
 def _train_each(make: Make, inbox: _Inbox) -> None:
+    workspaces = Workspaces()
     while (member := inbox.next()) is not None:
         RUN_LOG.member = member.name
         try:
-            outcome = run_member(make, member)
+            outcome = run_member(make, member, workspaces=workspaces)
         except KeyboardInterrupt:
             outcome = Outcome("stopped", code=128 + signal.SIGINT)
         inbox.tell(member, outcome)

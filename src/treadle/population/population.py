@@ -24,7 +24,7 @@ from treadle.population.pool import Worker, check_picklable, run_in_processes, v
 from treadle.population.results import Results, Row, read_rows
 from treadle.population.search import InOrder, StudySource, SuccessiveHalving
 from treadle.population.sweeps import with_seeds
-from treadle.population.turns import MAX_STREAMS, Source, kept_levels, run_in_turns
+from treadle.population.turns import MAX_STREAMS, Source, restored_log_levels, run_in_turns
 
 _log = logging.getLogger("treadle.population")
 FILE = "population.json"
@@ -152,7 +152,7 @@ class Population:
         population = cls(make, out=out, **options)
         population._study = lambda: StudySource(
             study, space, trials=trials, metric=metric, folder=population.out, place=population._place,
-            told=population._told,
+            record=population._record,
         )  # fmt: skip
         return population
 
@@ -194,8 +194,8 @@ class Population:
         if self._study is not None:
             return self._study()
         if self._halving is not None:
-            return self._halving.source(self.members, self.out, told=self._told)
-        return InOrder(self.members, told=self._told)
+            return self._halving.source(self.members, self.out, record=self._record)
+        return InOrder(self.members, record=self._record)
 
     def _train(self, source: Source) -> int | None:
         if self._workers:
@@ -203,11 +203,11 @@ class Population:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("a population trains in the main thread, which serves signals", argument="run")
         admission = Admission(asked=self._together)
-        with kept_levels(), shared_tensors():
+        with restored_log_levels(), shared_tensors():
             together = self._together or MAX_STREAMS
             return run_in_turns(self._make, source, together=together, steps=self._turn, admit=admission)
 
-    def _told(self, member: Member, outcome: Outcome) -> None:
+    def _record(self, member: Member, outcome: Outcome) -> None:
         """Record an outcome and write it to file."""
         before = self._rows.get(member.name)
         metrics = dict(outcome.metrics)

@@ -25,17 +25,17 @@ class InOrder:
 
     Args:
         members: members in order.
-        told: called with every outcome.
+        record: called with every outcome.
 
     Example:
-        >>> source = InOrder([Member("a", {}, Path("a"))], told=lambda member, outcome: None)
+        >>> source = InOrder([Member("a", {}, Path("a"))], record=lambda member, outcome: None)
         >>> source.next().name, source.next()
         ('a', None)
     """
 
-    def __init__(self, members: Sequence[Member], *, told: Callable[[Member, Outcome], None]):
+    def __init__(self, members: Sequence[Member], *, record: Callable[[Member, Outcome], None]):
         self._waiting = list(members)
-        self._told = told
+        self._record = record
 
     def next(self) -> Member | None:
         """Return the next member."""
@@ -43,7 +43,7 @@ class InOrder:
 
     def tell(self, member: Member, outcome: Outcome) -> None:
         """Pass on an outcome."""
-        self._told(member, outcome)
+        self._record(member, outcome)
 
 
 class Journal:
@@ -131,10 +131,10 @@ class SuccessiveHalving:
             raise ConfigError("must be 'min' or 'max'", argument="mode", value=self.mode)
 
     def source(
-        self, members: Sequence[Member], folder: Path, *, told: Callable[[Member, Outcome], None]
+        self, members: Sequence[Member], folder: Path, *, record: Callable[[Member, Outcome], None]
     ) -> HalvingSource:
         """Return the source of a population's members, with the journal in its folder."""
-        return HalvingSource(self, members, Journal(folder / "halving.jsonl", self._about(members)), told=told)
+        return HalvingSource(self, members, Journal(folder / "halving.jsonl", self._about(members)), record=record)
 
     def _about(self, members: Sequence[Member]) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "rungs": list(self.rungs), "members": [member.name for member in members]}
@@ -147,7 +147,7 @@ class HalvingSource:
         rule: the rule.
         members: members in the order in which they start.
         journal: journal, with entries of earlier processes.
-        told: called with every outcome.
+        record: called with every outcome.
     """
 
     def __init__(
@@ -156,12 +156,12 @@ class HalvingSource:
         members: Sequence[Member],
         journal: Journal,
         *,
-        told: Callable[[Member, Outcome], None],
+        record: Callable[[Member, Outcome], None],
     ):
         self._rule = rule
         self._members = {member.name: member for member in members}
         self._journal = journal
-        self._told = told
+        self._record = record
         self._values: list[dict[str, float]] = [{} for _ in rule.rungs]  # values of each rung, by member
         self._promoted: list[set[str]] = [set() for _ in rule.rungs]
         self._started: list[str] = []
@@ -219,7 +219,7 @@ class HalvingSource:
             entry = {"event": "reached", "member": member.name, "rung": self._running[member.name], "value": value}
             self._journal.write(entry)
             self._note(json.loads(json.dumps(to_json(entry))))
-        self._told(member, outcome)
+        self._record(member, outcome)
 
     def _value_of(self, member: Member, outcome: Outcome) -> float:
         if outcome.status == "failed":
@@ -247,7 +247,7 @@ class StudySource:
         metric: a name of :attr:`Outcome.metrics`, which the study minimises or maximises.
         folder: folder of the journal.
         place: creates a member from settings.
-        told: called with every outcome.
+        record: called with every outcome.
 
     Raises:
         CheckpointError: the study suggests settings that differ from the journal.
@@ -262,10 +262,10 @@ class StudySource:
         metric: str,
         folder: Path,
         place: Placed,
-        told: Callable[[Member, Outcome], None],
+        record: Callable[[Member, Outcome], None],
     ):
         self._study, self._space, self._trials, self._metric = study, space, trials, metric
-        self._place, self._told = place, told
+        self._place, self._record = place, record
         direction = study.direction.name.lower()
         about = {"metric": metric, "direction": direction, "sampler": type(study.sampler).__name__}
         self._journal = Journal(folder / "study.jsonl", about)
@@ -323,7 +323,7 @@ class StudySource:
             value = None if value is None or not math.isfinite(value) else value
             self._journal.write({"event": "tell", "member": member.name, "value": value})
             self._finish(member.name, value)
-        self._told(member, outcome)
+        self._record(member, outcome)
 
     def _finish(self, name: str, value: float | None) -> None:
         from optuna.trial import TrialState

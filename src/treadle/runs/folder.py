@@ -213,8 +213,8 @@ def set_run_aside(out: Path, *, parts: Collection[str] = ()) -> None:
     moving.mkdir(exist_ok=True)
     for path in sorted(out.iterdir(), key=lambda path: path.name == RUN_FILE):  # the record last
         if not (path.name.startswith(".") or path.suffix in _LOGS or re.fullmatch(rf"{_EARLIER}\.\d+", path.name)):
-            path.rename(_free(moving / path.name))
-    _end_move(out, "the earlier run")
+            path.rename(_unused_name(moving / path.name))
+    _finish_move(out, "the earlier run")
 
 
 def set_results_aside(out: Path, names: Collection[str]) -> None:
@@ -232,17 +232,17 @@ def set_results_aside(out: Path, names: Collection[str]) -> None:
         if (out / name).is_file():
             copy_file(out / name, out / _MOVING / name)
     for path in found:
-        path.rename(_free(out / _MOVING / path.name))
-    _end_move(out, "results with the earlier settings")
+        path.rename(_unused_name(out / _MOVING / path.name))
+    _finish_move(out, "results with the earlier settings")
 
 
-def _end_move(out: Path, what: str) -> None:
-    aside = _free(out / f"{_EARLIER}.1")
+def _finish_move(out: Path, what: str) -> None:
+    aside = _unused_name(out / f"{_EARLIER}.1")
     (out / _MOVING).rename(aside)
     _log.info("%s: %s", aside, what)
 
 
-def _free(path: Path) -> Path:
+def _unused_name(path: Path) -> Path:
     number, stem = 1, path.name.removesuffix(".1")
     while path.exists():
         number += 1
@@ -254,7 +254,7 @@ def _has_content(path: Path) -> bool:
     return any(not inner.name.startswith(".") for inner in path.iterdir()) if path.is_dir() else path.exists()
 
 
-def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, free: Collection[str]) -> list[str]:
+def describe_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, free: Collection[str]) -> list[str]:
     """Describe the changes of a rerun.
 
     Args:
@@ -269,7 +269,7 @@ def explain_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *, 
         ConfigError: a change would need another model, other data, or a state that the checkpoint overrides.
 
     Example:
-        >>> explain_changes({"threads": (1, 2)}, "runs/short", free={"threads"})
+        >>> describe_changes({"threads": (1, 2)}, "runs/short", free={"threads"})
         ['threads was 1 and is now 2']
     """
     refused = [key for key in differences if key not in free]
@@ -313,7 +313,7 @@ def known_split(split: str, known: Collection[str]) -> str:
     return split
 
 
-def part_of(data: Any, split: str) -> Any:
+def split_of(data: Any, split: str) -> Any:
     """Return one split of a pack's data.
 
     Raises:

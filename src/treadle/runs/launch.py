@@ -39,9 +39,9 @@ def launched_rank() -> int:
 def leave_for_torchrun(error: BaseException) -> None:
     """Record an error for torchrun's summary, if torchrun launched this process."""
     if launched():
-        from treadle.engine.failure import leave_error
+        from treadle.engine.failure import write_error_file
 
-        leave_error(error)
+        write_error_file(error)
 
 
 @contextlib.contextmanager

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from treadle.checkpoint.lock import check_free
-from treadle.checkpoint.store import load_weights, write_text
+from treadle.checkpoint.store import load_weights
 from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.engine.evaluation import for_each_batch
 from treadle.engine.observers import observing
-from treadle.engine.outputs import joined, kept_outputs
+from treadle.engine.outputs import joined, outputs_on_cpu
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
-from treadle.hooks.files import to_json
-from treadle.requirements import own_version
 from treadle.runs import folder as folders
-from treadle.runs.ranks import after_ranks, by_rank_0, device_of_rank, parallel_of, ranks_line
+from treadle.runs.ranks import device_of_rank
 from treadle.runs.replay import Replayed, ReplayHook, ReplaySetup, checkpoints_of, run_to_step
-from treadle.runs.report import Report, Table, write_page
+from treadle.runs.report import Report, Table
 from treadle.runs.results import Evaluation, Opened, Predictions, Results
 from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
 from treadle.runs.setting_names import settings_named
 from treadle.runs.settings import apply_overrides, changes, leaves, with_values, without
-from treadle.runs.start_block import cpu_threads, device_line, print_block, without_epoch_lines
+from treadle.runs.start_block import without_epoch_lines
+from treadle.runs.training import Show, TrainingRun, environment_of, threads_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +44,6 @@ __all__ = [
 Config = TypeVar("Config")
 Data = TypeVar("Data")
 Trainer = TypeVar("Trainer")
-Show = Callable[[Report, Path], None]
 
 _log = logging.getLogger("treadle.cli")
 
@@ -231,7 +225,7 @@ class Pack(Generic[Config, Data, Trainer]):
                 argument="RUN",
                 value=str(home),
             ) from error
-        return config, _threads(config)
+        return config, threads_of(config)
 
     def load(self, run: Run[Config], trainer: Trainer, path: Path, tree: Mapping[str, Any]) -> None:
         """Load the scored weights of a checkpoint into a new trainer's model."""
@@ -329,56 +323,7 @@ class Pack(Generic[Config, Data, Trainer]):
 
     def run(self, run: Run[Config], show: Show) -> dict[str, Any] | None:
         """Train like :meth:`train`, from parsed settings."""
-        values = self.values(run.config)
-        finished = by_rank_0(
-            lambda: folders.finished_metrics(run.out, values, needed=self.needed) if run.resume else None
-        )
-        if finished is not None:
-            show(self.report(finished, run.out), run.out)
-            return finished
-        with self._environment(run.config):
-            metrics = self._train(dataclasses.replace(run, parallel=parallel_of(self.parallel(run.config))))
-        if metrics is not None:
-            show(self.report(metrics, run.out), run.out)
-        return metrics
-
-    def _train(self, run: Run[Config]) -> dict[str, Any] | None:
-        resumes, set_aside = by_rank_0(lambda: self._look_into(run))
-        run = dataclasses.replace(run, home=run.out if resumes else None)
-        data = self.prepare(run)
-        trainer = self.build(run, data)
-        by_rank_0(lambda: self._ready(run, data, set_aside))
-        start = self.resume(run, trainer) if resumes else f"fresh{_with_weights(run)}"
-        with self.held(run):
-            decided = self.describe(run, data, trainer)
-            ranks = ranks_line(self.parallel(run.config))
-            device = device_line(run.device, explicit=run.explicit)
-            print_block({"device": device, **decided, **ranks, "start": start}, run.messages)
-            self.fit_logged(run, data, trainer)
-            if run.paused():
-                return None
-            alone = dataclasses.replace(run, parallel=None, home=run.out, resume=True, watch=Watch())
-            trained = after_ranks(trainer, lambda: self._reopen(alone, data))
-            return None if trained is None else self._conclude(alone, data, trained, decided)
-
-    def _reopen(self, run: Run[Config], data: Data) -> Trainer:
-        """Return, in one process, the trainer of a run that finished on several ranks."""
-        trainer = self.build(run, data)
-        self.resume(run, trainer)
-        self.fit(run, data, trainer)
-        return trainer
-
-    def _conclude(self, run: Run[Config], data: Data, trainer: Trainer, decided: dict[str, str]) -> dict[str, Any]:
-        results = self.finish(run, data, trainer)
-        values = {"device": str(run.device), **self.identity(data), "config": self.values(run.config)}
-        metrics: dict[str, Any] = to_json({"treadle": own_version(), **results.metrics, **values})
-        facts = {**decided, "all settings": f"{folders.RUN_FILE} in the run folder", "treadle": metrics["treadle"]}
-        report = self.report(metrics, run.out)
-        if report.title:
-            write_page(run.out / "page.html", dataclasses.replace(report, pictures=results.pictures, facts=facts))
-        # The last file of a run: if it exists and has these settings, nothing is left to do.
-        write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n", run.out / "metrics.json")
-        return metrics
+        return TrainingRun(self, run).execute(show)
 
     def fit_logged(self, run: Run[Config], data: Data, trainer: Trainer) -> None:
         """Train, and log the duration, or that the run was saved before a signal ended it."""
@@ -412,7 +357,7 @@ class Pack(Generic[Config, Data, Trainer]):
         home, part = self.home_of(run)
         config, threads = self.stored(home, None, None)
         witness = ReplayHook(checkpoints_of(run), step, debug=debug)
-        with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, self._environment(config, threads):
+        with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, environment_of(self, config, threads):
             again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
             with observing(ReplaySetup(witness, Path(scratch))), without_epoch_lines(self.name):
@@ -438,7 +383,7 @@ class Pack(Generic[Config, Data, Trainer]):
         """
         home, part = self.home_of(folders.run_folder_of(path))
         config, threads = self.stored(home, path, tree)
-        with tempfile.TemporaryDirectory(prefix="treadle-stored-") as scratch, self._environment(config, threads):
+        with tempfile.TemporaryDirectory(prefix="treadle-stored-") as scratch, environment_of(self, config, threads):
             where = get_device(device)
             run = Run(config, Path(scratch), where, messages, home=home, part=part, trains=False)
             data = self.prepare(run)
@@ -458,70 +403,18 @@ class Pack(Generic[Config, Data, Trainer]):
             return run_path.parent, run_path.name
         return run, ""
 
-    @contextlib.contextmanager
-    def _environment(self, config: Config, threads: int | None = None) -> Iterator[None]:
-        with cpu_threads(_threads(config) if threads is None else threads), self.environment(config):
-            yield
-
-    # -- the run folder ---------------------------------------------------------------------------------------------
-
     def holds_another(self, run: Run[Config]) -> bool:
         """Return whether the folder of a run holds an earlier run of this pack that it could not continue."""
         record = folders.read_record(run.out)
         differences = {} if record is None else changes(record.config, self.values(run.config))
         return any(key not in self.free for key in differences)
 
-    def _look_into(self, run: Run[Config]) -> tuple[bool, Callable[[], None]]:
-        """Return whether the folder's run resumes, and what must be moved aside; warn of changes, and write nothing."""
-        out = run.out
-        folders.refuse_other_run(out, self.name)
-        for place in (out, out / "checkpoints"):
-            check_free(place)  # before run.json is written, since another process may be training this run
-        with folders.readable(out):
-            record = folders.read_record(out)
-            begun = any(not name.startswith(".") for name in _names(out / "checkpoints"))
-        if not (run.resume and begun):
-            return False, partial(folders.set_run_aside, out, parts=(*self.made, *self.results))
-        differences = {} if record is None else changes(record.config, self.values(run.config))
-        for sentence in folders.explain_changes(differences, str(out), free=self.free):
-            _log.warning("%s", sentence)
-        outdated = () if record is None else self.outdated(run, differences)
-        return True, partial(self._set_results_aside, out, outdated, changed=bool(differences))
-
-    def _set_results_aside(self, out: Path, outdated: Sequence[str], *, changed: bool) -> None:
-        if changed:
-            folders.set_results_aside(out, (*self.results, "page.html", "pictures"))
-        for name in outdated:
-            folders.set_aside(out / name)
-
-    def _ready(self, run: Run[Config], data: Data, set_aside: Callable[[], None]) -> None:
-        """Write the settings, and move leftovers of an earlier run aside."""
-        with folders.writable(run.out):
-            run.out.mkdir(parents=True, exist_ok=True)
-            # Otherwise a killed fresh start would be taken for the earlier finished run.
-            set_aside()
-            record = {"face": self.name, "config": self.values(run.config), **self.identity(data)}
-            folders.write_record(run.out, record)
-            self.keep(run, data)
-
-
-def _with_weights(run: Run[Any]) -> str:
-    return "" if run.weights is None else f", with the weights of {run.weights}"
-
-
-def _threads(config: Any) -> int | None:
-    return next((value for key, value in leaves(config) if key == "threads"), None)
-
-
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
-
 
 def predicted_arrays(trainer: Any, batches: Iterable[Any]) -> dict[str, Any]:
     """Return the concatenated outputs of a BaseTrainer's ``predict_step`` over batches, by name."""
     outputs: list[Any] = []
     for_each_batch(
-        trainer.model, batches, lambda batch: outputs.append(kept_outputs(trainer.predict_step(batch))),
+        trainer.model, batches, lambda batch: outputs.append(outputs_on_cpu(trainer.predict_step(batch))),
         precision=trainer.precision, eval_seed=trainer.eval_seed,
     )  # fmt: skip
     found = joined(outputs)

@@ -218,12 +218,12 @@ def after_ranks(trainer: Result, reopen: Callable[[], Result]) -> Result | None:
     dist.destroy_process_group()
     if not first:
         return None
-    with _silent_about_fewer_ranks():
+    with _fewer_ranks_unmentioned():
         return reopen()
 
 
 @contextmanager
-def _silent_about_fewer_ranks() -> Iterator[None]:
+def _fewer_ranks_unmentioned() -> Iterator[None]:
     """Suppress the log lines about resuming with fewer ranks, since this run has ended."""
 
     def passes(record: logging.LogRecord) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from treadle.checkpoint.find_step import nearest_state
+from treadle.device.host_transfer import read_scalars
 from treadle.engine import Engine
 from treadle.engine.hook import read_only
 from treadle.engine.observers import observing
@@ -21,7 +22,6 @@ from treadle.errors import ConfigError, NonFiniteError
 from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks.steplog import StepRows
-from treadle.means import read_scalars
 from treadle.runs.folder import CHECKPOINTS
 from treadle.runs.script import run_as_main, train_from
 
@@ -160,7 +160,7 @@ def _writes(hook: BaseHook) -> bool:
 
 
 @contextmanager
-def _quiet_about_left_out_hooks() -> Iterator[None]:
+def _removed_hooks_unmentioned() -> Iterator[None]:
     """Suppress warnings about unused state of the removed hooks."""
 
     def passes(record: logging.LogRecord) -> bool:
@@ -263,7 +263,7 @@ def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
         ConfigError: the run has no such step.
     """
     try:
-        with _quiet_about_left_out_hooks():
+        with _removed_hooks_unmentioned():
             train()
     except StepReached:
         pass

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from treadle.checkpoint.order import furthest_first, is_aside
+from treadle.checkpoint.order import by_progress, is_moved_aside
 from treadle.checkpoint.ranks import open_on_ranks
 from treadle.checkpoint.store import find_latest
 from treadle.engine import Engine
@@ -128,8 +128,8 @@ def newest_checkpoint(out: Path, parts: Sequence[str]) -> str:
         'fresh'
     """
     for part in reversed(parts):
-        states = [state for state in step_states(out / part / "checkpoints") if not is_aside(state)]
+        states = [state for state in step_states(out / part / "checkpoints") if not is_moved_aside(state)]
         if states:
-            furthest = furthest_first(states)[0]
+            furthest = by_progress(states)[0]
             return f"resumes from {furthest.with_name(Path(os.path.realpath(furthest)).name)}"
     return "fresh"

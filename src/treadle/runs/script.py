@@ -31,7 +31,7 @@ def run_as_main(script: Path, arguments: Sequence[str]) -> None:
         sys.argv, sys.path[:] = argv, path
 
 
-class MovedRuns:
+class RedirectedRuns:
     """Observer that redirects the files of a target's trainers; commands extend it.
 
     Args:

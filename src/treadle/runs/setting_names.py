@@ -14,7 +14,7 @@ from treadle.config.tree import join_path
 from treadle.errors import ConfigError
 
 
-class Written(NamedTuple):
+class WrittenSetting(NamedTuple):
     """Setting as written: its line in the file, 0 for the command line, and its text, empty for a section."""
 
     line: int
@@ -71,7 +71,7 @@ def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        written = {**written_in(file), **{key: Written(0, text) for key, text in map(text_of, overrides)}}
+        written = {**settings_in_file(file), **{key: WrittenSetting(0, text) for key, text in map(text_of, overrides)}}
         if isinstance(error, ConfigError) and (whole := _placed(error, file, written)) is not error:
             raise whole from error
         for note in getattr(error, "__notes__", ()):
@@ -82,7 +82,7 @@ def settings_placed(file: Path, overrides: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def _placed(error: ConfigError, file: Path, written: Mapping[str, Written]) -> ConfigError:
+def _placed(error: ConfigError, file: Path, written: Mapping[str, WrittenSetting]) -> ConfigError:
     name = setting_of(error.argument, written, {})
     name = _only(f".{name}", error.value, written) or name
     setting = written.get(name or "") or written.get(_only("type", error.value, written) or "")
@@ -90,13 +90,13 @@ def _placed(error: ConfigError, file: Path, written: Mapping[str, Written]) -> C
     return whole.extended(f" ({file}, line {setting.line})") if setting and setting.line else whole
 
 
-def _only(end: str, text: Any, written: Mapping[str, Written]) -> str | None:
+def _only(end: str, text: Any, written: Mapping[str, WrittenSetting]) -> str | None:
     """Return the only setting with a given ending and text; None if there is none or several."""
     names = [name for name, setting in written.items() if name.endswith(end) and text and setting.text == text]
     return names[0] if len(names) == 1 else None
 
 
-def written_in(file: Path) -> dict[str, Written]:
+def settings_in_file(file: Path) -> dict[str, WrittenSetting]:
     """Return every setting of a configuration file by its dotted name; empty if the file cannot be read."""
     try:
         content = file.read_text(encoding="utf-8-sig")
@@ -126,11 +126,11 @@ def _roots_of_python(tree: ast.Module) -> list[Any]:
     return roots
 
 
-def _settings(node: Any, place: str) -> Iterator[tuple[str, Written]]:
+def _settings(node: Any, place: str) -> Iterator[tuple[str, WrittenSetting]]:
     for key, child, line in _children(node):
         here, value = join_path(place, key), getattr(child, "value", "")
         plain = isinstance(child, ast.Constant) or isinstance(value, str)
-        yield here, Written(line, str(value) if plain else "")
+        yield here, WrittenSetting(line, str(value) if plain else "")
         yield from _settings(child, here)
 
 

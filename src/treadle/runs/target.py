@@ -67,7 +67,7 @@ def is_config_file(path: Path) -> bool:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False  # its error is reported when it runs
-    return _defines_config(tree) and not _starts_something(tree)
+    return _defines_config(tree) and not _has_effects(tree)
 
 
 def _defines_config(tree: ast.Module) -> bool:
@@ -82,7 +82,7 @@ def _defines_config(tree: ast.Module) -> bool:
     return bool(defined & {"config", "parents"})
 
 
-def _starts_something(tree: ast.Module) -> bool:
+def _has_effects(tree: ast.Module) -> bool:
     for node in _outside_functions(tree):
         if isinstance(node, ast.Name) and node.id == "__name__":
             return True
@@ -152,20 +152,20 @@ def read_target(path: Path, overrides: Sequence[str]) -> dict[str, Any] | PackRu
         ConfigError: the file is a script, is missing or defines no configuration, or an override names an unknown key.
     """
     if path.is_file() and path.suffix.lower() == ".py" and not is_config_file(path):
-        raise ConfigError(f"{path}: is not a configuration: {_what_a_script_is_for(path)}")
+        raise ConfigError(f"{path}: is not a configuration: {_describe_script(path)}")
     config = load_config(path)
     if "face" not in config:
         return apply_overrides(config, overrides)
     return _pack_run(path, config, overrides)
 
 
-def _what_a_script_is_for(path: Path) -> str:
+def _describe_script(path: Path) -> str:
     """Describe a Python file without a configuration, and how to train with it."""
     try:
         tree = ast.parse(path.read_bytes(), filename=path.name)
     except (OSError, ValueError, SyntaxError) as error:
         return f"it cannot be read: {error}"
-    if _starts_something(tree):
+    if _has_effects(tree):
         return f"it is a script that trains on its own; run it with `python {path}`"
     kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     if kinds:

@@ -14,7 +14,7 @@ import torch
 
 from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
-from treadle.runs.folder import part_of, write_changed
+from treadle.runs.folder import split_of, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
@@ -161,7 +161,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         num_workers: int,
     ) -> Evaluation:
         """Return the loss of a split under the fixed evaluation masks."""
-        rows, cfg = part_of(opened.data, split), opened.run.config.trainer
+        rows, cfg = split_of(opened.data, split), opened.run.config.trainer
         tester = TesterConfig(
             device=str(opened.run.device), amp=cfg.amp, amp_dtype=cfg.amp_dtype, loss_type=cfg.loss_type,
             reduction=cfg.reduction, log_history=False, eval_seed=cfg.eval_seed,
@@ -178,7 +178,7 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         **options: Any,
     ) -> Predictions:
         """Return the latents of a split, each with its row in the data set."""
-        rows, cfg = part_of(opened.data, split), opened.run.config.trainer
+        rows, cfg = split_of(opened.data, split), opened.run.config.trainer
         extractor = ExtractorConfig(
             device=str(opened.run.device), amp=cfg.amp, amp_dtype=cfg.amp_dtype, return_numpy=True
         )

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
-from treadle.engine.failure import failing_by_name, leave_error
+from treadle.engine.failure import errors_logged_with_rank, write_error_file
 from treadle.errors import ConfigError
 from treadle.runs.launch import process_group, refuse_ranks
 
@@ -58,8 +58,8 @@ def test_without_torchrun_there_is_no_group():
 
 
 def test_an_error_that_was_caught_is_not_the_cause_of_what_happens_in_a_later_run(rank_1):
-    leave_error(ValueError("caught"))
+    write_error_file(ValueError("caught"))
     assert rank_1.exists()
-    with failing_by_name(None):
+    with errors_logged_with_rank(None):
         pass
     assert not rank_1.exists()

@@ -1,4 +1,4 @@
-"""A setting that is written as an option is answered with how to write it."""
+"""Settings written as options, and settings written twice."""
 
 from __future__ import annotations
 
@@ -25,3 +25,35 @@ def test_an_unknown_option_of_train_is_shown_as_a_setting(words, hint, capsys):
     assert last.startswith("Error: No such option: --")
     assert hint in last
     assert ("KEY=VALUE" in last) == ("KEY=VALUE" in hint)
+
+
+def shown(words: str, capsys) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(words.split())
+    return left.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "warning"),
+    [
+        ("spectra epochs=1 epochs=2", "epochs=2", "epochs is set twice, to 1 and to 2; 2 counts"),
+        ("spectra epochs=1 epochs=2 +epochs=3", "epochs=3", "set 3 times, to 1 and to 2 and to 3; 3 counts"),
+        ("spectra optimizer.lr=1e-3 optimizer.lr=0.001", "optimizer.lr=0.001", None),
+        ("FILE trainer.max_steps=5 trainer.max_steps=7", '"max_steps": 7', "trainer.max_steps is set twice, to 5 and"),
+        ("FILE trainer.max_steps=5", '"max_steps": 5', None),
+    ],
+)
+def test_a_setting_given_twice_has_its_last_value_and_is_named(words, line, warning, capsys, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {type: treadle.BaseTrainer, max_steps: 3}\n")
+    code, out, err = shown(f"train {words.replace('FILE', str(file))} --show-settings", capsys)
+    assert code == 0
+    assert line in out
+    assert (warning is None and "set twice" not in err) or warning in err
+
+
+def test_a_setting_given_twice_and_to_several_values_is_refused(capsys):
+    for words in ("epochs=1,2 epochs=3", "epochs=3 epochs=1,2", "epochs=1,2 epochs=3,4"):
+        code, _, err = shown(f"train spectra {words} --show-settings", capsys)
+        assert code == 2
+        assert "the key is set twice, and to several values" in err

@@ -7,7 +7,7 @@ import pytest
 from command_kit import treadle
 from treadle.errors import ConfigError
 from treadle.runs.packs import find_pack
-from treadle.runs.setting_names import setting_of, settings_named, settings_placed, written_in
+from treadle.runs.setting_names import setting_of, settings_in_file, settings_named, settings_placed
 
 # torch_geometric compiles functions with torch.jit.script when it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -117,17 +117,17 @@ def test_a_value_of_the_command_line_is_not_looked_up_in_the_file(tmp_path, monk
 
 def test_entries_of_lists_and_functions_have_lines(tmp_path):
     (tmp_path / "a.yaml").write_text("hooks:\n  - {type: A}\n  - type: B\n    every: 3\n")
-    assert written_in(tmp_path / "a.yaml")["hooks[1].every"].line == 4
+    assert settings_in_file(tmp_path / "a.yaml")["hooks[1].every"].line == 4
     (tmp_path / "a.py").write_text(
         "def config(lr=1):\n    return {\n        'lr': lr,\n        'parts': ['x'],\n    }\n"
     )
-    assert {key: entry.line for key, entry in written_in(tmp_path / "a.py").items()} == {
+    assert {key: entry.line for key, entry in settings_in_file(tmp_path / "a.py").items()} == {
         "lr": 3,
         "parts": 4,
         "parts[0]": 4,
     }
     (tmp_path / "b.yaml").write_text("a: [1\n")
-    assert written_in(tmp_path / "b.yaml") == written_in(tmp_path / "none.yaml") == {}
+    assert settings_in_file(tmp_path / "b.yaml") == settings_in_file(tmp_path / "none.yaml") == {}
 
 
 @pytest.mark.parametrize(

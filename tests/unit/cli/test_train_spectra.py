@@ -20,7 +20,7 @@ from processes import Forked
 from treadle import load_weights
 from treadle.cli.main import main
 from treadle.errors import ConfigError
-from treadle.runs.folder import explain_changes
+from treadle.runs.folder import describe_changes
 from treadle.runs.settings import changes
 from treadle.spectra import report as spectra_report
 from treadle.spectra import runs as spectra_run
@@ -258,12 +258,12 @@ def _environment(**more: str) -> dict[str, str]:
 def test_what_may_change_on_the_way() -> None:
     old, new = SpectraConfig(), SpectraConfig(epochs=7)
     new.schedule.min_lr_scale = 0.5
-    sentences = explain_changes(changes(old.to_dict(), new.to_dict()), "runs/x", free=FREE)
+    sentences = describe_changes(changes(old.to_dict(), new.to_dict()), "runs/x", free=FREE)
     assert len(sentences) == 2
     assert all("new schedule" in sentence for sentence in sentences)
     new.data.split_seed = 1
     with pytest.raises(ConfigError, match=r"data\.split_seed was 0 and is now 1"):
-        explain_changes(changes(old.to_dict(), new.to_dict()), "runs/x", free=FREE)
+        describe_changes(changes(old.to_dict(), new.to_dict()), "runs/x", free=FREE)
     assert changes(old.to_dict(), json.loads(json.dumps(old.to_dict()))) == {}
 
 

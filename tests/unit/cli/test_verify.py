@@ -156,7 +156,7 @@ def test_a_planted_fault_is_found_and_named(verify, fault):
     said = " ".join([describe_difference(result.difference), result.cause.rule, result.cause.fix])
     assert [word for word in words if word not in said] == []
     unseeded = cause.startswith("unseeded") or "clock" in fault
-    assert result.difference.straight == unseeded
+    assert result.difference.uninterrupted == unseeded
     assert result.kills == [] if unseeded else len(result.kills) == 2
     if not unseeded:  # an unsaved value shows in the first step after a resume
         assert result.difference.after_resume == 1
@@ -239,7 +239,7 @@ def test_the_command_prints_plain_lines_and_keeps_what_it_needs(tmp_path):
     last = done.stdout.splitlines()[-1]
     assert last.startswith("EXACT: 8 steps, 2 kills (SIGKILL ")
     folder = next(line.split(" are in ")[1] for line in done.stdout.splitlines() if line.startswith("files: "))
-    assert sorted(os.listdir(folder)) == ["killed", "server.log", "straight-1", "straight-2"]
+    assert sorted(os.listdir(folder)) == ["killed", "server.log", "uninterrupted-1", "uninterrupted-2"]
     assert sorted(os.listdir(os.path.join(folder, "killed"))) == ["output.log", "records.jsonl"]
 
 

@@ -12,7 +12,7 @@ import treadle.graphs.task as task_module
 from graph_batches import GraphBatch, collate, with_changes
 from graph_kit import graphs, make, model_of
 from helpers import no_waits_for_meta
-from treadle.data.graph_sizes import count_sizes, note_sizes, noted_sizes
+from treadle.data.graph_sizes import count_sizes, record_sizes, recorded_sizes
 from treadle.graphs import get_loss_fn, get_metrics
 from treadle.graphs.attention import batch_layout
 from treadle.graphs.task import GraphTask, raw_outputs
@@ -116,7 +116,7 @@ def test_nor_do_batches_of_torch_geometric():
     before = list(batch.keys())
     step_far(batch, node_pe_dim=None, relative_pe_dim=None)
     assert list(batch.keys()) == before
-    assert noted_sizes(batch.batch) is None
+    assert recorded_sizes(batch.batch) is None
 
 
 def test_predictions_and_evaluations_do_not_wait_either():
@@ -191,23 +191,23 @@ def test_only_numbers_of_graphs_are_counted(batch, sizes):
 
 def test_what_was_noted_is_forgotten_where_the_numbers_are_other_ones():
     moved = SimpleNamespace(batch=torch.tensor([0, 0, 1]))
-    note_sizes(moved, (2, 1))
-    assert noted_sizes(moved.batch) == (2, 1)
-    assert [noted_sizes(other) for other in (moved.batch.clone(), moved.batch[:], moved.batch + 0)] == [None] * 3
+    record_sizes(moved, (2, 1))
+    assert recorded_sizes(moved.batch) == (2, 1)
+    assert [recorded_sizes(other) for other in (moved.batch.clone(), moved.batch[:], moved.batch + 0)] == [None] * 3
     moved.batch[1] = 1
-    assert noted_sizes(moved.batch) is None
-    note_sizes(moved, (2, 2))  # it has three nodes
-    assert noted_sizes(moved.batch) is None
+    assert recorded_sizes(moved.batch) is None
+    record_sizes(moved, (2, 2))  # it has three nodes
+    assert recorded_sizes(moved.batch) is None
     with torch.inference_mode():
         made = SimpleNamespace(batch=torch.tensor([0, 0, 1]))
-        note_sizes(made, (2, 1))
-        assert noted_sizes(made.batch) is None
+        record_sizes(made, (2, 1))
+        assert recorded_sizes(made.batch) is None
 
 
 def test_what_a_user_calls_so_is_not_believed():
     graph_N = torch.tensor([0, 0, 1])
     graph_N._treadle_graph_sizes = (1, 2)
-    assert noted_sizes(graph_N) is None
+    assert recorded_sizes(graph_N) is None
 
 
 class Regrouping(torch.nn.Module):
@@ -251,7 +251,7 @@ def test_a_model_says_the_same_with_sizes_that_were_counted(monkeypatch, change)
     expected = raw_outputs(model, cpu, collate(data))
     moved_as_elsewhere(monkeypatch)
     noted = []
-    monkeypatch.setattr(task_module, "note_sizes", lambda *args: noted.append(args[1]) or note_sizes(*args))
+    monkeypatch.setattr(task_module, "record_sizes", lambda *args: noted.append(args[1]) or record_sizes(*args))
     assert torch.equal(raw_outputs(model, cpu, collate(data)), expected)
     assert noted == [tuple(len(graph.x) for graph in data)]
 
@@ -263,7 +263,7 @@ def test_a_compiled_model_does_not_keep_sizes_either():
     data = graphs(15)
     for start in range(0, 12, 2):
         batch = collate(data[start : start + 3])
-        note_sizes(batch, count_sizes(batch))
+        record_sizes(batch, count_sizes(batch))
         if start % 4:
             in_place(batch)
         with torch.no_grad():

@@ -9,7 +9,7 @@ from treadle.errors import ConfigError
 
 pytest.importorskip("torch_geometric")
 
-from torch_geometric.data import Data
+from torch_geometric.data import Data, InMemoryDataset
 from torch_geometric.loader import DataLoader
 
 import treadle.graphs as tg
@@ -48,3 +48,58 @@ def test_the_trial_of_the_evaluation_changes_nothing():
 def test_metrics_that_are_names_are_refused():
     with pytest.raises(ConfigError, match=r"metrics=\['mae'\]: must have update"):
         trainer_of(metrics=["mae"])
+
+
+def graphs(*, rows: int = 1, count: int = 4) -> list[Data]:
+    edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    return [Data(x=torch.ones(3, 3), edge_index=edges, y=torch.ones(rows, 1)) for _ in range(count)]
+
+
+class Molecules(InMemoryDataset):
+    def __init__(self, given: list[Data]):
+        super().__init__(None)
+        self.data, self.slices = self.collate(given)
+
+
+class Lazily(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Data:
+        return graphs()[index]
+
+
+SINGLE = {
+    "list": (lambda: graphs(), "train_loader: a list of 4 single graphs.*batch_size=1"),
+    "tuple": (lambda: tuple(graphs()), "train_loader: a tuple of 4 single graphs"),
+    "data set": (lambda: Molecules(graphs()), "train_loader: a Molecules of 4 single graphs"),
+    "data set of nodes": (lambda: Molecules(graphs(rows=3)), "train_loader: a Molecules of 4 single graphs"),
+    "torch's loader": (lambda: torch.utils.data.DataLoader(graphs(), 2), "train_loader: a DataLoader of torch cannot"),
+    "torch's loader of a data set": (
+        lambda: torch.utils.data.DataLoader(Molecules(graphs()), 2), "train_loader: a DataLoader of torch cannot"),
+    "torch's loader of a part": (
+        lambda: torch.utils.data.DataLoader(torch.utils.data.Subset(Molecules(graphs()), [0, 1]), 2),
+        "train_loader: a DataLoader of torch cannot"),
+    "torch's loader of what is made on demand": (
+        lambda: torch.utils.data.DataLoader(Lazily(), 2), "(?s)collate_fn: .*use torch_geometric.loader.DataLoader"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SINGLE)
+def test_graphs_that_nothing_joins_are_refused_before_step_1(case):
+    made, message = SINGLE[case]
+    trainer = trainer_of()
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(made(), None, 1)
+    with pytest.raises(ConfigError, match=message.replace("train", "val")):
+        trainer.fit(loader(), made(), 1)
+    assert trainer.global_step == 0
+
+
+def test_one_graph_and_graphs_with_targets_of_nodes_are_batches():
+    for given in (graphs(count=1), Molecules(graphs(count=1)), graphs(rows=3), list(loader())):
+        task = {"task": "node"} if len(given[0].y) == 3 else {}
+        model = tg.get_model("gps", num_features=3, hidden_dim=8, num_layers=1, num_heads=2, **task)
+        trainer = tg.GraphTrainer(model, tg.get_optimizer(model), device="cpu", progress=False)
+        trainer.fit(given, None, 1)
+        assert trainer.global_step == len(given)

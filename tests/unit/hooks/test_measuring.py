@@ -10,7 +10,7 @@ import torch
 
 from helpers import Snapshots
 from hook_kit import Small, bare_engine
-from treadle.device.on_the_way import OnTheWay
+from treadle.device.host_transfer import HostTransfer
 from treadle.errors import ConfigError
 from treadle.hooks import BaseHook, CudaMaxMemoryHook, LoggingHook, ProfilerHook, ProgressHook, ThroughputHook
 
@@ -210,7 +210,7 @@ def lines_of(caplog, *, looks, monkeypatch, **options):
             left = iter([False] * looks)
         return ready
 
-    monkeypatch.setattr(OnTheWay, "there", property(there))
+    monkeypatch.setattr(HostTransfer, "done", property(there))
     caplog.clear()
     torch.manual_seed(0)
     with caplog.at_level("INFO", "treadle"):
@@ -233,7 +233,7 @@ def test_lines_that_come_late_are_the_same(caplog, monkeypatch):
 
 
 def test_a_state_is_saved_after_the_lines_before_it(caplog, monkeypatch):
-    monkeypatch.setattr(OnTheWay, "there", False)
+    monkeypatch.setattr(HostTransfer, "done", False)
     engine = bare_engine(hooks=[ProgressHook(2)])
     with caplog.at_level("INFO", "treadle"):
         engine.run([torch.ones(2, 3)] * 5, max_steps=5)
@@ -243,7 +243,7 @@ def test_a_state_is_saved_after_the_lines_before_it(caplog, monkeypatch):
 
 
 def test_a_late_line_about_a_refused_step_is_an_error(monkeypatch):
-    monkeypatch.setattr(OnTheWay, "there", False)
+    monkeypatch.setattr(HostTransfer, "done", False)
     asked = []
     trainer = SimpleNamespace(
         num_ranks=1, is_last_step=False, step=2, step_info={}, last_lr=[],

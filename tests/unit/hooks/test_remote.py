@@ -88,7 +88,7 @@ def test_an_upload_that_fails_is_warned_of_and_is_an_error_at_the_end_only(url, 
         def on_after_step(self, trainer):
             super().on_after_step(trainer)
             if trainer.step == self.broken + 1:  # until the thread has met it
-                while not hook._said:
+                while not hook._logged:
                     self.real.invalidate_cache()
 
     class Own(Fit):

@@ -144,7 +144,7 @@ def test_several_loaders_have_results_by_name_and_the_first_or_a_named_one_selec
 
 def test_the_averaged_weights_are_scored(tmp_path):
     trainer = trained(6, tmp_path, interval=6)
-    with trainer.averages["ema"].swapped_into(trainer.model):
+    with trainer.averages["ema"].applied_to(trainer.model):
         assert trainer.validation.history[-1]["val_loss"] == trainer.evaluate(loader())["loss"]
 
 

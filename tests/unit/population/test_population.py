@@ -12,7 +12,7 @@ import torch
 
 from population_kit import Fit, alone, make, same_folder
 from treadle import BaseHook, ConfigError, TreadleError
-from treadle.data.sharing import kept_once
+from treadle.data.sharing import deduplicated
 from treadle.population import Population
 from treadle.population.results import read_rows
 
@@ -175,4 +175,4 @@ def test_a_population_is_held_by_one_process_and_shares_equal_tensors(tmp_path):
     population(keeping, tmp_path, seeds=range(2)).run()
     one, two = loaders
     assert [a is b for a, b in zip(one.tensors, two.tensors, strict=True)] == [True, True]
-    assert kept_once(torch.ones(2)) is not kept_once(torch.ones(2))
+    assert deduplicated(torch.ones(2)) is not deduplicated(torch.ones(2))

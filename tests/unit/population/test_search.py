@@ -35,7 +35,7 @@ def play(source, *, until=None):
 
 def halving(folder, **options):
     rule = SuccessiveHalving("loss", rungs=[1, 3], eta=2, **options)
-    return rule.source(members(5, folder), folder, told=lambda member, outcome: None)
+    return rule.source(members(5, folder), folder, record=lambda member, outcome: None)
 
 
 def test_of_runs_that_reach_a_rung_the_best_part_trains_on(tmp_path):
@@ -179,7 +179,7 @@ def study(folder, study, **options):
 
     return StudySource(
         study, lambda trial: {"lr": trial.lr}, trials=4, metric="loss", folder=folder, place=place,
-        told=lambda member, outcome: None,
+        record=lambda member, outcome: None,
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ import torch
 
 from treadle.capture.graph import Branch
 from treadle.device.handover import host_is_shared, launch_times, run_off_turn, wait_for
-from treadle.population import Population, turns
-from treadle.population.member import Member
+from treadle.population import Population, member_thread, turns
+from treadle.population.member import Member, Workspaces
 
 
 class Stream:
@@ -58,7 +58,7 @@ def run(tmp_path, train, seeds=3):
 
 
 def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "AT_LONGEST", 60.0)
+    monkeypatch.setattr(member_thread, "LAUNCH_SECONDS", 60.0)
     launched = []
 
     def train(seed):
@@ -68,15 +68,15 @@ def test_launches_of_members_alternate_and_are_all_made_before_a_member_goes_on(
     results = run(tmp_path, train)
     assert [row.metrics["launched"] for row in results.rows] == [100, 100, 100]
     at_once = [len(list(group)) for _, group in itertools.groupby(launched)]
-    assert len(at_once) > 3 * 100 / turns.AT_ONCE / 2
-    assert max(at_once[3:-3]) == turns.AT_ONCE
+    assert len(at_once) > 3 * 100 / member_thread.LAUNCHES_PER_TURN / 2
+    assert max(at_once[3:-3]) == member_thread.LAUNCHES_PER_TURN
 
 
 def test_launches_that_take_long_alternate_one_by_one(tmp_path):
     launched = []
 
     def train(seed):
-        launch_times(lambda: (launched.append(seed), time.sleep(2 * turns.AT_LONGEST)), 20)
+        launch_times(lambda: (launched.append(seed), time.sleep(2 * member_thread.LAUNCH_SECONDS)), 20)
         return {"launched": launched.count(seed)}
 
     results = run(tmp_path, train)
@@ -166,14 +166,14 @@ def test_an_error_of_what_a_member_writes_is_its_own(tmp_path):
 
 def test_where_all_write_a_signal_finds_them(tmp_path):
     member = Member("seed=0", {"seed": 0}, tmp_path)
-    seat = turns.Seat(
-        lambda seed: lambda: run_off_turn(lambda: time.sleep(0.2)), member, turns.ProcessState.capture(), steps=1,
-        stream=Stream(),
+    thread = member_thread.MemberThread(
+        lambda seed: lambda: run_off_turn(lambda: time.sleep(0.2)), member, turns.ProcessState.capture(),
+        workspaces=Workspaces(), steps=1, stream=Stream(),
     )  # fmt: skip
-    seat.take_turn()
-    assert seat.waits
-    seat.end_with(SystemExit(128 + signal.SIGTERM))
-    assert seat.ended
+    thread.take_turn()
+    assert thread.waits
+    thread.end_with(SystemExit(128 + signal.SIGTERM))
+    assert thread.ended
 
 
 def test_random_numbers_are_those_of_the_run_alone_whatever_a_member_waits_for(tmp_path):
@@ -192,18 +192,20 @@ def test_random_numbers_are_those_of_the_run_alone_whatever_a_member_waits_for(t
 
 
 def test_a_member_that_is_ended_has_launched_what_it_began(tmp_path, monkeypatch):
-    monkeypatch.setattr(turns, "AT_LONGEST", 60.0)
+    monkeypatch.setattr(member_thread, "LAUNCH_SECONDS", 60.0)
     launched = []
 
     def make(seed):
         return lambda: launch_times(lambda: launched.append(seed), 50)
 
     member = Member("seed=0", {"seed": 0}, tmp_path)
-    seat = turns.Seat(make, member, turns.ProcessState.capture(), steps=1, stream=Stream())
-    seat.take_turn()
-    seat.take_turn()
-    assert len(launched) == turns.AT_ONCE
-    seat.end_with(SystemExit(128 + signal.SIGTERM))
+    thread = member_thread.MemberThread(
+        make, member, turns.ProcessState.capture(), workspaces=Workspaces(), steps=1, stream=Stream()
+    )
+    thread.take_turn()
+    thread.take_turn()
+    assert len(launched) == member_thread.LAUNCHES_PER_TURN
+    thread.end_with(SystemExit(128 + signal.SIGTERM))
     assert len(launched) == 50
 
 

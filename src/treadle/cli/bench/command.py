@@ -9,6 +9,7 @@ import typer
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
+from treadle.cli.settings_command import warn_of_repeats
 
 
 def bench(
@@ -43,6 +44,8 @@ def bench(
         from treadle.cli.bench.target import check_target, run_bench
 
         check_target(target, arguments or [], steps)
+        if not target.endswith(".py"):
+            warn_of_repeats(arguments or [])
         result = run_bench(target, arguments or [], steps=steps, compiles=compiles)
         if as_json:
             typer.echo(json.dumps(result.to_dict(), indent=2))

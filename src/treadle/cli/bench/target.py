@@ -16,11 +16,11 @@ from treadle.engine import Engine
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.runs.packs import find_pack
-from treadle.runs.script import MovedRuns, run_as_main, train_from
+from treadle.runs.script import RedirectedRuns, run_as_main, train_from
 from treadle.runs.target import PackRun, checked_target, resolve
 
 
-class BenchSetup(MovedRuns):
+class BenchSetup(RedirectedRuns):
     """Observer of the first trainer of a target, which moves its files and adds the hook.
 
     Args:

@@ -9,6 +9,7 @@ import typer
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
+from treadle.cli.settings_command import warn_of_repeats
 
 
 def verify(
@@ -46,6 +47,8 @@ def verify(
         from treadle.runs.exact import run_verification
 
         messages = message_console()
+        if not target.endswith(".py"):
+            warn_of_repeats(arguments or [])
         result = run_verification(
             target, arguments or [], steps=steps, kills=kills, seed=seed,
             report=lambda text: messages.print(text, markup=False, soft_wrap=True),

@@ -45,12 +45,12 @@ def likely_cause(difference: Difference, device: str = "cpu") -> Cause:
     """
     if difference.part == STEPS:
         return Cause("other_length", "the runs have other steps", "let the number of steps depend on nothing random")
-    if difference.straight:
-        return _between_straight_runs(difference, device)
+    if difference.uninterrupted:
+        return _between_uninterrupted_runs(difference, device)
     return _after_a_kill(difference, device)
 
 
-def _between_straight_runs(difference: Difference, device: str) -> Cause:
+def _between_uninterrupted_runs(difference: Difference, device: str) -> Cause:
     part = difference.part
     if "weights before the forward pass" in difference.parts and difference.after_resume == 1:
         return Cause(

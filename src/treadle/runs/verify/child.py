@@ -21,14 +21,14 @@ from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.hooks import CheckpointingHook
 from treadle.runs.packs import find_pack
-from treadle.runs.script import MovedRuns, run_as_main, train_from
+from treadle.runs.script import RedirectedRuns, run_as_main, train_from
 from treadle.runs.target import PackRun, resolve
 from treadle.runs.verify.evidence import SeedWatch
 from treadle.runs.verify.jobs import Job, RecordFile
 from treadle.runs.verify.recorder import Looker, Recorder
 
 
-class Arrangement(MovedRuns):
+class Arrangement(RedirectedRuns):
     """Observer of the target's trainers: redirects their files into the work folder and adds the recorder.
 
     Args:

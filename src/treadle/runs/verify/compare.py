@@ -17,7 +17,7 @@ class Difference:
     """First difference between a run and the first uninterrupted one.
 
     Attributes:
-        straight: whether the other run was uninterrupted too.
+        uninterrupted: whether the other run was uninterrupted too.
         kind: the record, ``"step"``, ``"epoch"`` or ``"end"``.
         step: the step of the record.
         resumed_at: the step that the process of the record started from.
@@ -30,7 +30,7 @@ class Difference:
         seeds: calls that seeded a generator in the forward pass: (of the first uninterrupted run, of the other).
     """
 
-    straight: bool
+    uninterrupted: bool
     kind: str
     step: int
     resumed_at: int
@@ -101,7 +101,7 @@ class Comparison:
             before, now = ours["parts"].get(part, {}), theirs["parts"].get(part, {})
             self.unseeded = frozenset(name for name in ("python", "numpy") if before.get(name) != now.get(name))
 
-    def first_difference(self, lines: Iterable[Mapping[str, Any]], *, straight: bool) -> Difference | None:
+    def first_difference(self, lines: Iterable[Mapping[str, Any]], *, uninterrupted: bool) -> Difference | None:
         """Compare every record of a run and return the first difference."""
         first: Difference | None = None
         resumed_at = 0
@@ -109,13 +109,13 @@ class Comparison:
             if line["kind"] == "start":
                 resumed_at = line["step"]
             if line["kind"] in COMPARED:
-                found = self._compare(line, resumed_at, straight)
+                found = self._compare(line, resumed_at, uninterrupted)
                 first = first or found
         return first
 
-    def _compare(self, line: Mapping[str, Any], resumed_at: int, straight: bool) -> Difference | None:
+    def _compare(self, line: Mapping[str, Any], resumed_at: int, uninterrupted: bool) -> Difference | None:
         self.records += 1
-        place = {"straight": straight, "kind": line["kind"], "step": line["step"], "resumed_at": resumed_at}
+        place = {"uninterrupted": uninterrupted, "kind": line["kind"], "step": line["step"], "resumed_at": resumed_at}
         reference = self._reference.get((line["kind"], line["step"]))
         if reference is None:
             return Difference(**place, part=STEPS, leaf="", expected="no such step", found="one more")

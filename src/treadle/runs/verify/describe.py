@@ -26,7 +26,7 @@ def verdict_reason(result: Verification) -> str:
     if difference is None:
         return result.reason
     what = "the number of steps" if difference.part == STEPS else difference.part
-    if difference.straight:
+    if difference.uninterrupted:
         return f"two uninterrupted runs already differ, first in the {what} of step {difference.step}"
     return f"step {difference.step} differs in the {what}, {_since(difference)}"
 
@@ -50,8 +50,8 @@ def describe_difference(difference: Difference) -> str:
     leaf = f" ({difference.leaf})" if difference.leaf else ""
     if difference.part == "sample ids":
         leaf = f" (micro-batch {int(difference.leaf.split(' ')[0]) + 1})"
-    other = "in the second" if difference.straight else _since(difference)
-    run = "first uninterrupted run" if difference.straight else "uninterrupted run"
+    other = "in the second" if difference.uninterrupted else _since(difference)
+    run = "first uninterrupted run" if difference.uninterrupted else "uninterrupted run"
     return (
         f"{where} {difference.step}, {difference.part}{leaf}: {difference.expected} in the {run} and "
         f"{difference.found} {other}"

@@ -153,16 +153,16 @@ class Verifier:
             TreadleError: the target itself fails.
         """
         started = time.monotonic()
-        first, seconds = self._straight(servers[0], "straight-1")
+        first, seconds = self._uninterrupted(servers[0], "uninterrupted-1")
         time.sleep(_APART_SECONDS)
-        second, _ = self._straight(servers[1], "straight-2")
+        second, _ = self._uninterrupted(servers[1], "uninterrupted-2")
         comparison = Comparison(first)
         comparison.leave_out_unseeded(second)
-        difference = comparison.first_difference(second, straight=True)
+        difference = comparison.first_difference(second, uninterrupted=True)
         if difference is None:
             comparison.parts, comparison.records = {}, 0
-            lines = self._killed(servers, limit=max(_LEAST_LIMIT, 10 * seconds))
-            difference = comparison.first_difference(lines, straight=False)
+            lines = self._with_kills(servers, limit=max(_LEAST_LIMIT, 10 * seconds))
+            difference = comparison.first_difference(lines, uninterrupted=False)
         self._conclude(comparison, difference, _one(first, "start")["device"])
         same = same_seed_each_step(first)
         if same is not None:
@@ -178,7 +178,7 @@ class Verifier:
         settings: dict[str, Any] = {"steps": self.steps, "stop_at": None, "interval": _INTERVAL, **changes}
         return Job(self.result.target, self.result.arguments, folder, number, **settings)
 
-    def _straight(self, server: Server, name: str) -> tuple[list[dict[str, Any]], float]:
+    def _uninterrupted(self, server: Server, name: str) -> tuple[list[dict[str, Any]], float]:
         job = self._job(name, 0)
         answer = server.run(job)
         lines = read_records(job.records)
@@ -186,7 +186,7 @@ class Verifier:
             if line["kind"] == "refused":
                 raise ConfigError(line["text"])
         if not any(line["kind"] == "over" for line in lines):
-            self._give_up(job, answer, lines)
+            self._raise_failure(job, answer, lines)
         self.result.first_step, self.result.last_step = _one(lines, "start")["step"], _one(lines, "over")["step"]
         self._collect(lines)
         count = self.result.last_step - self.result.first_step
@@ -197,7 +197,7 @@ class Verifier:
             )
         return lines, float(answer["seconds"])
 
-    def _give_up(self, job: Job, answer: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
+    def _raise_failure(self, job: Job, answer: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
         if answer["code"] == 0 and not lines:
             raise ConfigError(
                 f"={job.target}: ended without training; it must make a BaseTrainer (or an Engine) and call "
@@ -214,7 +214,7 @@ class Verifier:
             found = [line["text"] for line in lines if line["kind"] == kind and not line["text"].startswith("signal ")]
             texts += [text for text in dict.fromkeys(found) if text not in texts]
 
-    def _killed(self, servers: Sequence[Server], *, limit: float) -> list[dict[str, Any]]:
+    def _with_kills(self, servers: Sequence[Server], *, limit: float) -> list[dict[str, Any]]:
         result = self.result
         plan: list[Kill | None] = [*plan_kills(self.chance, self.number_of_kills, result.first_step, result.last_step)]
         lines: list[dict[str, Any]] = []

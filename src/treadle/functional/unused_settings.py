@@ -14,11 +14,11 @@ from treadle.functional.settings import UNUSED, config_of
 _log = logging.getLogger("treadle.functional")
 
 
-def read_claims(config: Any) -> dict[str, Any]:
+def read_unused_settings(config: Any) -> dict[str, Any]:
     """Return a config's values for epochs, batch size and seed by dotted name, from any part.
 
     Example:
-        >>> read_claims({"training": {"batch_size": 8}, "seed": 1})
+        >>> read_unused_settings({"training": {"batch_size": 8}, "seed": 1})
         {'config.seed': 1, 'config.training.batch_size': 8}
     """
     whole = config_of(config)
@@ -28,8 +28,8 @@ def read_claims(config: Any) -> dict[str, Any]:
     return {**found, **{f"config.training.{name}": values[name] for name in UNUSED if _is_number(values.get(name))}}
 
 
-def warn_of_claims(
-    claims: Mapping[str, Any],
+def warn_of_unused_settings(
+    unused: Mapping[str, Any],
     *,
     num_epochs: int,
     loaders: tuple[Iterable[Any], Any],
@@ -38,7 +38,7 @@ def warn_of_claims(
     """Warn about each config value that differs from the actual one.
 
     Args:
-        claims: result of :func:`read_claims`.
+        claims: result of :func:`read_unused_settings`.
         num_epochs: argument of ``train``.
         loaders: training and evaluation loaders.
         accumulation: micro-batches per step.
@@ -47,7 +47,7 @@ def warn_of_claims(
     sizes = {} if size is None else {size * steps * ranks for steps in (1, accumulation)
                                      for ranks in (1, distributed.world_size())}  # fmt: skip
     samples, seed = _num_samples(loaders[1]), torch.initial_seed()
-    for name, value in claims.items():
+    for name, value in unused.items():
         kind, text = name.rpartition(".")[2], None
         if kind in ("num_epochs", "epochs") and value != num_epochs:
             text = f"train() was asked for {num_epochs} epochs, and trains these"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
-class BetweenRuns:
+class SignalsBetweenRuns:
     """Handling of signals around the runs of a front end, and before, between and after them.
 
     Args:
@@ -29,7 +29,7 @@ class BetweenRuns:
         self._plans = [plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None]
         self._listening = engine.signals.listening([number for plan in self._plans for number in plan.signals])
 
-    def __enter__(self) -> BetweenRuns:
+    def __enter__(self) -> SignalsBetweenRuns:
         self._listening.__enter__()
         return self
 
@@ -37,23 +37,23 @@ class BetweenRuns:
         self._listening.__exit__(*failure)
 
     @contextlib.contextmanager
-    def acting(self) -> Iterator[None]:
+    def handled(self) -> Iterator[None]:
         """Save and exit, at the end of the block, if a signal has arrived; evaluations are abandoned."""
         self._engine.signals.expect(self._plans)
         try:
             with contextlib.suppress(EvaluationAbandoned):
                 yield
-            leave_on_signal(self._engine)
+            exit_on_signal(self._engine)
         finally:
             self._engine.signals.expect([])
 
 
-def leave_after_step(engine: Engine) -> None:
-    """Exit like :func:`leave_on_signal`, based on the messages of the step, without further communication."""
+def exit_after_step(engine: Engine) -> None:
+    """Exit like :func:`exit_on_signal`, based on the messages of the step, without further communication."""
     if engine.num_ranks == 1 or engine.events.abandoned:
-        leave_on_signal(engine)
+        exit_on_signal(engine)
     elif engine.signals.plans:
-        _leave(engine, int(max((sent[0] for sent in engine.attempt.rank_messages), default=0)))
+        _save_and_exit(engine, int(max((sent[0] for sent in engine.attempt.rank_messages), default=0)))
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:
@@ -67,13 +67,13 @@ def interruption(engine: Engine) -> Callable[[], bool] | None:
     return lambda: bool(distributed.agree(engine.signals.received or 0))
 
 
-def leave_on_signal(engine: Engine) -> None:
+def exit_on_signal(engine: Engine) -> None:
     """If a signal arrived on any rank, save by each hook's plan, wait, and raise SystemExit."""
     if engine.signals.plans:
-        _leave(engine, distributed.agree(engine.signals.received or 0))
+        _save_and_exit(engine, distributed.agree(engine.signals.received or 0))
 
 
-def _leave(engine: Engine, received: int) -> None:
+def _save_and_exit(engine: Engine, received: int) -> None:
     if not received:
         return
     plans = [plan for plan in engine.signals.plans if received in plan.signals] or engine.signals.plans

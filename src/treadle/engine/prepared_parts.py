@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
-class Built:
+class PreparedParts:
     """Model, optimizer, schedule, loss and loader with which an engine was prepared.
 
     Args:
@@ -63,7 +63,7 @@ class Built:
             path = f"{paths[id(module)]}.{name}".lstrip(".")
             inside = {f"{path}.{inner}" for inner in _saved_names(value)} if isinstance(value, nn.Module) else {path}
             if not inside <= self._names or (not inside and path not in paths.values()):
-                engine.state.warn_once(engine, _unfit(f"{path} was added to this {root}"))
+                engine.state.warn_once(engine, _unloadable(f"{path} was added to this {root}"))
 
         self._handles = [
             register_module_module_registration_hook(name_addition),
@@ -76,7 +76,7 @@ class Built:
             handle.remove()
         self._handles = []
 
-    def refuse_others(self, engine: Engine) -> None:
+    def refuse_replaced(self, engine: Engine) -> None:
         """Raise if the model, the optimizer or the schedule was replaced since the run began.
 
         Raises:
@@ -108,12 +108,12 @@ class Built:
                 "the optimizer passes over those without a gradient"
             )
 
-    def unfit(self, engine: Engine) -> Iterator[str]:
+    def unloadable(self, engine: Engine) -> Iterator[str]:
         """Yield warnings about parameters that a run with the original model cannot load from a checkpoint."""
         names = set(_saved_names(engine.model))
         if names != self._names:
             gained, lost = _listed(names - self._names), _listed(self._names - names)
-            yield _unfit(f"since the run began it has gained {gained} and lost {lost}")
+            yield _unloadable(f"since the run began it has gained {gained} and lost {lost}")
         added = {id(one) for group in engine.optimizer.param_groups for one in group["params"]} - self._held
         late = [name for name, one in engine.model.named_parameters()
                 if id(one) in added and id(one) not in self._parameters and name in self._names]  # fmt: skip
@@ -150,7 +150,7 @@ class Built:
             )
 
 
-def _unfit(what: str) -> str:
+def _unloadable(what: str) -> str:
     return (
         f"model: {what}; a run that builds the model as it was cannot load checkpoints from here on. Make all "
         "parameters when the model is built, as prune.identity and frozen layers do, or build it like this before the "
