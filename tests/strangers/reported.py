@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +14,17 @@ from scipy.stats import qmc
 
 from helpers import MeanSquare
 from strangers import beside
-from strangers.bench import Case, Row, net, points_loader
+from strangers.bench import Case, Points, Row, net, points_loader
 from strangers.kept import Scaled, divide
+from strangers.unseen import OfDicts
 from treadle import BaseTrainer, StepOutput
 from treadle.hooks import BaseHook
 
-HOOKS, OWN, MODELS, VARIABLES = (
+HOOKS, OWN, MODELS, DATA, VARIABLES = (
     "Hooks without their own state",
     "Own objects",
     "Models",
+    "Data sets and collate functions",
     "Variables not held by objects",
 )
 STOPS = (2, 5, 7)
@@ -96,6 +97,20 @@ class PrivateSlots:
         return self.__count * self.rate
 
 
+def transformed() -> Case:
+    import datasets
+
+    beside.begin()
+    table = {"x": Points().x.tolist(), "y": Points().x.sum(1, keepdim=True).tolist()}
+    rows = datasets.Dataset.from_dict(table)
+    rows.set_transform(moved)
+    return Case(loader=points_loader(rows, shuffle=True), task=OfDicts())
+
+
+def moved(batch: Any) -> Any:
+    return {"x": torch.tensor(batch["x"]) / beside.count(), "y": torch.tensor(batch["y"])}
+
+
 # -- objects of libraries -----------------------------------------------------------------------------------------
 
 
@@ -127,11 +142,6 @@ class Managed(Scaled):
         self.seen.append(self.shared["count"])
         self.total.value += 1
         return self.shared["count"] + sum(self.seen) + self.total.value
-
-
-@functools.cache
-def manager() -> Any:
-    return multiprocessing.get_context("fork").Manager()
 
 
 def seeded(distribution: Any) -> Any:
@@ -235,7 +245,6 @@ REPORTED = [
     Row("behind a registry of partials and instances", VARIABLES, of_variables(through_a_registry), stops=STOPS),
     Row("private slots", OWN, lambda: Case(task=Returns(PrivateSlots())), stops=STOPS),
     Row("a number and a Structure of ctypes", OWN, lambda: Case(task=InMemory()), stops=STOPS),
-    Row("dict, list and Value of a multiprocessing Manager", OWN, lambda: Case(task=Managed(manager())), stops=STOPS),
     Row("a distribution that is replaced in each step", OWN, lambda: Case(task=Prior()), stops=STOPS),
     Row("LastNeighborLoader and a changed Data of torch_geometric", OWN, lambda: Case(task=Temporal()),
         needs=("torch_geometric",), stops=STOPS),
@@ -249,6 +258,9 @@ REPORTED = [
         lambda source: np.random.default_rng(source.spawn(1)[0]).random())]), stops=STOPS),
     Row("a NumPy Generator that spawns", HOOKS, lambda: Case(hooks=[Divides(np.random.default_rng(0),
         lambda source: source.spawn(1)[0].random())]), stops=STOPS),
+    Row("a NumPy BitGenerator", HOOKS, lambda: Case(hooks=[Divides(np.random.PCG64(0),
+        lambda source: np.random.Generator(source).random())]), stops=STOPS),
+    Row("a transform of datasets that reads a variable", DATA, transformed, needs=("datasets",), stops=STOPS),
     Row("AdaLoRA of peft, which prunes ranks", MODELS, adalora, needs=("peft", "transformers"), stops=STOPS),
     Row("a dict as the config of a BaseTrainer", OWN, configured(dict), stops=STOPS),
     Row("a namespace as the config of a BaseTrainer", OWN, configured(SimpleNamespace), stops=STOPS),

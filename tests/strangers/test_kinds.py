@@ -8,6 +8,8 @@ import array
 import dataclasses
 import functools
 import logging
+import multiprocessing
+import random
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from helpers import MeanSquare, through_a_file
-from strangers.bench import WIDTH, Points, net, points_loader
+from strangers.bench import WIDTH, Case, Points, Row, inexact, net, points_loader
 from strangers.data import OwnIterator, Scaling
+from strangers.reported import Managed
 from treadle import BaseTrainer, CheckpointError, ConfigError, Engine, EpochTrainer, Trainer, load_weights
 from treadle.checkpoint import save_checkpoint
 from treadle.functional.settings import read_settings
@@ -323,7 +326,7 @@ def test_an_evaluation_loader_that_cannot_be_collated_is_found_before_step_1():
             return torch.ones(index + 1)
 
     engine = engine_of()
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+    with pytest.raises(ConfigError, match="stack expects each tensor to be equal size"):
         EpochTrainer(engine).fit(points_loader(), points_loader(Ragged()), 2)
     assert engine.step == 0
 
@@ -918,6 +921,11 @@ def test_whatever_a_callback_moves_is_in_the_state_of_its_epoch(callback: Any, t
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
+def test_what_a_manager_of_multiprocessing_holds_is_carried() -> None:
+    with multiprocessing.get_context("fork").Manager() as manager:
+        assert inexact(Row("a manager", "Own objects", lambda: Case(task=Managed(manager)), stops=(2, 5))) == []
+
+
 class AddsGroup(BaseHook):
     def on_before_step(self, trainer: Any) -> None:
         if trainer.step == 2:
@@ -933,3 +941,121 @@ def test_a_schedule_that_does_not_cover_an_added_group_fails_with_a_note() -> No
         engine.run(points_loader(), max_steps=3)
     notes = getattr(failed.value, "__notes__", ["LambdaLR was built for 1 parameter groups"])  # since Python 3.11
     assert any("LambdaLR was built for 1 parameter groups" in note for note in notes)
+
+
+class Registers(BaseHook):
+    """Registers hooks on a module, a parameter and the optimizer, when training begins or at a step."""
+
+    def __init__(self, step: int):
+        self.at = step
+        self.scale = 0.5
+
+    def register(self, trainer: Any) -> None:
+        trainer.model[0].register_forward_hook(lambda module, inputs, output: output * self.scale)
+        trainer.model[0].weight.register_hook(self.scaled)
+        trainer.optimizer.register_step_pre_hook(functools.partial(print_nothing, 1))
+
+    def scaled(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad * self.scale
+
+    def on_before_train(self, trainer: Any) -> None:
+        if self.at == 0:
+            self.register(trainer)
+
+    def on_before_step(self, trainer: Any) -> None:
+        if trainer.step == self.at:
+            self.register(trainer)
+
+
+def print_nothing(*given: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_hooks_of_torch_that_are_registered_while_training_are_named(step: int, caplog: Any) -> None:
+    engine = engine_of(hooks=[Registers(step), Saves()])
+    with caplog.at_level(logging.WARNING):
+        engine.run(points_loader(), max_steps=3)
+    names = ("model.0._forward_hooks[0]", "model.0.weight._backward_hooks[0]", "optimizer._optimizer_step_pre_hooks[0]")
+    assert [f"{name} was registered" in caplog.text for name in names] == [step > 0] * 3
+
+
+class Saves(BaseHook):
+    def on_after_step(self, trainer: Any) -> None:
+        trainer.state_dict()
+
+
+class Draws(MeanSquare):
+    def __init__(self) -> None:
+        self.chance = random.SystemRandom()
+
+
+def test_a_generator_without_a_state_is_named(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine_of(task=Draws(), hooks=[Saves()]).run(points_loader(), max_steps=1)
+    assert "task.chance" in caplog.text
+
+
+class Ensemble(nn.Module):
+    """Members of an ensemble in stacked parameters, with their form on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        members = [nn.Linear(WIDTH, 1) for _ in range(2)]
+        self.form = [nn.Linear(WIDTH, 1).to("meta")]
+        stacked = {name: value.detach() for name, value in torch.func.stack_module_state(members)[0].items()}
+        self.members = nn.ParameterDict(stacked)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = functools.partial(torch.func.functional_call, self.form[0], args=(x,))
+        return torch.func.vmap(one)(dict(self.members)).mean(0)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("model", [Ensemble, Scripted])
+def test_a_model_with_modules_that_are_not_plain_is_exact(model: Any) -> None:
+    assert inexact(Row("model", "Models", lambda: Case(model=model()), stops=(2, 5))) == []
+
+
+class Merges(nn.Module):
+    """Merges its adapter into its weights to evaluate, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.merged = nn.Linear(WIDTH, 1).requires_grad_(False), False
+        self.adapter = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def train(self, mode: bool = True) -> Any:
+        if mode == self.merged:
+            self.base.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) if self.merged else self.base(x) + x @ self.adapter.T
+
+
+def test_an_overridden_train_is_called_after_an_evaluation() -> None:
+    model = Merges()
+    engine = engine_of(model, optimizer=lambda of: torch.optim.SGD([of.adapter], lr=0.05))
+    engine.run(points_loader(), max_steps=1)
+    engine.evaluate(points_loader())
+    assert not model.merged
+    engine.run(points_loader(), max_steps=2)
+    assert engine.applied_steps == 2
+
+
+def test_an_optimizer_that_computes_its_rate_is_taken() -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    model = net()
+    optimizer = optimization.Adafactor(model.parameters(), lr=None, warmup_init=True)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), device="cpu", progress=False)
+    assert len(trainer.train(points_loader(), 1)["train_loss"]) == 1

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import os
+import random
 import types
 import weakref
 from collections import deque
@@ -220,7 +221,7 @@ class Attributes:
             if counts and not (self._stashes and _has_graph(value)) and not (mark and mark.is_of(value)):
                 yield f"{name} (an lru_cache)" if isinstance(value, CachedFunction) else name
             self._seen[name] = Mark(value)
-            if _is_iterator(value) or self._is_another_function(name, value):
+            if _moves(value) or self._is_another_function(name, value):
                 yield name
 
     def _is_another_function(self, name: str, value: Any) -> bool:
@@ -256,6 +257,11 @@ def _holds_tensor(encoded: Any) -> bool:
 def _is_iterator(value: Any) -> bool:
     """Return whether a value is an iterator, whose position cannot be read; files do not count."""
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def _moves(value: Any) -> bool:
+    """Return whether a value moves in a way that cannot be read: an iterator, a generator without a state."""
+    return _is_iterator(value) or isinstance(value, random.SystemRandom)
 
 
 def missing_from_state(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,16 @@ from torch import Tensor
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a random generator that has a state.
+
+    Example:
+        >>> is_generator(random.Random()), is_generator(random.SystemRandom())
+        (True, False)
+    """
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
 def generator_like(state: Any) -> Any:
     """Return a new generator of the type that a state belongs to."""
     if isinstance(state, Tensor):
@@ -38,7 +48,7 @@ def state_of(generator: Any) -> Any:
         return [version, list(state), gauss]
     if not isinstance(generator, np.random.Generator):
         return _without_arrays(generator.get_state(False))
-    seeds = getattr(generator.bit_generator, "seed_seq", None)  # what spawn() draws from
+    seeds: Any = getattr(generator.bit_generator, "seed_seq", None)  # what spawn() draws from
     is_drawn = getattr(seeds, "n_children_spawned", 0) > 0
     spawned = {"seeds": {**seeds.state, "spawn_key": list(seeds.spawn_key)}} if is_drawn else {}
     return _without_arrays({**generator.bit_generator.state, **spawned})
@@ -63,8 +73,9 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def _set_numpy(generator: Any, state: dict[str, Any]) -> None:
-    seeds, held = state.pop("seeds", None), getattr(generator, "seed_seq", None)
-    if seeds is None and getattr(held, "n_children_spawned", 0):
+    held: Any = getattr(generator, "seed_seq", None)
+    seeds = state.pop("seeds", None)
+    if seeds is None and getattr(held, "n_children_spawned", 0) > 0:
         seeds = {**held.state, "n_children_spawned": 0}
     generator.state = state
     if seeds is not None:

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from treadle.checkpoint.generators import set_state, state_of
+
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _KINDS: tuple[type, ...] = (
@@ -38,7 +40,7 @@ _MEMORIES = (ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 _PROXIES = (DictProxy, ListProxy, ValueProxy)  # of a manager, which another process holds
 _WITH_FORMS = (
     *_QUEUES, SynchronizedBase, memoryview, np.ma.MaskedArray, threading.local, contextvars.ContextVar,
-    configparser.RawConfigParser, *_MEMORIES, *_PROXIES, np.random.SeedSequence,
+    configparser.RawConfigParser, *_MEMORIES, *_PROXIES, np.random.SeedSequence, np.random.BitGenerator,
 )  # fmt: skip
 _ITERATORS: tuple[type, ...] = (
     itertools.chain, itertools.cycle, itertools.islice, itertools.repeat, enumerate, zip,
@@ -61,6 +63,7 @@ LIBRARY_VALUES = frozenset(
         "sections",
         "proxy",
         "seeds",
+        "bits",
     )
 )
 
@@ -98,6 +101,8 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         is_local = isinstance(value, threading.local)
         inside = encode(dict(vars(value)) if is_local else value.get(None))
         return opaque if inside is opaque else {"local" if is_local else "context": inside}
+    if isinstance(value, np.random.BitGenerator):
+        return {"bits": state_of(np.random.Generator(value)), "of": type(value).__name__}
     if isinstance(value, np.random.SeedSequence):
         seeds = encode(value.state)
         return opaque if seeds is opaque else {"seeds": seeds}
@@ -169,6 +174,10 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
         if isinstance(held, contextvars.ContextVar):
             held.set(decode(inner))
         return held
+    if kind == "bits":
+        generator = held if isinstance(held, np.random.BitGenerator) else getattr(np.random, value["of"])()
+        set_state(np.random.Generator(generator), inner)
+        return generator
     if kind == "seeds":
         return np.random.SeedSequence(**decode(inner))
     if kind == "proxy":

@@ -21,7 +21,7 @@ from treadle.checkpoint.constants import (
     encode_constant,
     has_path,
 )
-from treadle.checkpoint.generators import GENERATORS, generator_like, set_state, state_of
+from treadle.checkpoint.generators import GENERATORS, generator_like, is_generator, set_state, state_of
 from treadle.checkpoint.introspection import attributes_of, has_state, is_user_class
 from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_value, encode_library_value
 from treadle.checkpoint.references import Reference, References
@@ -73,7 +73,7 @@ def encode(
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in SCALARS:
         return str(value) if isinstance(value, np.str_) else {"scalar": value.item(), "dtype": value.dtype.name}
-    if isinstance(value, GENERATORS):
+    if is_generator(value):
         return {"generator": state_of(value)}
     if (constant := encode_constant(value)) is not None:
         return constant
@@ -94,7 +94,7 @@ class _Encoder:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in SCALARS or isinstance(value, GENERATORS):
+        if kind in SCALARS or is_generator(value):
             return encode(value)
         if self._references is not None and (encoded := self._references.encode(value)) is not None:
             return encoded

@@ -152,20 +152,20 @@ def _functions_of(code: Any) -> list[types.FunctionType]:
 
 def _used_by(code: Any) -> list[Any]:
     if isinstance(code, type):
-        return [*_functions_of(code), *(inner for value in vars(code).values() for inner in _code_behind(value))]
+        return [*_functions_of(code), *(inner for value in vars(code).values() for inner in code_behind(value))]
     named = [variables.get(name) for _, variables, name in _variables_named_in(code)]
     named += [cell.cell_contents for cell in code.__closure__ or () if not is_empty(cell)]
-    return [inner for value in named for inner in _code_behind(value)]
+    return [inner for value in named for inner in code_behind(value)]
 
 
-def _code_behind(value: Any, depth: int = 2) -> Iterator[Any]:
+def code_behind(value: Any, depth: int = 2) -> Iterator[Any]:
     """Yield the functions and classes behind a value: itself, its class, and those of what a container holds."""
     if isinstance(value, CachedFunction):
         value = value.__wrapped__
     if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and depth:
         items = value.values() if isinstance(value, dict) else value
         for item in itertools.islice(items, _MOST):
-            yield from _code_behind(item, depth - 1)
+            yield from code_behind(item, depth - 1)
     elif isinstance(value, (type, types.FunctionType, types.MethodType, functools.partial)):
         yield value
     elif is_user_object(value):
@@ -177,8 +177,8 @@ def _variables_named_in(function: types.FunctionType) -> Iterator[tuple[str, dic
     names = dict.fromkeys(names_used_by(function))
     package = function.__globals__.get("__package__") or ""
     imported = (sys.modules.get(path) for name in names for path in (name, f"{package}.{name}"))  # in the function
-    waiting = [(function.__module__, function.__globals__)]
-    waiting += [(module.__name__, vars(module)) for module in imported if _is_own_module(module)]
+    waiting: list[tuple[str, dict[str, Any]]] = [(function.__module__, function.__globals__)]
+    waiting += [(found.__name__, vars(found)) for found in imported if found is not None and _is_own_module(found)]
     seen = set()
     while waiting:
         module, variables = waiting.pop(0)
@@ -188,7 +188,8 @@ def _variables_named_in(function: types.FunctionType) -> Iterator[tuple[str, dic
         for name in names:
             if name in variables or variables is function.__globals__:
                 yield module, variables, name
-            if _is_own_module(inner := variables.get(name)):
+            inner: Any = variables.get(name)
+            if _is_own_module(inner):
                 waiting.append((inner.__name__, vars(inner)))
 
 

@@ -106,7 +106,7 @@ class EngineBase:
         self.stray_parameters = []
 
     @property
-    def recorded_config(self) -> Any:
+    def _recorded_config(self) -> Any:
         """Configuration that a checkpoint records."""
         return self.config
 

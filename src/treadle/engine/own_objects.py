@@ -246,6 +246,8 @@ class OwnObjects:
         tensors, built = _tensors_of(module), self._marks[path]
         unchanged = len(tensors) == len(built) and all(one.is_of(now) for one, now in zip(built, tensors, strict=True))
         parameters = list(module.parameters())
+        if any(value.is_meta for value in tensors):
+            return {}  # such as the form of an ensemble, which has no values
         if other:
             return {path: {"state": state, "modules": other}}
         if not state or (unchanged and not parameters):

@@ -170,7 +170,7 @@ def _name_of(value: Any) -> str:
 def _saved_names(model: nn.Module) -> Iterator[str]:
     """Yield the names of parameters and persistent buffers."""
     for prefix, module in unwrap(model).named_modules(remove_duplicate=False):
-        names = [*module._parameters, *(name for name in module._buffers
+        names = [*module._parameters.keys(), *(name for name in module._buffers.keys()  # noqa: SIM118  (of TorchScript)
                                         if name not in module._non_persistent_buffers_set)]  # fmt: skip
         yield from (clean_name(f"{prefix}.{name}".lstrip(".")) for name in names)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import random
 import types
 import weakref
 from collections import deque
@@ -165,7 +166,9 @@ def _is_searched(owner: Any) -> bool:
         return False
     if isinstance(owner, (Dataset, Sampler)):
         return is_user_object(owner)
-    foreign = (type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
+    foreign = (
+        type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict, random.SystemRandom,
+    )  # fmt: skip
     has_slots = is_user_object(owner) and hasattr(type(owner), "__slots__")
     if isinstance(owner, foreign) or not (has_slots or hasattr(owner, "__dict__")):
         return False

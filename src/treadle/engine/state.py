@@ -113,6 +113,7 @@ class RunState:
         self.closed: str | None = None
         self.schedule = ScheduleMoves()
         self.objects = OwnObjects({})
+        self.registered: frozenset[str] = frozenset()
         self.hooks = HookStates()
         self._trial: Callable[[], None] | None = None
         self._loading_tested = False

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 
-_PARTS: dict[str, type] = {
+_PARTS: dict[str, Any] = {
     "settings": EngineSettings, "progress": Progress, "attempt": Attempt, "state": RunState, "events": Events,
     "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": HookDeclarations,
     "precision": Precision, "guard": FiniteGuard, "steps": Callable,
@@ -202,7 +202,7 @@ class BaseTrainer(Engine):
         }  # fmt: skip
 
     @property
-    def recorded_config(self) -> Any:
+    def _recorded_config(self) -> Any:
         """Configuration that a checkpoint records: the trainer's, unless a subclass assigned plain values to it."""
         try:
             to_plain(self.config, "config")
