@@ -653,7 +653,7 @@ def test_hooks_that_are_marked_forbid_no_capture(hook):
         ({}, None),
         ({"exchange": SimpleNamespace(recordable=False)}, "through NCCL only"),
         ({"capture": "auto"}, "with capture=True only"),
-        ({"settings": SimpleNamespace(accumulation_steps=2)}, "micro-batches that add up"),
+        ({"settings": SimpleNamespace(accumulation_steps=2)}, None),
         ({"task": SimpleNamespace(prepare_batch=None)}, "counts what each batch holds"),
         ({"guard": SimpleNamespace(deferred=False, can_wait=False)}, "the host decides on each step"),
         ({"stream": 0}, "the default stream cannot be captured"),

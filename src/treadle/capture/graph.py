@@ -82,6 +82,10 @@ class CudaGraph:
         """Launch the captured work."""
         self._graph.replay()
 
+    def drop(self) -> None:
+        """Free the captured work, also if something still refers to this object; it cannot be replayed any more."""
+        self._graph.reset()
+
     def seconds(self, *, prepare: Callable[[], None]) -> float:
         """Replay a few times, and return the shortest device time."""
         took: list[float] = []

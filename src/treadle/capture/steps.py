@@ -91,12 +91,10 @@ def _reason_against_ranks(engine: Engine) -> str | None:
         return "a step that holds an exchange is captured with capture=True only"
     if not engine.exchange.recordable:
         return "a graph can hold the exchange of replicas through NCCL only; use parallel='ddp'"
-    if engine.settings.accumulation_steps > 1:
-        return "micro-batches that add up are weighed by what the ranks exchange between them"
     if hasattr(engine.task, "prepare_batch"):
         return "the trainer counts what each batch holds on the host, and the ranks may count otherwise"
     if not (engine.guard.deferred or engine.guard.can_wait):
-        return "with retries, a policy or fp16 the host decides on each step"
+        return "with retries, a policy, or fp16 and an optimizer that is not fused, the host decides on each step"
     if torch.cuda.current_stream(engine.device) == torch.cuda.default_stream(engine.device):
         return (
             "DistributedDataParallel keeps nodes of the stream it was built on, and the default stream cannot be "
@@ -164,7 +162,7 @@ class CapturedSteps(RunsAhead):
             own = REPLAY
         elif key is not None and self._is_time_for(key[:-1]):
             own = RECORD
-        action = self._ranks.action(own, weight=1.0 if step is None else step.weight)
+        action = self._ranks.action(own, () if step is None else step.agreed)
         if action == REPLAY:
             assert step is not None
             if self._flags is not None and self._flags.raised:
@@ -203,6 +201,11 @@ class CapturedSteps(RunsAhead):
         cursor.skip(count)
         return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
+    def end_run(self) -> None:
+        """Drop the graphs of several ranks: NCCL waits forever to end a process group whose collectives are in one."""
+        if not self._ranks.alone:
+            self._forget()
+
     def _gather_of(self, group: Group) -> RowGather | None:
         """Return the gather of a group's single batch, if it can run in the graph."""
         loader = self._engine.cursor.loader
@@ -230,10 +233,12 @@ class CapturedSteps(RunsAhead):
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drop the graphs after a state was loaded, since it is in other memory."""
+        """Drop the graphs, such as after a state was loaded, since it is in other memory."""
+        for step in () if self._ranks.alone else self._steps.values():
+            step.drop()
         self._num_loads = self._engine.state.num_loads
         self._steps, self._met, self._settled_state = {}, set(), False
-        self._latest_kind = None
+        self._latest_kind = self._latest_step = None
 
     def _keep_rates_on_device(self) -> None:
         """Convert each learning rate to a device tensor, also after it was set to a number."""
@@ -380,7 +385,10 @@ class CapturedSteps(RunsAhead):
             kept.restore()
             problem = _as_problem(error)
         problem = ranks.problem(problem)
-        return (step if problem is None else None), problem
+        if problem is None:
+            return step, None
+        step.drop()
+        return None, problem
 
 
 def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
