@@ -52,7 +52,7 @@ def plain(model):
     return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01), fused=True)
 
 
-def engine_of(hooks, *, schedule=None, make=adamw, scale=2.0**20, precision="fp16", **options):
+def engine_of(hooks, *, schedule=None, make=adamw, scale=2.0**20, growth=5, precision="fp16", **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 1))
     optimizer = make(model)
@@ -64,7 +64,7 @@ def engine_of(hooks, *, schedule=None, make=adamw, scale=2.0**20, precision="fp1
         model, optimizer, Fit(), scheduler=scheduler, device="cpu", grad_clip=1.0, hooks=hooks, precision=precision,
         **options,
     )  # fmt: skip
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth)
     engine.precision = Precision(precision, engine.device, scaler=scaler)
     return engine
 
@@ -177,9 +177,9 @@ def test_nothing_is_read_while_nobody_asks(on_the_device, tmp_path):
 
 def test_the_end_of_a_scale_that_cannot_fall_is_the_error_of_a_run_that_decides(on_the_device, monkeypatch):
     def broken(sees):
-        engine = engine_of([EmaHook(0.9), *([Sees()] if sees else [])], scale=3.0)
+        engine = engine_of([EmaHook(0.9), *([Sees()] if sees else [])], scale=3.0, growth=100)
         with pytest.raises(NonFiniteError) as caught:
-            engine.run(loader_of(bad=range(24, 80)), max_steps=40)
+            engine.run(loader_of(bad=[0, 40]), max_steps=40)
         return engine, caught.value
 
     (late, error), (told, same_error) = broken(False), broken(True)
@@ -202,6 +202,31 @@ def test_a_step_of_the_users_own_loop_is_known_to_be_skipped(on_the_device):
     assert engine.step_group([batch]) is False
     assert engine.optimizer.state == {}
     assert engine.step_info["reason"] == "non-finite gradient: the fp16 scale was lowered"
+
+
+class Breaks(BaseHook):
+    """Ends a run without being due."""
+
+    def on_after_step(self, trainer):
+        if trainer.step == 18:
+            raise ValueError
+
+    def steps_ahead(self, trainer):
+        return None
+
+
+def test_steps_of_a_broken_run_change_no_state_that_is_loaded_after_it(on_the_device, tmp_path, decided):
+    expected, breaks = decided(), Breaks()
+    engine = engine_of([EmaHook(0.9), breaks])
+    start = engine.state_dict()
+    with pytest.raises(ValueError):
+        engine.run(loader_of(), max_steps=STEPS)
+    assert engine.guard.skips._steps
+    engine.hooks.remove(breaks)
+    engine.load_state_dict(start)
+    engine.run(loader_of(), max_steps=STEPS)
+    assert engine.applied_steps == expected.applied_steps
+    assert engine.averages["ema"].num_updates == expected.averages["ema"].num_updates
 
 
 def test_a_scaler_of_another_kind_is_asked_by_the_host(on_the_device):

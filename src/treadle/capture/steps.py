@@ -202,7 +202,7 @@ class CapturedSteps(RunsAhead):
         return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
     def end_run(self) -> None:
-        """Drop the graphs of several ranks: NCCL waits forever to end a process group whose collectives are in one."""
+        """Drop the graphs of several ranks: a process group may not end while one holds its collectives."""
         if not self._ranks.alone:
             self._forget()
 

@@ -323,6 +323,8 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
     step. The schedule and the averages in memory are ahead by as many updates; the saved state is checked first.
     """
     engine.progress.subtract_applied(late.undone)
+    for average in () if engine.guard.skips is None else engine.averages.values():
+        average.count_update(-late.undone)  # in fp16 the device left it unchanged
     clear_gradients(engine)
     raise non_finite_error(engine, late.place, late.norm)
 

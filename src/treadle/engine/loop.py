@@ -428,4 +428,6 @@ class Engine(EngineBase):
             CheckpointError: the state does not fit the model or optimizer.
         """
         self.prepare()
+        if self.guard.late is not None:
+            self.guard.late.forget()
         self.state.restore(self, state_dict)

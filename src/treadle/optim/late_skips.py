@@ -110,6 +110,11 @@ class LateSkips(LateFlags):
         self.open, self._num_states = False, -1
         return self.latest_skipped
 
+    def forget(self) -> None:
+        """Drop pending results, before another state is loaded."""
+        super().forget()
+        self.open = self.latest_skipped = False
+
     def _refusal_in(self, steps: list[Steps]) -> LateRefusal | None:
         """Tell which steps were skipped; return the one that ended the run, if any."""
         norms = torch.cat([noted.norms.reshape(-1) for noted in steps])

@@ -376,6 +376,10 @@ class LateFlags:
         self.refused.zero_()
         return self._refusal_in(steps)
 
+    def forget(self) -> None:
+        """Drop pending results, before another state is loaded."""
+        self.late_refusal()
+
     def _refusal_in(self, steps: list[Steps]) -> LateRefusal | None:
         """Return the first refused one of some steps."""
         found = next(number for number, noted in enumerate(steps) if noted.first_bad() is not None)
