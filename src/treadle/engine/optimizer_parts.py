@@ -10,7 +10,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.checkpoint.attributes import missing_from_state
 from treadle.checkpoint.schema import from_plain, to_plain
-from treadle.checkpoint.variables import Variables
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unlike
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import aligned_groups, load_optimizer_state, optimizer_state, overridden_settings
@@ -40,10 +39,8 @@ class SchedulerPart(StatePart):
         if scheduler is not None and state is not None:
             objects = saved.part("objects")
             yield from _checkpoint_wins("schedule", overridden_schedule(scheduler, state, objects=objects))
-            is_moved = any(path.startswith("scheduler.lr_lambdas") for path in objects)
-            if not is_moved and not _uses_moved_variables(scheduler, objects):
-                jump = rate_jump(scheduler, state)
-                yield from [Notice(jump)] if jump is not None else []
+            jump = rate_jump(scheduler, state, objects)
+            yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:
             yield Notice("no scheduler state is loaded: the scheduler starts fresh and the resume is not exact")
         elif state is not None:
@@ -63,12 +60,6 @@ class SchedulerPart(StatePart):
         if engine.lr_scheduler is not None and state is not None and saved.same_torch:
             now = to_plain(scheduler_state(engine.lr_scheduler), "scheduler", encoding="odd")
             yield from unlike(to_plain(from_plain(state), encoding="odd"), now, "scheduler")
-
-
-def _uses_moved_variables(scheduler: LRScheduler, objects: Mapping[str, Any]) -> bool:
-    """Return whether functions of a schedule use variables that the checkpoint sets when it is loaded."""
-    moved = objects.get("variables", {}).get("attributes", {})
-    return bool(moved) and not moved.keys().isdisjoint(Variables(getattr(scheduler, "lr_lambdas", ())).values())
 
 
 class OptimizerPart(StatePart):

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
 from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
@@ -32,7 +30,6 @@ from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import is_torch_optimizer
-from treadle.seed import RngState
 
 if TYPE_CHECKING:
     from treadle.checkpoint.rank_writer import RankWriter
@@ -175,22 +172,6 @@ class RunState:
         trial()
         self.modules.restore(engine.model, modules, ready=False)
         self.objects.restore_attributes(objects)
-
-    def signature(self, engine: Engine) -> Any:
-        """Return the state that the user's code may change between steps, as a plain tree for comparison."""
-        groups = [{key: value for key, value in group.items() if key != "params"}
-                  for group in engine.optimizer.param_groups]  # fmt: skip
-        entries = [entry for entry in engine.optimizer.state.values() if isinstance(entry, dict)]
-        held = [value for entry in entries for value in entry.values()]
-        tensors = [value for value in (*engine.model.state_dict().values(), *held) if isinstance(value, Tensor)]
-        written = [value._version for value in tensors]
-        settings = [getattr(engine.settings, name) for name in MOVABLE]
-        objects = [self.objects, *self.hooks.objects.values()]
-        found = [*(one.collect() for one in objects), self.modules.collect(engine.model), groups, written, settings]
-        return to_plain(
-            [*found, self.optimizer_attributes.changed(), engine.cursor.state_dict(), RngState.capture().to_plain()],
-            encoding="odd",
-        )
 
     def record_length_checked(self) -> None:
         """Record that the length of the schedule was checked for this run."""

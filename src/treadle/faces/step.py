@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, check_compile, compile_model
-from treadle.checkpoint.schema import to_plain
 from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
@@ -37,7 +36,7 @@ from treadle.engine.signals import SignalListener
 from treadle.engine.state import RunState
 from treadle.engine.state_options import state_options
 from treadle.engine.stopping import Target
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import ConfigError
 from treadle.errors.arguments import check_whole, checked
 from treadle.faces.epoch_face import save_state
 from treadle.faces.run_files import with_default_hooks
@@ -183,11 +182,10 @@ class BaseTrainer(Engine):
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()
-        self._own_config = self._described(
+        self.config = self._own_config = self._described(
             mixed_precision=mixed_precision, max_non_finite_grad_retries=max_non_finite_grad_retries,
             gradient_checkpointing=gradient_checkpointing, compile=compile,
         )  # fmt: skip
-        self.config = self._own_config
 
     def _described(self, *, gradient_checkpointing: Checkpointing, **given: Any) -> dict[str, Any]:
         """Return the settings that a checkpoint records, as given; newer ones only if set."""
@@ -200,15 +198,6 @@ class BaseTrainer(Engine):
             "scheduler_interval": own.scheduler_interval, "capture": own.capture, "compile": given["compile"],
             **{name: value for name, value in later.items() if value}, **own.limits.given(),
         }  # fmt: skip
-
-    @property
-    def _recorded_config(self) -> Any:
-        """Configuration that a checkpoint records: the trainer's, unless a subclass assigned plain values to it."""
-        try:
-            to_plain(self.config, "config")
-        except CheckpointError:
-            return self._own_config
-        return self.config
 
     def _clear_parts(self) -> None:
         """Set the parts that :meth:`prepare` builds to None."""
