@@ -14,6 +14,7 @@ from treadle import ConfigError, Engine, NonFiniteError, StepOutput, TensorLoade
 from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StepLogHook, StuckRankHook
 from treadle.hooks.base import capturable
 from treadle.hooks.steplog import StepRows
+from treadle.means import RunningMeans
 from treadle.optim.precision import Precision
 
 pytestmark = [
@@ -693,3 +694,14 @@ def test_additions_in_any_order_are_captured_and_named(caplog):
     said = [message for message in caplog.messages if "same bits twice" in message]
     assert said, "these additions come in another order each time"
     assert all("grid_sampler_2d_backward" in message for message in said)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1])
+def test_a_column_of_losses_is_added_as_its_values_one_by_one(weight):
+    columns = torch.rand(4, 512, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    single, whole = RunningMeans(), RunningMeans()
+    for number, column in enumerate(columns):
+        for value in column[number:, 1]:
+            single.add({"loss": value}, weight)
+        whole.add_column(("loss",), column[number:, 1], weight)
+    assert equal(whole.state_dict(), single.state_dict())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
     from treadle.means import RunningMeans
 
-MOST = 256  # steps
+MOST = 512  # steps
 _FIRST, _LEAST, _SECONDS = 64, 8, 0.25  # steps before the pace is known; steps, and seconds, of the others
 
 

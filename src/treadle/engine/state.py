@@ -15,7 +15,7 @@ from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import StateProgress
-from treadle.checkpoint.schema import KEYS, OF_USERS, SmallCopies, to_plain
+from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, copy_large_of, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.first_save import try_loading
 from treadle.engine.hooks_part import HookStates
@@ -121,7 +121,7 @@ class RunState:
 
     def prepare(self, engine: Engine) -> None:
         """Fingerprint the frozen weights, and record the initial state of the user's objects."""
-        self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
+        self.base = FrozenBase(engine.model, requested=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
         self.built = PreparedParts(engine)
         self._parts = (*parts_of(engine), engine.task)  # kept alive: they are known by id, which could be reused
@@ -221,10 +221,11 @@ class RunState:
         for part in PARTS:
             part.collect(engine, tree)
         joins = engine.device.type == "cuda" and (buffers is None or type(buffers) is LiveTensors)
-        small = {key: SmallCopies(value) for key, value in tree.items()} if joins else {}
+        copies = {key: DeviceCopies(value) for key, value in tree.items()} if joins else {}
+        copy_large_of(copies.values())
         plain = {
             key: to_plain(
-                value, key, copies=small[key].result() if joins else None, buffers=buffers, parts=parts,
+                value, key, copies=copies[key].result() if joins else None, buffers=buffers, parts=parts,
                 encoding=OF_USERS.get(key, "none"),
             )
             for key, value in tree.items()
