@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
-from treadle.checkpoint.schema import to_plain
 from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
@@ -32,7 +31,7 @@ from treadle.engine.signals import ExitPlan, SignalListener
 from treadle.engine.state import Driver, RunState
 from treadle.engine.state_options import StateOptions
 from treadle.engine.stopping import Target
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
 from treadle.optim.nonfinite import FiniteGuard, StepLocation
@@ -52,7 +51,6 @@ class EngineBase:
     settings: EngineSettings
     logger: logging.Logger
     config: Any  # plain values, written into checkpoints
-    _own_config: Any  # the trainer's, if a subclass may assign another
 
     # -- may be assigned at any time
     hooks: list[BaseHook]
@@ -89,7 +87,7 @@ class EngineBase:
         self.settings = settings
         self.precision = Precision(precision, get_device(settings.device_asked))
         self.logger = logger
-        self.config = self._own_config = None
+        self.config = None
         self.hooks = []
         self.workspace = None
         self.should_stop = False
@@ -109,11 +107,7 @@ class EngineBase:
 
     @property
     def _recorded_config(self) -> Any:
-        """Configuration that a checkpoint records: the trainer's, where a subclass put an object in its place."""
-        try:
-            to_plain(self.config, "config")
-        except CheckpointError:
-            return self.config if self._own_config is None else self._own_config
+        """Configuration that a checkpoint records."""
         return self.config
 
     # -- what hooks read ------------------------------------------------------------------------------------------
