@@ -108,7 +108,9 @@ class _Encoder:
             if not self._fits(value.size):
                 return OPAQUE
             if value.dtype.kind in "biufc" and value.dtype.itemsize <= 8 * (1 + (value.dtype.kind == "c")):
-                return {"array": torch.from_numpy(value.copy())}
+                native = value.astype(value.dtype.newbyteorder("="))  # a copy; FITS files are big-endian
+                swapped = {} if value.dtype.isnative else {"order": value.dtype.byteorder}
+                return {"array": torch.from_numpy(native), **swapped}
         if kind in _DICTS:
             return self._inside(self._of_dict, value)
         if kind in (list, tuple, deque, set, frozenset):
@@ -360,6 +362,8 @@ def _decoded_items(values: list[Any], held: Any) -> list[Any]:
 
 def _decoded_array(value: Mapping[str, Any], held: Any) -> Any:
     array = value["array"].numpy()
+    if "order" in value:
+        array = array.astype(array.dtype.newbyteorder(value["order"]))
     if type(held) is np.ndarray and held.shape == array.shape and held.dtype == array.dtype and held.flags.writeable:
         held[...] = array
         return held
