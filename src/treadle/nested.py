@@ -41,8 +41,8 @@ def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T, *, special: Callable[
 def _map(fn: Callable[[Tensor], Any], obj: Any, special: Callable[[Any], Any] | None) -> Any:
     if isinstance(obj, Tensor):
         return fn(obj)
-    if special is not None and (made := special(obj)) is not NotImplemented:
-        return made
+    if special is not None and (result := special(obj)) is not NotImplemented:
+        return result
     if obj is None or isinstance(obj, (int, float, str)):
         return obj  # the usual leaves, before slower checks
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):

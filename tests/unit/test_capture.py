@@ -17,7 +17,8 @@ from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
 from treadle.capture.check import unordered_kernels
-from treadle.capture.graph import CudaGraph, FixedBatch, Results, shape_of
+from treadle.capture.graph import CudaGraph
+from treadle.capture.memory import FixedBatch, Results, shape_of
 from treadle.capture.step import CapturedStep
 from treadle.capture.steps import _reason_against, _reason_against_ranks
 from treadle.data.tensors import RowGather

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from treadle.capture.graph import STEPS_PER_GRAPH, Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
+from treadle.capture.graph import Branch, CudaGraph, capturable
+from treadle.capture.memory import STEPS_PER_GRAPH, FixedBatch, Results, Rows, tensors_of
 from treadle.checkpoint.comparison import same_bits
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather

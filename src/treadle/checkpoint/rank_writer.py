@@ -90,7 +90,7 @@ class RankWriter(CheckpointWriter):
         """
         if background:
             self._collections.begin()  # planning a folder creates many objects, in the writing thread
-        self.save(collect, write, background=background, with_peers=distributed.world_size() > 1)
+        self.save(collect, write, background=background, collective=distributed.world_size() > 1)
         self.in_flight = "folder" if background else None
 
     def wait(self) -> None:
