@@ -2,6 +2,8 @@
 
     python benchmarks/overhead_gpu.py                        # writes results/overhead_gpu_*.md and .json
     python benchmarks/overhead_gpu.py --workloads mlp d128   # two of mlp, d128 and d256, with a table each
+    python benchmarks/overhead_gpu.py --halves               # bf16 and fp16; writes results/overhead_gpu_halves.*
+    torchrun --nproc-per-node=2 benchmarks/overhead_gpu.py --halves   # on replicas; writes overhead_gpu_replicas.*
     python benchmarks/overhead_gpu.py --tiny                 # a trial on the CPU, nothing is captured or written
 
 Model, data, AdamW (fused) and clipping are the same for all, and all data is on the GPU. The eager ways read a list of
@@ -12,6 +14,10 @@ the end of the last step, including the GPU's work. The table has medians over r
 each round. Peers that are not installed are omitted, and one that fails is reported on standard error; ``d256`` runs
 without them.
 
+``--halves`` compares eager and captured steps of the Engine in bf16 and fp16, with and without a schedule that moves in
+each step, and fp16 with a scaler of another class, whose result the host reads before the update. On replicas, each
+rank has whole batches, and steps of two micro-batches are measured too; times are those of rank 0.
+
 The table is written after every round. The steps of five rounds take three minutes on an H200, of ``mlp`` less than
 one; capturing and the peers' own start come on top.
 """
@@ -19,8 +25,10 @@ one; capturing and the peers' own start come on top.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +37,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from machine import describe, write_result
 from overhead import (
     CLIP,
@@ -52,6 +61,8 @@ from overhead import (
 from torch import Tensor
 
 from treadle import BaseHook, BaseTrainer, CheckpointingHook, EmaHook, Engine, ProgressHook, TensorLoader, compile_model
+from treadle.faces.parallel import parallelize
+from treadle.optim.precision import Precision
 
 LOOP, FLOOR = "hand loop", "hand-captured"
 COLUMNS = ("way", "µs a step", "processor µs a step", f"of the {LOOP}", f"of the {FLOOR} step")
@@ -223,6 +234,101 @@ def forgiving(name: str, way: Way) -> Way:
     return run
 
 
+# -- half precision, replicas -------------------------------------------------------------------------------------
+
+
+class HostScaler(torch.amp.GradScaler):
+    """Scaler whose ``update`` is not torch's, so that the host reads the result of each step."""
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        super().update(new_scale)
+
+
+def half(
+    work: Workload, steps: int, clock: Clock, *, precision: str, capture: bool, scheduled: bool = False,
+    host: bool = False, accumulation: int = 1,
+) -> None:  # fmt: skip
+    """Train in half precision; on several ranks, replicas on a stream that can be captured."""
+    several, on_gpu = dist.is_initialized(), work.device.type == "cuda"
+    beside = torch.cuda.stream(torch.cuda.Stream()) if several and on_gpu else contextlib.nullcontext()
+    with beside:
+        model, optimizer = work.build()
+        model = parallelize(model, "ddp") if several else model
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.999**step) if scheduled else None
+        run = Engine(
+            model, optimizer, Fit(), scheduler=schedule, device=work.device, precision=precision, grad_clip=CLIP,
+            hooks=[Ticks(clock)], capture=capture and on_gpu, accumulation_steps=accumulation,
+        )  # fmt: skip
+        if host:
+            run.precision = Precision("fp16", run.device, scaler=HostScaler(run.device.type))
+        x, y = tensors(work, steps * accumulation)
+        loader = TensorLoader(x, y, batch_size=work.shape[0], shuffle=True, num_buffers=None if several else 1)
+        run.run(loader, max_steps=steps)
+    if several:
+        dist.barrier()
+
+
+def halves(*, several: bool) -> Ways:
+    """Return the ways in half precision, of one process or of replicas."""
+    found: Ways = {}
+    for name, options in {
+        "bf16": {"precision": "bf16"},
+        "fp16": {"precision": "fp16"},
+        **({} if several else {
+            "fp16, a schedule": {"precision": "fp16", "scheduled": True},
+            "fp16, read by the host": {"precision": "fp16", "host": True},
+        }),
+        **({"bf16, two micro-batches": {"precision": "bf16", "accumulation": 2}} if several else {}),
+    }.items():  # fmt: skip
+        for capture in (False, True):
+            way = functools.partial(half, capture=capture, **options)
+            found[name + (", captured" if capture else "")] = (way, None)
+    return found
+
+
+def measure_halves(case: Case, *, several: bool, rounds: int, steps: int) -> Iterator[list[dict[str, str]]]:
+    """Yield the rows of the table after each round."""
+    ways = halves(several=several)
+    found: dict[str, list[Cost]] = {}
+    turns = rounds_of(case.work, ways, lambda: Watch(max(steps // 5, 5), steps), steps=steps, rounds=rounds)
+    for number, (way, clock) in enumerate(turns, start=1):
+        found.setdefault(way, []).append(clock.per_step())
+        print(f"{case.title}, {way}: {found[way][-1].wall:,.0f} µs a step", flush=True)
+        if number % len(ways) == 0:
+            yield [
+                {"workload": case.title, "way": name, COLUMNS[1]: spread([cost.wall for cost in found[name]]),
+                 COLUMNS[2]: spread([cost.processor for cost in found[name]])}
+                for name in ways
+            ]  # fmt: skip
+
+
+def run_halves(names: Sequence[str], device: torch.device, *, rounds: int, steps: int | None) -> None:
+    """Measure and write the table; on several ranks, rank 0 does."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several:
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"])) if device.type == "cuda" else device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rows: list[dict[str, str]] = []
+    for name in names:
+        case = cases(device)[name]
+        case.title = case.title.removesuffix(", bf16").removesuffix(", fp32")
+        *_, last = measure_halves(case, several=several, rounds=rounds, steps=steps or case.steps // 2)
+        rows += last
+        if steps is not None:
+            print(*last, sep="\n")
+        elif not several or dist.get_rank() == 0:
+            on = f" on {dist.get_world_size()} replicas" if several else ""
+            write_result(
+                "overhead_gpu_replicas" if several else "overhead_gpu_halves",
+                f"Microseconds of an optimizer step of the Engine in half precision on a GPU{on}",
+                ("workload", *COLUMNS[:3]), rows, describe() | {"rounds": str(rounds)}, partial=name != names[-1],
+            )  # fmt: skip
+    if several:
+        dist.destroy_process_group()
+
+
 # -- rounds and table ---------------------------------------------------------------------------------------------
 
 
@@ -267,8 +373,13 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=("mlp", "d128", "d256"), default=["mlp", "d128", "d256"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiled", action="store_true", help="also a compiled model, captured: takes minutes")
+    parser.add_argument("--halves", action="store_true", help="only half precision, eager and captured")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if options.halves:
+        device = torch.device("cpu" if options.tiny else "cuda")
+        run_halves(options.workloads, device, rounds=options.rounds, steps=10 if options.tiny else None)
+        return
     if options.tiny:
         case = cases(torch.device("cpu"))["mlp"]
         case.with_peers = False

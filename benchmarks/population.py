@@ -8,7 +8,8 @@ On a GPU every member is a run with captured steps, a folder, a step log and its
 measured from the end of its warm-up, which includes capturing, to its end; together, all steps between the last
 member's warm-up and the first member's end count. The total time, from the creation of the first run to the end of the
 last, is given too. Every member is then compared with its run alone: weights to the bit, and the step log. One
-population of the MLP is killed by SIGKILL, rerun and compared as well.
+population of the MLP is killed by SIGKILL, rerun and compared as well. "By hand" is what the GPU gives: the same steps
+as one graph for each member, without a trainer, data or log, launched in turn; of the MLP 16 steps a graph.
 
 On the CPU, ``treadle train spectra`` runs four seeds, one after another and by ``--seeds 0..3``, alternating.
 """
@@ -35,21 +36,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from graphs_gpu import collate, our_model
+from graphs_gpu import collate, make_step, our_model
 from machine import describe, write_result
 from molecules import load, made_up
-from overhead import CLIP, Fit
+from overhead import CLIP, Fit, step_by_hand
 from overhead_gpu import Case, cases, tensors
-from spectra import Sizes, ours
+from spectra import Sizes, build, ours, spectra
 from torch import Tensor, nn
 
 from treadle import BaseHook, BaseTrainer, CheckpointingHook, TensorLoader, set_seed
 from treadle.graphs import GraphTrainer, get_loss_fn, pad_batch, plan_buckets
 from treadle.population import Population
+from treadle.spectra.losses import masked_mse
 
 COLUMNS = (
-    "workload", "members", "alone, steps/s", "together, steps/s", "times", "whole time, times", "MiB a member",
-    "weights equal", "step log equal",
+    "workload", "members", "alone, steps/s", "together, steps/s", "times", "by hand, steps/s", "by hand, times",
+    "whole time, times", "MiB a member", "weights equal", "step log equal",
 )  # fmt: skip
 MARK = 20  # steps
 
@@ -179,6 +181,80 @@ def padded_batches(size: int, count: int, device: torch.device, *, tiny: bool) -
     return [batch.pin_memory() if device.type == "cuda" else batch for batch in batches]
 
 
+# -- the steps by hand --------------------------------------------------------------------------------------------
+
+
+def optimizer_by_hand(weights: list[nn.Parameter], device: torch.device) -> torch.optim.Optimizer:
+    rate = torch.tensor(1e-3, device=device)
+    return torch.optim.AdamW(weights, lr=rate, fused=True, capturable=device.type == "cuda")
+
+
+def step_of_case(case: Case) -> Callable[[], object]:
+    """Return a step of one of the models of ``overhead_gpu.py``."""
+    work = case.work
+    model = work.make().to(work.device)
+    optimizer = optimizer_by_hand(list(model.parameters()), work.device)
+    x, y = tensors(work, 1)
+    return functools.partial(step_by_hand, work, model, optimizer, (x, y))
+
+
+def step_of_spectra(sizes: Sizes, batch_size: int) -> Callable[[], object]:
+    """Return a step of the masked autoencoder on patches, with an average of the weights."""
+    model: Any = build("patches", sizes)
+    weights = list(model.parameters())
+    average = [weight.detach().clone() for weight in weights]
+    optimizer = optimizer_by_hand(weights, sizes.device)
+    x = spectra()[0][:batch_size].to(sizes.device)
+    visible_mask, count = model.make_visible(len(x)), model.visible_count()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(sizes.device.type, torch.bfloat16):
+            loss = masked_mse(model(x, visible_mask, visible_count=count)[0], x, ~visible_mask)
+        loss.backward()
+        nn.utils.clip_grad_norm_(weights, CLIP)
+        optimizer.step()
+        torch._foreach_lerp_(average, weights, 1e-3)
+
+    return step
+
+
+def step_of_molecules(layers: int, padded: list[Any], device: torch.device) -> Callable[[], object]:
+    """Return a step of the graph transformer, on the first batch."""
+    model = our_model(layers).to(device)
+    return functools.partial(make_step(model, model, device), padded[0].to(device))
+
+
+def by_hand(make: Callable[[], Callable[[], object]], members: int, *, steps: int) -> tuple[float, float]:
+    """Return the steps per second of one member and of all, each a graph of some steps on a stream."""
+    graphs = []
+    for seed in range(members):
+        set_seed(seed)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            step = make()
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(steps):
+                step()
+        graphs.append((graph, stream, step))  # the graph holds addresses only
+
+    def rate(count: int) -> float:
+        started, done = time.perf_counter(), 0
+        while time.perf_counter() - started < 0.5:
+            for graph, stream, _ in graphs[:count]:
+                with torch.cuda.stream(stream):
+                    graph.replay()
+            done += count * steps
+        torch.cuda.synchronize()
+        return done / (time.perf_counter() - started)
+
+    return rate(1), rate(members)
+
+
 # -- measuring ----------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +281,31 @@ def taken() -> int:
     return total - free
 
 
-def measure(name: str, make: Factory, members: int, folder: Path) -> list[dict[str, str]]:
+@dataclass
+class Workload:
+    """Workload whose data is read when it is run.
+
+    Attributes:
+        make: returns the factory of its members.
+        by_hand: returns what makes a step by hand; None if that is not measured.
+        steps: steps in a graph by hand.
+    """
+
+    make: Callable[[], Factory]
+    by_hand: Callable[[], Callable[[], Callable[[], object]]] | None = None
+    steps: int = 1
+
+    def ceiling(self, members: int) -> dict[str, str]:
+        """Return the columns of the steps by hand."""
+        if self.by_hand is None or not torch.cuda.is_available():
+            return {}
+        one, every = by_hand(self.by_hand(), members, steps=self.steps)
+        return {"by hand, steps/s": f"{every:,.0f}", "by hand, times": f"{every / one:.2f}"}
+
+
+def measure(name: str, workload: Workload, members: int, folder: Path) -> list[dict[str, str]]:
     """Train the members alone and together; return a row, and for the MLP one about its blocks of steps."""
+    make = workload.make()
     alone: dict[int, Ended] = {}
     torch.use_deterministic_algorithms(False)
     started = time.perf_counter()
@@ -244,7 +343,7 @@ def measure(name: str, make: Factory, members: int, folder: Path) -> list[dict[s
     rate = rate_of([together[seed].clock for seed in together])
     row = {
         "workload": name, "members": str(members), "alone, steps/s": f"{median(rates):,.0f}",
-        "together, steps/s": f"{rate:,.0f}", "times": f"{rate / median(rates):.2f}",
+        "together, steps/s": f"{rate:,.0f}", "times": f"{rate / median(rates):.2f}", **workload.ceiling(members),
         "whole time, times": f"{whole_alone / whole_together:.2f}",
         "MiB a member": f"{most[0] / members / 2**20:,.0f}",
         "weights equal": f"{sum(equal)} of {members}", "step log equal": f"{sum(logs)} of {members}",
@@ -281,31 +380,40 @@ def rate_of(clocks: list[Clock]) -> float:
     return steps / (end - start) if end > start else float("nan")
 
 
-def factories(device: torch.device, *, tiny: bool) -> dict[str, Callable[[], Factory]]:
-    """Return the factory of each workload by name; its data is read when it is run."""
+def workloads(device: torch.device, *, tiny: bool) -> dict[str, Workload]:
+    """Return the workloads by title."""
     steps = {"mlp": (8000, 2000)} if tiny else {"mlp": (8000, 2000), "d128": (800, 400), "d256": (120, 60)}
+    sizes = Sizes(device, width=16, num_layers=1, repeats=1) if tiny else Sizes(device, repeats=20)
+    batch_size, layers = (256, 2) if tiny else (64, 10)
 
     def of_case(case: Case, count: int, batches: int) -> Factory:
         return functools.partial(trainer_of, case, 80 if tiny else count, batches=batches)
 
-    def of_spectra() -> Factory:
-        sizes = Sizes(device, width=16, num_layers=1, repeats=1) if tiny else Sizes(device, repeats=20)
-        return functools.partial(spectra_of, 2, sizes, 256 if tiny else 64)
+    def padded() -> list[Any]:
+        return padded_batches(4 if tiny else 32, 64 if tiny else 2048, device, tiny=tiny)
 
     def of_molecules(epochs: int, *, deterministic: bool) -> Factory:
-        padded = padded_batches(4 if tiny else 32, 64 if tiny else 2048, device, tiny=tiny)
-        return functools.partial(
-            molecules_of, epochs, 2 if tiny else 10, padded, device, deterministic=deterministic
-        )  # fmt: skip
+        return functools.partial(molecules_of, epochs, layers, padded(), device, deterministic=deterministic)
 
-    found: dict[str, Callable[[], Factory]] = {}
+    found: dict[str, Workload] = {}
     for name, (count, batches) in steps.items():
         case = cases(device)[name]
-        found[case.title] = functools.partial(of_case, case, count, batches)
-    found["masked autoencoder of spectra, d256 x4, batch 64, bf16"] = of_spectra
+        found[case.title] = Workload(
+            functools.partial(of_case, case, count, batches),
+            lambda case=case: functools.partial(step_of_case, case), 16 if name == "mlp" else 1,
+        )  # fmt: skip
+    found["masked autoencoder of spectra, d256 x4, batch 64, bf16"] = Workload(
+        lambda: functools.partial(spectra_of, 2, sizes, batch_size),
+        lambda: functools.partial(step_of_spectra, sizes, batch_size),
+    )
     molecules = "graph transformer of molecules, d64 x10, batch 32, fp32"
-    found[molecules] = functools.partial(of_molecules, 3 if tiny else 6, deterministic=False)
-    found[f"{molecules}, torch's deterministic kernels"] = functools.partial(of_molecules, 2, deterministic=True)
+    found[molecules] = Workload(
+        functools.partial(of_molecules, 3 if tiny else 6, deterministic=False),
+        lambda: functools.partial(step_of_molecules, layers, padded(), device),
+    )
+    found[f"{molecules}, torch's deterministic kernels"] = Workload(
+        functools.partial(of_molecules, 2, deterministic=True)
+    )
     return found
 
 
@@ -452,14 +560,14 @@ def main() -> None:
     members = 2 if options.tiny else options.members
     found: list[dict[str, str]] = []
     title = "Eight seeds together on one GPU, against one after the other"
-    for name, build in factories(device, tiny=options.tiny).items():
+    for name, workload in workloads(device, tiny=options.tiny).items():
         if options.only and not any(part in name for part in options.only):
             continue
         if any(part in name for part in options.skip):
             continue
         folder = Path(tempfile.mkdtemp())
         try:
-            found += measure(name, build(), members, folder)
+            found += measure(name, workload, members, folder)
         except Exception as error:  # noqa: BLE001  # the others go on, and the table names it
             found.append({"workload": f"{name}: failed, {type(error).__name__}: {error}"[:300]})
             print(found[-1], file=sys.stderr, flush=True)

@@ -85,6 +85,8 @@ def pieces(data: Path | None, *, tiny: bool, rounds: int | None = None) -> Itera
     for workload in ("mlp", "d128", "d256"):
         chosen = () if tiny else ("--workloads", workload)
         yield of_script("overhead_gpu", tiny, *chosen, *fewer, limit=360, name=f"overhead_gpu-{workload}")
+    halves = ("--halves", "--workloads", "mlp", *(() if tiny else ("d128",)))
+    yield of_script("overhead_gpu", tiny, *halves, *fewer, limit=120, name="overhead_gpu-halves")
     yield of_script("eager_gpu", tiny, limit=120)
     yield of_script("compile", tiny, limit=540)
     yield of_script("token_losses", tiny, *(("--dry", "--repeats", "1") if tiny else ()), limit=180)

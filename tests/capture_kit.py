@@ -28,6 +28,9 @@ class Rerun:
         self.function, self.left, self.flags = function, left, self.step._guard.flags
         return left
 
+    def drop(self):
+        del self.function
+
     def seconds(self, *, prepare):
         return self.took
 

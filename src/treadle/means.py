@@ -89,11 +89,22 @@ class _Sum:
         for _ in range(len(values)):  # their product would round differently
             self.weight += weight
         while len(values):
+            if not self.num_pending and len(values) > _BLOCK:
+                values = self._fold_whole_blocks(values, weight)
+                continue
             part, values = values.tensor_split([_BLOCK - self.num_pending])
             self.pending.append((part, weight))
             self.num_pending += len(part)
             if self.num_pending == _BLOCK:
                 self._fold()
+
+    def _fold_whole_blocks(self, values: Tensor, weight: float) -> Tensor:
+        """Fold all whole blocks of values with few launches; return the rest."""
+        whole = len(values) // _BLOCK * _BLOCK
+        blocks = self._stacked([values[:whole]], ()).view(-1, _BLOCK)
+        for block_value in (blocks if weight == 1 else blocks * weight).sum(1).unbind():
+            self.device_value = _plus(self.device_value, block_value)
+        return values[whole:]
 
     def flush(self) -> None:
         """Add everything in ``log``, with the result of :meth:`add` one by one."""

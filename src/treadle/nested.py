@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,8 +41,8 @@ def map_nested_tensor(fn: Callable[[Tensor], Any], obj: T, *, special: Callable[
 def _map(fn: Callable[[Tensor], Any], obj: Any, special: Callable[[Any], Any] | None) -> Any:
     if isinstance(obj, Tensor):
         return fn(obj)
-    if special is not None and (made := special(obj)) is not NotImplemented:
-        return made
+    if special is not None and (result := special(obj)) is not NotImplemented:
+        return result
     if obj is None or isinstance(obj, (int, float, str)):
         return obj  # the usual leaves, before slower checks
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
@@ -204,3 +204,25 @@ def shapes_of(value: Any) -> str:
         shown = ", ".join(shapes_of(part) for part in value[:_SHOWN])
         return f"({shown}{f', and {len(value) - _SHOWN} more' if len(value) > _SHOWN else ''})"
     return type(value).__name__
+
+
+def non_finite_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors of a batch that have values which are not finite, with their names.
+
+    Example:
+        >>> batch = (torch.tensor([1.0, torch.nan]), {"y": torch.zeros(2)})
+        >>> [found for found, _ in non_finite_in(batch)]
+        ['[0]']
+    """
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from non_finite_in(part, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            yield from non_finite_in(part, f"{name}[{number}]")
+    elif callable(getattr(value, "to_dict", None)):  # as of a graph
+        for key, part in dict(value.to_dict()).items():
+            yield from non_finite_in(part, f"{name}.{key}")

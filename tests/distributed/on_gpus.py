@@ -15,6 +15,7 @@ from treadle import CheckpointingHook, Engine, StepOutput
 from treadle.distributed import is_dtensor
 from treadle.faces.parallel import parallelize
 from treadle.hooks import BaseHook, EmaHook
+from treadle.optim.precision import Precision
 
 STEPS, ROWS = 12, 8
 
@@ -46,6 +47,15 @@ class Cut(BaseHook):
         trainer.should_stop = trainer.should_stop or trainer.step == self.step
 
 
+class Graphs(BaseHook):
+    """Keeps the number of graphs; several ranks drop them at the end of a run."""
+
+    count = 0
+
+    def on_after_step(self, trainer):
+        self.count = len(getattr(trainer.steps, "_steps", ()))
+
+
 class NoReads(BaseHook):
     """Makes every wait for the device an error while a step runs, but for the first ones, which warm up."""
 
@@ -56,7 +66,7 @@ class NoReads(BaseHook):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def engine(kind, folder=None, *, hooks=(), dropout=0.1, background=True, grad_clip=1.0, lr=1e-2, capture=False):
+def engine(kind, folder=None, *, hooks=(), dropout=0.1, background=True, grad_clip=1.0, lr=1e-2, **options):
     torch.manual_seed(0)
     model = Net()
     for block in model.blocks:
@@ -65,7 +75,11 @@ def engine(kind, folder=None, *, hooks=(), dropout=0.1, background=True, grad_cl
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     saving = [] if folder is None else [CheckpointingHook(4, path=folder, background=background)]
     hooks = [EmaHook(0.9), *saving, *hooks]
-    return Engine(model, optimizer, Fit(), device="cuda", grad_clip=grad_clip, hooks=hooks, capture=capture)
+    run = Engine(model, optimizer, Fit(), device="cuda", grad_clip=grad_clip, hooks=hooks, **options)
+    if "precision" in options:
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20, growth_interval=3)
+        run.precision = Precision(options["precision"], run.device, scaler=scaler)
+    return run
 
 
 def batches(rank, ranks, *, bad=None):
@@ -133,12 +147,24 @@ def captured(kind, rank, ranks):
     """The largest difference between captured and eager steps of replicas; the steps of a sharded model are eager."""
     if kind != "ddp":
         return 0.0
-    ends = []
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for capture in (False, True):
-            torch.cuda.manual_seed(rank)
-            ends.append(trained(kind, rank, ranks, lr=torch.tensor(1e-2), capture=capture))
-    return largest(*ends)
+    found = []
+    for options in ({}, {"accumulation_steps": 2}, {"precision": "fp16"}):
+        ends = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for capture in (False, True):
+                torch.cuda.manual_seed(rank)
+                graphs = Graphs()
+                run = engine(kind, hooks=[graphs], lr=torch.tensor(1e-2), capture=capture, **options)
+                run.run(batches(rank, ranks), max_steps=3 * STEPS)
+                ends.append(weights(run))
+                ends[-1] |= {"applied": torch.tensor(run.applied_steps)}
+                if "precision" in options:
+                    assert run.guard.skips is not None
+                    assert 0 < run.applied_steps < run.step
+                    ends[-1] |= {"scale": torch.tensor(run.precision.scaler.get_scale())}
+        assert graphs.count
+        found.append(largest(*ends))
+    return max(found)
 
 
 def skipped(kind, rank, ranks):

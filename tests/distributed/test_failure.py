@@ -150,7 +150,7 @@ def test_a_save_with_other_ranks_is_given_up_after_a_failure_and_keeps_no_proces
     monkeypatch.setattr(writer, "_PATIENCE", 0.3)
     never = threading.Event()
     saving = CheckpointWriter()
-    saving.save(lambda buffers: {}, lambda tree: never.wait(), with_peers=True)
+    saving.save(lambda buffers: {}, lambda tree: never.wait(), collective=True)
     thread = saving._running[0].thread
     started = time.monotonic()
     saving.close(ValueError("of training"))  # returns, although the write goes on

@@ -61,6 +61,11 @@ def test_the_overhead_benchmark_of_a_gpu_captures_what_it_says(trial, monkeypatc
     assert Rerun.made == sum("treadle" in way and "captured" in way for way in module.OURS)
 
 
+def test_the_overhead_benchmark_of_half_precision_has_its_ways(trial):
+    module, out = trial("overhead_gpu", "--tiny", "--halves", "--workloads", "mlp", "--rounds", "1")
+    assert all(out.count(f"'way': '{way}'") == 1 for way in module.halves(several=False))
+
+
 def test_the_benchmark_of_eager_steps_trains_as_the_loop_beside_it(trial, monkeypatch):
     module, out = trial("eager_gpu", "--tiny")
     assert "'pairs': '4'" in out

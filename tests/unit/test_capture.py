@@ -17,7 +17,8 @@ from capture_kit import Rerun, capture_on_the_cpu, refuse_on_the_device
 from helpers import differences
 from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
 from treadle.capture.check import unordered_kernels
-from treadle.capture.graph import CudaGraph, FixedBatch, Results, shape_of
+from treadle.capture.graph import CudaGraph
+from treadle.capture.memory import FixedBatch, Results, shape_of
 from treadle.capture.step import CapturedStep
 from treadle.capture.steps import _reason_against, _reason_against_ranks
 from treadle.data.tensors import RowGather
@@ -653,7 +654,7 @@ def test_hooks_that_are_marked_forbid_no_capture(hook):
         ({}, None),
         ({"exchange": SimpleNamespace(recordable=False)}, "through NCCL only"),
         ({"capture": "auto"}, "with capture=True only"),
-        ({"settings": SimpleNamespace(accumulation_steps=2)}, "micro-batches that add up"),
+        ({"settings": SimpleNamespace(accumulation_steps=2)}, None),
         ({"task": SimpleNamespace(prepare_batch=None)}, "counts what each batch holds"),
         ({"guard": SimpleNamespace(deferred=False, can_wait=False)}, "the host decides on each step"),
         ({"stream": 0}, "the default stream cannot be captured"),

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from treadle import ConfigError, Engine, NonFiniteError, StepOutput, TensorLoader
-from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StuckRankHook
+from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StepLogHook, StuckRankHook
 from treadle.hooks.base import capturable
+from treadle.hooks.steplog import StepRows
+from treadle.means import RunningMeans
 from treadle.optim.precision import Precision
 
 pytestmark = [
@@ -391,19 +393,130 @@ def test_no_captured_step_waits_for_the_device():
     assert watched == [0] * 5 + [2] * 6
 
 
-def test_the_scale_of_fp16_moves_as_in_eager_steps():
-    def scaled(capture, **options):
-        engine = engine_of(capture, hooks=[Losses()], precision="fp16", **options)
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24, growth_interval=9)
-        engine.precision = Precision("fp16", engine.device, scaler=scaler)
-        engine.losses = []
-        engine.run(loader_of(num_buffers=1), max_steps=STEPS)
-        return engine
+class HostScaler(torch.amp.GradScaler):
+    """Scaler of a user, whose result the host reads in each step."""
 
-    eager, captured = scaled(False), scaled(True)
-    assert same(eager, captured)
-    assert equal(eager.state_dict()["scaler"], captured.state_dict()["scaler"])
-    assert captured.applied_steps < STEPS
+    def update(self, new_scale=None):
+        super().update(new_scale)
+
+
+class Notes(StepLogHook):
+    """Notes each step without being due, as a log does."""
+
+    def on_before_train(self, trainer):
+        self._rows = StepRows()
+        trainer.noted = []
+
+    def on_after_step(self, trainer):
+        self._rows.add(trainer)
+
+    def on_after_steps(self, trainer, block):
+        self._rows.add_block(block)
+
+    def on_state_dict(self, trainer, state_dict):
+        pass
+
+    def on_close(self, trainer, error=None):
+        trainer.noted = self._rows.lines()
+
+
+def in_fp16(capture, steps=90, *, state=None, kind=torch.amp.GradScaler, scheduled=False, sees=False, **options):
+    engine = engine_of(capture, hooks=[Notes(), *([Losses()] if sees else [])], precision="fp16", **options)
+    if not scheduled:
+        engine.lr_scheduler = None
+    scaler = kind("cuda", init_scale=2.0**24, growth_interval=9)
+    engine.precision = Precision("fp16", engine.device, scaler=scaler)
+    engine.losses = []
+    if state is not None:
+        engine.load_state_dict(state)
+    engine.run(loader_of(num_buffers=options.get("accumulation_steps", 1)), max_steps=steps)
+    return engine
+
+
+def same_in_fp16(one, other):
+    assert equal(one.state_dict()["scaler"], other.state_dict()["scaler"])
+    return same(one, other)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.01), momentum=0.9, fused=True)
+
+
+FP16 = {
+    "nothing": {}, "sees": {"sees": True}, "schedule": {"scheduled": True}, "momentum": {"make": momentum},
+    "plain": {"task": "plain"}, "accumulation": {"accumulation_steps": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FP16.values(), ids=FP16)
+def test_fp16_skips_on_the_device_what_a_host_skips_captured_or_not(options):
+    options = {**options, **({"task": Plain()} if "task" in options else {})}
+    decided, eager, captured = (
+        in_fp16(capture, kind=kind, **options)
+        for capture, kind in ((False, HostScaler), (False, torch.amp.GradScaler), (True, torch.amp.GradScaler))
+    )
+    assert decided.guard.skips is None
+    assert captured.steps._steps
+    assert captured.applied_steps < captured.step
+    assert same_in_fp16(decided, eager)
+    assert same_in_fp16(eager, captured)
+    assert len(captured.noted) == captured.step
+    assert decided.noted == eager.noted == captured.noted
+
+
+@pytest.mark.parametrize(("first", "then"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("cut", [1, 30])
+def test_fp16_resumes_in_either_mode(first, then, cut):
+    assert same_in_fp16(in_fp16(False, 60), in_fp16(then, 60, state=in_fp16(first, cut).state_dict()))
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_no_step_of_fp16_reads_the_device(capture, scheduled):
+    class Watch(Losses):
+        state_key, watched = "watch", 0
+
+        def steps_ahead(self, trainer):
+            return None
+
+        def on_before_step(self, trainer):
+            if trainer.step > 5:
+                self.watched += 1
+                torch.cuda.set_sync_debug_mode("error")
+
+        def on_after_step(self, trainer):
+            torch.cuda.set_sync_debug_mode("default")
+
+    watch = Watch()
+    try:
+        engine = engine_of(capture, hooks=[watch], precision="fp16")
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8)
+        engine.precision = Precision("fp16", engine.device, scaler=scaler)
+        engine.lr_scheduler = engine.lr_scheduler if scheduled else None
+        engine.run(loader_of(drop_last=True), max_steps=11)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.watched == 6
+    assert engine.applied_steps == 11
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_fp16_ends_in_the_error_of_a_host_that_decides(capture):
+    def broken(capture, kind):
+        engine = engine_of(capture, precision="fp16")
+        engine.lr_scheduler = None
+        engine.precision = Precision("fp16", engine.device, scaler=kind("cuda", init_scale=3.0))
+        with pytest.raises(NonFiniteError) as caught:
+            engine.run(loader_of(bad=slice(0, 2)), max_steps=STEPS)
+        return engine, caught.value
+
+    (one, error), (other, seen) = broken(False, HostScaler), broken(capture, torch.amp.GradScaler)
+    assert (seen.step, seen.epoch, seen.batch_index) == (error.step, error.epoch, error.batch_index)
+    assert bool(capture) == bool(getattr(other.steps, "_steps", False))
+    assert one.applied_steps == other.applied_steps
+    assert equal(list(one.model.parameters()), list(other.model.parameters()))
+    assert equal(list(one.averages["ema"].module.parameters()), list(other.averages["ema"].module.parameters()))
+    assert one.precision.scaler.state_dict() == other.precision.scaler.state_dict()
 
 
 def reads(loss):
@@ -581,3 +694,14 @@ def test_additions_in_any_order_are_captured_and_named(caplog):
     said = [message for message in caplog.messages if "same bits twice" in message]
     assert said, "these additions come in another order each time"
     assert all("grid_sampler_2d_backward" in message for message in said)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.1])
+def test_a_column_of_losses_is_added_as_its_values_one_by_one(weight):
+    columns = torch.rand(4, 512, 2, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    single, whole = RunningMeans(), RunningMeans()
+    for number, column in enumerate(columns):
+        for value in column[number:, 1]:
+            single.add({"loss": value}, weight)
+        whole.add_column(("loss",), column[number:, 1], weight)
+    assert equal(whole.state_dict(), single.state_dict())

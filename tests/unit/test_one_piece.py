@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treadle.capture.graph import FixedBatch
+from treadle.capture.memory import FixedBatch
 from treadle.device.one_piece import in_one_piece, offsets_in_one_piece
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 
+import numpy as np
 import pytest
 
 from treadle.checkpoint.comparison import same, unequal
+from treadle.checkpoint.plain_values import decode, encode
 
 LARGE = {"a dict": {number: str(number) for number in range(5000)}, "a list": [float(number) for number in range(5000)]}
 
@@ -37,3 +39,13 @@ def test_dicts_of_other_types_keys_or_values_differ(other):
 
 def test_the_order_of_a_dict_does_not_count_and_nan_is_nan():
     assert same({"a": 1, "b": float("nan")}, {"b": math.nan, "a": 1})
+
+
+@pytest.mark.parametrize("kind", [">f4", "<f4", ">i2", ">f8", ">c8"])
+def test_arrays_keep_the_byte_order_of_their_file(kind):
+    array = np.arange(6).reshape(2, 3).astype(kind)
+    for held in (None, np.zeros((2, 3), kind)):
+        found = decode(encode(array, deep=True), held)
+        assert found.dtype == array.dtype
+        assert np.array_equal(found, array)
+        assert found is not array

@@ -137,5 +137,5 @@ def test_tf32_flags_are_put_back_also_after_an_exception():
 def test_the_step_face_names_its_own_argument():
     from treadle import BaseTrainer
 
-    with pytest.raises(ConfigError, match="mixed_precision='half': must be 'fp16' or 'bf16' or None"):
+    with pytest.raises(ConfigError, match=r"mixed_precision='half': must be '(fp16|bf16)' or '(fp16|bf16)' or None"):
         BaseTrainer(1, mixed_precision="half")

@@ -227,7 +227,7 @@ def test_what_is_no_dict_is_no_checkpoint(tree):
         check_format(tree, "file x")
 
 
-def test_small_copies_are_those_that_one_by_one_are(monkeypatch):
+def test_copies_of_device_tensors_are_those_that_one_by_one_are(monkeypatch):
     monkeypatch.setattr(schema, "_ON", "cpu")
     weight = torch.randn(4, 3)
     tree = {
@@ -237,8 +237,13 @@ def test_small_copies_are_those_that_one_by_one_are(monkeypatch):
         "half": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(2).to_sparse(), "number": 3,
     }  # fmt: skip
     monkeypatch.setattr(schema, "_AT_ONCE", 2)
-    copies = schema.SmallCopies(tree).result()
-    assert len(copies) == 9  # all but what is shared, large, sparse, or not in the order of its memory
+    found = schema.DeviceCopies(tree)
+    assert len(found.result()) == 9  # all but what is shared, large, sparse, or not in the order of its memory
+    schema.copy_large_of([found])
+    copies = found.result()
+    assert len(copies) == 11
+    live = {id(tensor) for tensor in (weight, tree["large"])}
+    assert not live & set(map(id, copies.values()))
     small, plain = to_plain(tree, copies=copies), to_plain(tree)
     one, other = io.BytesIO(), io.BytesIO()
     torch.save(small, one)

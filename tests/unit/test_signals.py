@@ -8,10 +8,14 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
+from torch import nn
 
 from processes import python
+from treadle import BaseHook, Trainer
 from treadle.engine.signals import ExitPlan, SignalListener, exit_plan
 from treadle.errors import ConfigError
+from treadle.errors.interrupts import repeating_ignored_interrupts
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 
@@ -190,3 +194,41 @@ def test_a_signal_to_the_whole_group_does_not_end_the_workers_that_the_save_need
     """
     done = python("-c", textwrap.dedent(script), timeout=60)
     assert done.stdout.split() == ["15", "None", "-15"], done.stderr
+
+
+class Ignoring:
+    """Object in whose end Ctrl-C arrives: Python prints a KeyboardInterrupt there and goes on."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+class EndsAnObject(BaseHook):
+    def on_after_step(self, trainer):
+        if trainer.step == 3:
+            Ignoring()
+
+
+def test_an_interrupt_that_python_ignores_ends_the_run_all_the_same():
+    before = sys.unraisablehook
+    for attempt in range(2):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, optimizer, nn.MSELoss(), device="cpu", hooks=[EndsAnObject()], progress=False)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train([(torch.ones(2, 2), torch.ones(2, 1))] * 10_000, 2)
+        assert 3 <= trainer.step < 10_000, attempt
+    assert sys.unraisablehook is before
+
+
+class Fails:
+    def __del__(self):
+        raise RuntimeError("not an interrupt")
+
+
+def test_other_errors_that_python_ignores_are_passed_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda ignored: seen.append(ignored.exc_type))
+    with repeating_ignored_interrupts():
+        Fails()
+    assert seen == [RuntimeError]

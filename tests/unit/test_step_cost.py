@@ -89,7 +89,7 @@ PROFILES = {
     "BaseTrainer": (14, 58, 63, 34, 20),
     "Trainer": (23, 93, 117, 67, 44),
     "spectra": (25, 96, 125, 56, 31),  # in a folder, so with the step log and the session log
-    "graphs": (35, 130, 187, 105, 70),  # looks for split masks
+    "graphs": (35, 131, 187, 106, 71),  # looks for split masks; explains errors about edges
     "astro": (35, 156, 378, 146, 111),
 }
 

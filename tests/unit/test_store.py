@@ -26,6 +26,7 @@ from treadle.checkpoint.store import (
     verify_checkpoint,
     write_text,
 )
+from treadle.device.handover import shared_host
 from treadle.errors import CheckpointError
 
 
@@ -486,3 +487,18 @@ def test_a_full_disk_leaves_the_old_file_and_a_clear_message(tmp_path, limit):
     assert "a.pt" in done.stdout
     assert "intact" in done.stdout
     assert files_in(tmp_path) == ["a.pt"]
+
+
+@pytest.mark.parametrize(("tensor", "together"), [(torch.ones(8), 1), (torch.ones(1 << 15), 3)])
+def test_other_runs_wait_while_python_writes_small_tensors_and_no_longer(tmp_path, tensor, together):
+    works = []
+
+    class Others:
+        def run_off_turn(self, work):
+            works.append(work)
+            return work()
+
+    with shared_host(Others()):
+        save_checkpoint({"model": {"a": tensor, "b": tensor + 1}}, tmp_path / "a.pt")
+    assert len(works) == together
+    assert torch.equal(load_checkpoint(tmp_path / "a.pt")["model"]["b"], tensor + 1)

@@ -79,7 +79,7 @@ def test_in_the_foreground_it_is_written_when_the_call_returns_and_nothing_is_co
     assert seen[0]["w"].data_ptr() == live["w"].data_ptr()
     assert not seen[0]["w"].requires_grad
     assert seen[0]["part"].data_ptr() != live["part"].data_ptr()
-    assert writer._buffers._lent == []
+    assert writer._buffers._in_use == []
 
 
 @pytest.mark.parametrize("error", [CheckpointError("disk full"), ValueError("a bug\nwith lines"), MemoryError("none")])
@@ -344,7 +344,7 @@ def test_stopped_at_any_step_and_rerun(tmp_path):
 def test_when_the_run_is_over_nothing_is_being_written_and_no_memory_is_kept(tmp_path):
     engine = train(tmp_path, 3, background=True)
     writer = engine.hooks[-1]._writer
-    assert (writer._running, writer._buffers._lent, writer._buffers._free) == ([], [], {})
+    assert (writer._running, writer._buffers._in_use, writer._buffers._free) == ([], [], {})
     assert not any(thread.name == "treadle-checkpoint" for thread in threading.enumerate())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import re
 
 import numpy as np
@@ -16,11 +17,13 @@ from treadle import (
     CheckpointError,
     CheckpointingHook,
     ConfigError,
+    NonFiniteError,
     Population,
     SwaHook,
     Trainer,
     ValidationHook,
 )
+from treadle.engine import preflight
 from treadle.spectra import SpectraTrainer, TrainerConfig
 
 
@@ -521,3 +524,39 @@ def test_an_error_of_the_users_data_is_left_as_it_is():
 
     with pytest.raises(RuntimeError, match="no such file"):
         trainer_of().train(DataLoader(Broken(), 4), 1)
+
+
+# -- values that are not finite ------------------------------------------------------------------------------------
+
+
+def with_nan(row: int) -> DataLoader:
+    x = torch.linspace(-1, 1, 64).reshape(16, 4)
+    x[row, 2] = math.nan
+    return DataLoader(TensorDataset(x, torch.ones(16, 1)), 4)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_error_of_a_gradient_names_the_sample_that_is_not_finite(accumulation):
+    trainer = trainer_of(gradient_accumulation_steps=accumulation)
+    with pytest.raises(NonFiniteError, match=r"Batch 3 has .*not finite: \[0\] has 1 of 16, first in sample 9"):
+        trainer.train(with_nan(9), 1)
+
+
+def test_the_error_of_a_gradient_that_diverges_names_no_data():
+    with pytest.raises(NonFiniteError, match="Look at that batch"):
+        trainer_of(loss=lambda outputs, targets: (outputs - targets).mean() * math.inf).train(rows(), 1)
+
+
+@pytest.mark.parametrize(("row", "named"), [(1, True), (9, False)])
+def test_an_evaluation_whose_first_loss_is_nan_is_named_before_step_1(row, named, caplog):
+    trainer = trainer_of()
+    seen = queue.SimpleQueue()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "treadle.engine.preflight._warn_of_loss",
+            lambda engine, *rest, original=preflight._warn_of_loss: (seen.put(engine.step), original(engine, *rest)),
+        )
+        trainer.train(rows(), 1, with_nan(row))
+    assert seen.get() == 0
+    assert ("before step 1, has a loss of nan" in caplog.text) == named
+    assert ("not finite in [0]" in caplog.text) == named

@@ -42,7 +42,8 @@ class KeptState:
         modules = [engine.model, *(average.module for average in engine.averages.values())]
         model = [value for module in modules for value in (*module.parameters(), *module.buffers())]
         state = [value for entries in engine.optimizer.state.values() for value in entries.values()]
-        return [value.detach() for value in [*model, *state] if isinstance(value, Tensor)]
+        late = [] if engine.guard.late is None else engine.guard.late.moved
+        return [value.detach() for value in [*model, *state, *late] if isinstance(value, Tensor)]
 
     def _state_sizes(self) -> dict[int, int]:
         return {id(parameter): len(entries) for parameter, entries in self._engine.optimizer.state.items()}

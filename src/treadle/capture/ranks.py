@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from treadle import distributed
 from treadle.engine.session import own_messages
+from treadle.optim.loss_weights import NUM_AGREED
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -30,19 +32,20 @@ class RankAgreement:
         """Whether there is only one rank."""
         return self._engine.num_ranks == 1
 
-    def action(self, own: float, *, weight: float = 1.0) -> float:
+    def action(self, own: float, agreed: Sequence[float] = ()) -> float:
         """Return the common action of all ranks for the next step.
 
         Args:
             own: action that this rank can do.
-            weight: weight of its micro-batch; a graph does not divide by weights, so they must be equal.
+            agreed: numbers of its micro-batches that a graph takes to be the same on all ranks.
         """
-        sent = distributed.gather_numbers([own, weight, *own_messages(self._engine)])
-        actions, weights = [each[0] for each in sent], {each[1] for each in sent}
-        self.messages = [each[2:] for each in sent]
+        numbers = [*agreed, *[0.0] * (NUM_AGREED - len(agreed))]
+        sent = distributed.gather_numbers([own, *numbers, *own_messages(self._engine)])
+        actions, alike = [each[0] for each in sent], {tuple(each[1 : 1 + NUM_AGREED]) for each in sent}
+        self.messages = [each[1 + NUM_AGREED :] for each in sent]
         if OFF in actions:
             return OFF
-        same = len(set(actions)) == 1 and (own != REPLAY or len(weights) == 1)
+        same = len(set(actions)) == 1 and (own != REPLAY or len(alike) == 1)
         return own if same else EAGER
 
     def problem(self, own: str | None) -> str | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from treadle.capture.graph import STEPS_PER_GRAPH, Branch, CudaGraph, FixedBatch, Results, Rows, capturable, tensors_of
+from treadle.capture.graph import Branch, CudaGraph, capturable
+from treadle.capture.memory import STEPS_PER_GRAPH, FixedBatch, Results, Rows, tensors_of
 from treadle.checkpoint.comparison import same_bits
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
@@ -18,6 +20,7 @@ from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
+from treadle.optim.late_skips import LateSkips
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, KnownWeights
 from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, step_unless
 from treadle.task import StepOutput
@@ -56,13 +59,15 @@ class CapturedStep:
         in_place = getattr(engine.cursor.loader, "num_buffers", None) == 1 and len(group.batches) == 1
         self._inputs = [FixedBatch(batch, engine.device, in_place=in_place) for batch in group.batches]
         self._guard = _RecordingGuard(flags, knows_weight=weights is not None)
+        self._equal: EqualWeights | None = None
         self._known = weights if weights is not None and len(weights) > 1 else None  # one weight changes no gradient
         if self._known is not None:
             equal = len(set(self._known)) == 1
             self._guard.weights = given = GivenWeights(len(self._known), device=engine.device, equal=equal)
             given.give(self._known)
         elif engine.num_ranks > 1:
-            self._guard.weights = EqualWeights()
+            size, ranks = len(group.batches), engine.num_ranks
+            self._guard.weights = self._equal = EqualWeights(size, device=engine.device, num_ranks=ranks)
         self._rows = Rows(2, engine.device)
         self._has_rows = False  # until checked
         self._graph: CudaGraph = CudaGraph(share=None if share is None else share._graph)
@@ -85,10 +90,13 @@ class CapturedStep:
         return None if self._guard.weight_on_device else self._flags
 
     @property
-    def weight(self) -> float:
-        """Weight of the one micro-batch, where the host knows it."""
-        weight = self._results.constant.weight
-        return float(weight) if isinstance(weight, (int, float)) else 1.0
+    def agreed(self) -> Sequence[float]:
+        """Numbers of its micro-batches that must be the same on all ranks; none on a single rank."""
+        return () if self._equal is None else self._equal.agreed
+
+    def drop(self) -> None:
+        """Free the graph; the step cannot be run any more."""
+        self._graph.drop()
 
     def prepare(self) -> None:
         """Restore what a trial of the step changes besides the training state."""
@@ -98,8 +106,6 @@ class CapturedStep:
 
     def _capture_step(self) -> _StepResults:
         engine = self._engine
-        if isinstance(self._guard.weights, GivenWeights):
-            self._guard.weights.begin()
         branch = self._guard.branch = Branch(engine.device)
         if self._gather is not None:
             self._gather.run()
@@ -115,12 +121,14 @@ class CapturedStep:
     def _train(self) -> Tensor | None:
         """Train on the batches; return the flag in which replays record infinite scaled gradients."""
         batches = [inputs.batch for inputs in self._inputs]
+        if isinstance(self._guard.weights, (GivenWeights, EqualWeights)):
+            self._guard.weights.begin()
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
             raise RuntimeError("a micro-batch had no loss, which only the host can decide")
         found_inf = self._engine.precision.forget_recorded(self._engine.optimizer)
         self._averages = () if self._late_flags is None else tuple(self._averages_inside())
         for average in self._averages:
-            average.move(self._engine.model)
+            average.move(self._engine.model, unless=self._guard.skips_average)
         return found_inf
 
     def _averages_inside(self) -> Iterator[Ema]:
@@ -132,6 +140,7 @@ class CapturedStep:
     def eager(self) -> list[StepOutput]:
         """Run the same step without the graph, weighted like an eager step; return its outputs."""
         given = self._guard.weights
+        self._guard.branch = None
         if self._known is not None:
             self._guard.weights = KnownWeights(self._known, device=self._engine.device)
         with self._engine.isolated_step(self._guard), self._engine.exchange.recording():
@@ -209,7 +218,10 @@ class CapturedStep:
         progress, cursor = engine.progress, engine.cursor
         rates = progress.read_rates(engine.optimizer)
         numbers = self._rows.collect(self._graph.replay, count, several=self._several)
-        block = StepBlock(progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._results.constant, rates)
+        block = StepBlock(
+            progress.step + 1, cursor.epoch, cursor.position + 1, numbers, self._results.constant, rates,
+            may_skip=engine.guard.skips is not None,
+        )  # fmt: skip
         flags.note_block(block.first_location, numbers[:, 0])
         return block
 
@@ -346,6 +358,11 @@ class _RecordingGuard(FiniteGuard):
         self.flags = torch.zeros(())
         self.weight_on_device = False
 
+    @property
+    def skips_average(self) -> Tensor | None:
+        """Flag that leaves averages unchanged too; None if no later step is run before the host knows."""
+        return self._skips if isinstance(self._replays, LateSkips) else None
+
     def judge(self, norm: Tensor, total_weight: float | Tensor) -> Verdict:
         """Compute the flags."""
         self.judged = None if self.branch is None else self.branch.mark()
@@ -362,4 +379,8 @@ class _RecordingGuard(FiniteGuard):
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
         """Step the optimizer, which skips the step if a flag is set."""
         assert self._skips is not None, "judge() comes first"
+        judged = None if self.branch is None else self.branch.mark()
         step_unless(self._skips, optimizer)
+        if isinstance(self._replays, LateSkips) and not self.weight_on_device:
+            with contextlib.nullcontext() if self.branch is None else self.branch.after(judged):
+                self._replays.move_scale()

@@ -14,9 +14,10 @@ from torch import Tensor
 from treadle.capture.check import KeptState, what_differs
 from treadle.capture.checkpointing import is_checkpointed
 from treadle.capture.compile import makes_cuda_graphs
-from treadle.capture.graph import shape_of
+from treadle.capture.memory import shape_of
 from treadle.capture.ranks import EAGER, OFF, RECORD, REPLAY, RankAgreement
 from treadle.capture.step import CapturedStep
+from treadle.checkpoint.files import first_line
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.engine import Engine
@@ -29,6 +30,7 @@ from treadle.optim.nonfinite import can_be_recorded
 
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
+_TRAINS = operator.attrgetter("requires_grad")
 
 
 def steps_of(engine: Engine) -> Steps:
@@ -91,12 +93,10 @@ def _reason_against_ranks(engine: Engine) -> str | None:
         return "a step that holds an exchange is captured with capture=True only"
     if not engine.exchange.recordable:
         return "a graph can hold the exchange of replicas through NCCL only; use parallel='ddp'"
-    if engine.settings.accumulation_steps > 1:
-        return "micro-batches that add up are weighed by what the ranks exchange between them"
     if hasattr(engine.task, "prepare_batch"):
         return "the trainer counts what each batch holds on the host, and the ranks may count otherwise"
     if not (engine.guard.deferred or engine.guard.can_wait):
-        return "with retries, a policy or fp16 the host decides on each step"
+        return "with retries, a policy, or fp16 and an optimizer that is not fused, the host decides on each step"
     if torch.cuda.current_stream(engine.device) == torch.cuda.default_stream(engine.device):
         return (
             "DistributedDataParallel keeps nodes of the stream it was built on, and the default stream cannot be "
@@ -115,12 +115,14 @@ class CapturedSteps(RunsAhead):
     def __init__(self, engine: Engine):
         self._engine = engine
         self._steps: dict[Any, CapturedStep] = {}
-        self._met: set[Any] = set()
+        self._seen_shapes: set[Any] = set()
         self._parameters = list(engine.model.parameters())
-        self._host_part: Callable[..., tuple[Any, float | None]] | None = getattr(engine.task, "prepare_batch", None)
+        self._prepare_on_host: Callable[..., tuple[Any, float | None]] | None = getattr(
+            engine.task, "prepare_batch", None
+        )
         self._num_loads = engine.state.num_loads
         self._off = False
-        self._settled_state = False  # whether the optimizer has all of its state
+        self._optimizer_has_state = False  # whether the optimizer has all of its state
         self._rates: list[Tensor] = []
         self._plain: list[Callable[[dict[str, Any]], Any]] = []  # readers of the plain values of each parameter group
         self._latest: Any = None  # the settings of the latest step
@@ -128,7 +130,7 @@ class CapturedSteps(RunsAhead):
         self._latest_kind: tuple[RowGather | None, int] | None = None  # key of the latest captured step
         self._latest_step: CapturedStep | None = None
         self._loader: Any = None  # latest loader
-        self._find: Callable[[], RowGather | None] | None = None  # its gather of whole batches
+        self._find_gather: Callable[[], RowGather | None] | None = None  # its gather of whole batches
         self._numbers: dict[str, int] = {}
         self._ranks = RankAgreement(engine)
         late = engine.guard.deferred or (engine.guard.can_wait and engine.device.type == "cuda")
@@ -139,7 +141,7 @@ class CapturedSteps(RunsAhead):
         engine = self._engine
         gather = self._gather_of(group)
         if self._off:
-            return self._eagerly(group, gather)
+            return self._run_eagerly(group, gather)
         if self._num_loads != engine.state.num_loads:
             self._forget()
         self._keep_rates_on_device()
@@ -148,8 +150,8 @@ class CapturedSteps(RunsAhead):
             return self._with_other_ranks(group, weights, gather)
         step = None if 0.0 in weights else self._step_for(group, weights, gather)
         if step is None:
-            outcome = self._eagerly(group, gather)
-            self._settled_state |= outcome == "applied"
+            outcome = self._run_eagerly(group, gather)
+            self._optimizer_has_state |= outcome == "applied"
             return outcome
         if self._flags is not None and (self._flags.raised or step.reads):
             engine.raise_if_refused()
@@ -162,9 +164,9 @@ class CapturedSteps(RunsAhead):
         own = OFF if key is None else EAGER
         if step is not None:
             own = REPLAY
-        elif key is not None and self._is_time_for(key[:-1]):
+        elif key is not None and self._is_due(key[:-1]):
             own = RECORD
-        action = self._ranks.action(own, weight=1.0 if step is None else step.weight)
+        action = self._ranks.action(own, () if step is None else step.agreed)
         if action == REPLAY:
             assert step is not None
             if self._flags is not None and self._flags.raised:
@@ -173,8 +175,8 @@ class CapturedSteps(RunsAhead):
         self._off |= action == OFF
         if action == RECORD:
             self._captured(key, group, weights, gather)
-        outcome = self._eagerly(group, gather)
-        self._settled_state |= outcome == "applied"
+        outcome = self._run_eagerly(group, gather)
+        self._optimizer_has_state |= outcome == "applied"
         return outcome
 
     def may_run_ahead(self) -> bool:
@@ -203,25 +205,30 @@ class CapturedSteps(RunsAhead):
         cursor.skip(count)
         return Group([gather.batch], [0.0], [cursor.loader.last_ids()]), block
 
+    def end_run(self) -> None:
+        """Drop the graphs of several ranks: a process group may not end while one holds its collectives."""
+        if not self._ranks.alone:
+            self._forget()
+
     def _gather_of(self, group: Group) -> RowGather | None:
         """Return the gather of a group's single batch, if it can run in the graph."""
         loader = self._engine.cursor.loader
         if loader is not self._loader:
             self._loader = loader
-            self._find = getattr(loader, "gather", None)
-        if self._find is None or self._host_part is not None or len(group.batches) != 1:
+            self._find_gather = getattr(loader, "gather", None)
+        if self._find_gather is None or self._prepare_on_host is not None or len(group.batches) != 1:
             return None
-        gather = self._find()
+        gather = self._find_gather()
         return gather if gather is not None and gather.gives(group.batches[0]) else None
 
-    def _eagerly(self, group: Group, gather: RowGather | None) -> Outcome:
+    def _run_eagerly(self, group: Group, gather: RowGather | None) -> Outcome:
         if gather is not None:
             group = Group([gather.whole()], group.data_time, group.sample_ids)
         return self._engine.train_step(group)
 
     def _prepared(self, group: Group) -> tuple[Group, list[float | None]]:
         """Let the task do the host's part of the step; also return the weights known to the host."""
-        prepare = self._host_part
+        prepare = self._prepare_on_host
         if prepare is None:
             return group, [None] * len(group.batches)
         self._engine.set_group(group)  # so that the task can look up where a batch comes from
@@ -230,10 +237,12 @@ class CapturedSteps(RunsAhead):
         return Group(batches, group.data_time, group.sample_ids), weights
 
     def _forget(self) -> None:
-        """Drop the graphs after a state was loaded, since it is in other memory."""
+        """Drop the graphs, such as after a state was loaded, since it is in other memory."""
+        for step in () if self._ranks.alone else self._steps.values():
+            step.drop()
         self._num_loads = self._engine.state.num_loads
-        self._steps, self._met, self._settled_state = {}, set(), False
-        self._latest_kind = None
+        self._steps, self._seen_shapes, self._optimizer_has_state = {}, set(), False
+        self._latest_kind = self._latest_step = None
 
     def _keep_rates_on_device(self) -> None:
         """Convert each learning rate to a device tensor, also after it was set to a number."""
@@ -255,7 +264,7 @@ class CapturedSteps(RunsAhead):
         if found is None:
             return None
         key, step = found
-        if step is not None or not self._is_time_for(key[:-1]):
+        if step is not None or not self._is_due(key[:-1]):
             return step
         return self._captured(key, group, weights, gather)
 
@@ -303,7 +312,7 @@ class CapturedSteps(RunsAhead):
             engine.settings.grad_clip,
             engine.settings.grad_clip_value,
             [plain(group) for plain, group in zip(self._plain, groups, strict=True)],
-            [parameter.requires_grad for parameter in self._parameters],
+            list(map(_TRAINS, self._parameters)),
             [(average.decay, average.update_interval) for average in engine.averages.values()],
         )
         if latest != self._latest:
@@ -311,10 +320,10 @@ class CapturedSteps(RunsAhead):
             self._number = self._numbers.setdefault(repr(latest), len(self._numbers))
         return self._number
 
-    def _is_time_for(self, key: Any) -> bool:
-        if self._settled_state and key in self._met:
+    def _is_due(self, key: Any) -> bool:
+        if self._optimizer_has_state and key in self._seen_shapes:
             return True
-        self._met.add(key)
+        self._seen_shapes.add(key)
         return False
 
     def _give_up(self, reason: str, *, known: bool = False) -> None:
@@ -339,7 +348,7 @@ class CapturedSteps(RunsAhead):
         here = torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext()
         try:
             with here:
-                step, problem = self._recorded(group, weights, gather, kept)
+                step, problem = self._capture_and_compare(group, weights, gather, kept)
             if self._flags is not None:
                 self._flags.refused.zero_()  # of a trial
         except BaseException:
@@ -349,7 +358,7 @@ class CapturedSteps(RunsAhead):
             self._give_up(problem)
         return step
 
-    def _recorded(
+    def _capture_and_compare(
         self, group: Group, weights: list[float] | None, gather: RowGather | None, kept: KeptState
     ) -> tuple[CapturedStep | None, str | None]:
         """Capture the step and compare it with an eager one; return it, or the problem, which may be another rank's.
@@ -380,7 +389,10 @@ class CapturedSteps(RunsAhead):
             kept.restore()
             problem = _as_problem(error)
         problem = ranks.problem(problem)
-        return (step if problem is None else None), problem
+        if problem is None:
+            return step, None
+        step.drop()
+        return None, problem
 
 
 def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
@@ -398,9 +410,4 @@ _HINT = (
 def _as_problem(error: BaseException) -> str:
     """Return an error of a trial as a problem, and clear its frames: they keep nodes of a graph alive."""
     traceback.clear_frames(error.__traceback__)
-    return f"the step cannot be captured: {_first_line(error)}. {_HINT}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    return f"the step cannot be captured: {first_line(error)}. {_HINT}"

@@ -50,9 +50,9 @@ class FrozenBase:
         ['0.bias', '0.weight']
     """
 
-    def __init__(self, model: nn.Module, *, asked: bool = False):
+    def __init__(self, model: nn.Module, *, requested: bool = False):
         self._seen: dict[str, tuple[Any, str]] = {}
-        self._leaves_out = asked or hasattr(unwrap(model), "peft_config")
+        self._leaves_out = requested or hasattr(unwrap(model), "peft_config")
         self._at_start = self._fingerprints(model, _frozen(model)) if self._leaves_out else {}
 
     def unchanged(self, model: nn.Module) -> dict[str, str]:

@@ -26,7 +26,7 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._free: dict[Hashable, list[Tensor]] = {}
-        self._lent: list[tuple[Hashable, Tensor]] = []
+        self._in_use: list[tuple[Hashable, Tensor]] = []
         self._devices: set[torch.device] = set()
         self._pinning = True
 
@@ -38,7 +38,7 @@ class HostBuffers:
         free = self._free.get(key)
         buffer = free.pop() if free else self._new(tensor)
         buffer.copy_(tensor, non_blocking=True)
-        self._lent.append((key, buffer))
+        self._in_use.append((key, buffer))
         if tensor.device.type != "cpu":
             self._devices.add(tensor.device)
         return buffer
@@ -61,13 +61,13 @@ class HostBuffers:
 
     def reclaim(self) -> None:
         """Reclaim all memory: copies that are still referenced will change."""
-        for key, buffer in self._lent:
+        for key, buffer in self._in_use:
             self._free.setdefault(key, []).append(buffer)
-        self._lent.clear()
+        self._in_use.clear()
 
     def drop(self) -> None:
         """Free all memory."""
-        self._lent.clear()
+        self._in_use.clear()
         self._free.clear()
 
 

@@ -93,7 +93,7 @@ def _system_error(error: BaseException) -> BaseException:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of a message, shortened; those of torch span pages."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
 
 

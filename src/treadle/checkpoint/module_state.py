@@ -214,8 +214,8 @@ def _set_tensor(module: nn.Module, name: str, value: Tensor, shared: Mapping[int
     if isinstance(held, Tensor) and held.shape == value.shape and held.dtype == value.dtype and is_alone:
         held.copy_(value)
         return
-    beside = held if isinstance(held, Tensor) else next(module.parameters(), None)
-    made = value.clone() if beside is None else value.clone().to(beside.device)
+    like = held if isinstance(held, Tensor) else next(module.parameters(), None)
+    made = value.clone() if like is None else value.clone().to(like.device)
     if name in module._buffers:
         module.register_buffer(name, made, persistent=name not in module._non_persistent_buffers_set)
     else:

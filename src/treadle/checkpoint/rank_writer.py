@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -10,6 +9,7 @@ from treadle import distributed
 from treadle.checkpoint.buffers import HostBuffers, NoBuffers
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.writer import CheckpointWriter, Tree
+from treadle.device.garbage import ShortCollections
 
 
 class RankWriter(CheckpointWriter):
@@ -33,7 +33,7 @@ class RankWriter(CheckpointWriter):
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: Literal["file", "folder"] | None = None
-        self._collections = _ShortCollections()
+        self._collections = ShortCollections()
 
     def notice(self) -> float:
         """Return the number that this rank sends in a step: 1.0 during a background write, else 0.0."""
@@ -89,8 +89,8 @@ class RankWriter(CheckpointWriter):
             CheckpointError: this or the previous write failed.
         """
         if background:
-            self._collections.begin()
-        self.save(collect, write, background=background, with_peers=distributed.world_size() > 1)
+            self._collections.begin()  # planning a folder creates many objects, in the writing thread
+        self.save(collect, write, background=background, collective=distributed.world_size() > 1)
         self.in_flight = "folder" if background else None
 
     def wait(self) -> None:
@@ -111,31 +111,6 @@ class RankWriter(CheckpointWriter):
             self.in_flight = None
         self._collections.end()
         super().close(failure)
-
-
-class _ShortCollections:
-    """Shorter full garbage collections, which skip objects older than the first folder.
-
-    Planning a folder creates so many objects that every few saves trigger a full collection, in the writing thread.
-    Over all objects of a process with torch it takes 0.2 s, during which no other thread runs Python and the ranks wait
-    for each other.
-    """
-
-    def __init__(self) -> None:
-        self._begun = False
-
-    def begin(self) -> None:
-        """Freeze the existing objects, unless already done."""
-        if gc.isenabled() and gc.get_freeze_count() < len(gc.get_objects()):  # Python 3.12 starts with some frozen
-            gc.collect()  # garbage would be frozen too, with its memory
-            gc.freeze()
-            self._begun = True
-
-    def end(self) -> None:
-        """Unfreeze the objects."""
-        if self._begun:
-            gc.unfreeze()
-            self._begun = False
 
 
 def _nothing() -> None:

@@ -32,7 +32,7 @@ from treadle.errors import CheckpointError
 
 _RESTORING = ".treadle-restoring"
 _MANIFESTS, _OBJECTS = "manifests/", "objects/"
-_LOOKS = 100
+_ATTEMPTS = 100
 _Stamp = tuple[int, int, int]
 
 
@@ -215,7 +215,7 @@ class RemoteWorkspace:
 
     def changed(self) -> bool:
         """Return whether the staging folder's states differ from those published last."""
-        return _of_states(_stamps(self.staging)) != _of_states(self._stamps)
+        return _state_stamps(_stamps(self.staging)) != _state_stamps(self._stamps)
 
     def publish(self) -> None:
         """Upload new files of the staging folder, then the manifest, and delete unneeded files.
@@ -229,7 +229,7 @@ class RemoteWorkspace:
         before = self.manifest
         known = before.files if before is not None and before.claim == self.claim.number else {}
         with contextlib.ExitStack() as opened:
-            stamps, links, files, reach = self._seen_at_once(known, opened)
+            stamps, links, files, reach = self._open_snapshot(known, opened)
             self._number += 1
             manifest = Manifest(self.claim.number, self._number, reach)
             for name, stamp in stamps.items():
@@ -242,7 +242,7 @@ class RemoteWorkspace:
         self.manifest, self._stamps = manifest, stamps
         self._clean(manifest, before)
 
-    def _seen_at_once(
+    def _open_snapshot(
         self, known: Mapping[str, Any], opened: contextlib.ExitStack
     ) -> tuple[dict[str, _Stamp], dict[str, str], dict[str, BinaryIO], StateProgress]:
         """Open a consistent snapshot of the files to upload, since the run continues to save and prune.
@@ -256,7 +256,7 @@ class RemoteWorkspace:
         Raises:
             CheckpointError: the folder changes faster than it can be listed.
         """
-        for _ in range(_LOOKS):
+        for _ in range(_ATTEMPTS):
             with contextlib.ExitStack() as trial, contextlib.suppress(FileNotFoundError):
                 stamps = _stamps(self.staging)
                 links = {
@@ -267,7 +267,7 @@ class RemoteWorkspace:
                     name: trial.enter_context(open(self.staging / name, "rb")) for name in new
                 }
                 reach = furthest(self.staging) or StateProgress()
-                if _of_states(_stamps(self.staging)) == _of_states(stamps):
+                if _state_stamps(_stamps(self.staging)) == _state_stamps(stamps):
                     opened.enter_context(trial.pop_all())
                     return stamps, links, files, reach
         raise CheckpointError(f"{self.staging} changes faster than it can be listed; save less often")
@@ -326,7 +326,7 @@ def is_state(name: str) -> bool:
     return name.endswith((".pt", f"/{MARKER}"))
 
 
-def _of_states(stamps: Mapping[str, _Stamp]) -> dict[str, _Stamp]:
+def _state_stamps(stamps: Mapping[str, _Stamp]) -> dict[str, _Stamp]:
     return {name: stamp for name, stamp in stamps.items() if is_state(name)}
 
 

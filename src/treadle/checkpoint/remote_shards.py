@@ -187,8 +187,8 @@ class RemoteShards:
         for file, entry in files.items():
             found = sizes.get(f"{name}/{file}")
             if found != entry["size"]:
-                told = "is missing" if found is None else f"has {found:,} bytes instead of {entry['size']:,}"
-                raise CheckpointError(f"checkpoint {self.store.url}/{name}: {file} {told}")
+                problem = "is missing" if found is None else f"has {found:,} bytes instead of {entry['size']:,}"
+                raise CheckpointError(f"checkpoint {self.store.url}/{name}: {file} {problem}")
 
     def _checksum(self, key: str) -> dict[str, Any]:
         with contextlib.closing(self.store.files.open(self.store.path(key), "rb")) as file:

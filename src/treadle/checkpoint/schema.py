@@ -10,7 +10,7 @@ import math
 import platform
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from treadle.checkpoint.buffers import HostBuffers
 from treadle.checkpoint.files import FORMAT_NAME
 from treadle.checkpoint.plain_values import OPAQUE, decode, encode
+from treadle.device.handover import run_off_turn
 from treadle.device.host_transfer import HostTransfer
 from treadle.distributed import is_dtensor
 from treadle.distributed.shards import LocalShard, gathered, local_block, without_pending_sums
@@ -67,6 +68,7 @@ OF_USERS: dict[str, Encoding] = {
 }  # fmt: skip
 """Keys under which objects of users write, and what is encoded there."""
 _PLAIN = (bool, int, float, str)
+_SCALARS = frozenset({*_PLAIN, type(None)})
 _ON = "cuda"  # device type whose small tensors are copied together
 _SMALL = 1 << 18  # largest size of such a tensor in bytes,
 _AT_ONCE = 1024  # and their largest number: 256 MiB in total
@@ -209,35 +211,51 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return (*memory, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
-class SmallCopies:
-    """Asynchronous host copies of small CUDA tensors in a state tree, for ``copies`` of :func:`to_plain`.
+class DeviceCopies:
+    """Host copies of the CUDA tensors in a state tree, for ``copies`` of :func:`to_plain`.
 
-    Tensors of one dtype are concatenated on the device and copied in one transfer, during which other runs of the
-    process continue. Copied one by one, hundreds of tensors would each wait for the device.
+    Small tensors of one dtype are concatenated on the device and copied in one transfer: copied one by one, hundreds of
+    them would each wait for the device. Other runs of the process continue during all transfers.
 
     Args:
         tree: nesting of dicts, lists and tuples.
 
     Example:
-        >>> SmallCopies({"weight": torch.ones(2)}).result()
-        {}
+        >>> copies = DeviceCopies({"weight": torch.ones(2)})
+        >>> copies.has_large, copies.result()
+        (False, {})
     """
 
     def __init__(self, tree: Any):
         found: dict[Any, Tensor] = {}
-        _find_small(tree, found)
+        _find_on_device(tree, found)
         groups: dict[Any, list[Any]] = defaultdict(list)
+        self._large: dict[Any, Tensor] = {}
+        self._copied: dict[Any, Tensor] = {}
         for identity, tensor in found.items():
-            groups[tensor.device, tensor.dtype].append(identity)
+            if tensor.is_contiguous() and tensor.nbytes <= _SMALL:
+                groups[tensor.device, tensor.dtype].append(identity)
+            else:
+                self._large[identity] = tensor
         self._sent: list[tuple[list[Any], HostTransfer]] = []
         for identities in groups.values():
             for first in range(0, len(identities), _AT_ONCE):
                 some = identities[first : first + _AT_ONCE]
                 self._sent.append((some, HostTransfer(torch.cat([found[each].view(-1) for each in some]))))
 
+    @property
+    def has_large(self) -> bool:
+        """Whether tensors are left to copy one by one."""
+        return bool(self._large)
+
+    def copy_large(self) -> None:
+        """Copy the other tensors one by one."""
+        self._copied = {identity: tensor.to("cpu", copy=True) for identity, tensor in self._large.items()}
+        self._large = {}
+
     def result(self) -> dict[Any, Tensor]:
-        """Wait for the copies and return them by identity, each in separate memory."""
-        copies: dict[Any, Tensor] = {}
+        """Wait for the copies of small tensors; return all copies by identity, each in separate memory."""
+        copies = dict(self._copied)
         for identities, joined in self._sent:
             shapes = [each[2] for each in identities]
             sizes = [shape.numel() for shape in shapes]
@@ -247,21 +265,32 @@ class SmallCopies:
         return copies
 
 
-def _find_small(tree: Any, found: dict[Any, Tensor]) -> None:
+def copy_large_of(every: Collection[DeviceCopies]) -> None:
+    """Copy all large tensors to the host while other runs of the process continue."""
+
+    def copy() -> None:
+        for each in every:
+            each.copy_large()
+
+    if any(each.has_large for each in every):
+        run_off_turn(copy)
+
+
+def _find_on_device(tree: Any, found: dict[Any, Tensor]) -> None:
     if isinstance(tree, Tensor):
-        if type(tree) in (Tensor, torch.nn.Parameter) and _is_small(tree):
+        if type(tree) in (Tensor, torch.nn.Parameter) and _is_plain_on_device(tree):
             found[_identity(tree)] = tree.detach()
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            _find_small(value, found)
+            _find_on_device(value, found)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            _find_small(value, found)
+            _find_on_device(value, found)
 
 
-def _is_small(tensor: Tensor) -> bool:
-    whole = tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    return tensor.device.type == _ON and whole and not tensor.is_quantized and tensor.nbytes <= _SMALL
+def _is_plain_on_device(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.device.type == _ON and plain and not tensor.is_quantized
 
 
 def _not_plain(path: str, value: Any, rule: str) -> CheckpointError:
@@ -302,6 +331,21 @@ def non_finite_names(tree: Mapping[str, Any]) -> list[str]:
         if isinstance(weights, Mapping):
             bad += [f"{prefix}.{name}" for name, value in weights.items() if not is_finite(value)]
     return bad
+
+
+def sizes_of(tree: Any) -> list[int]:
+    """Return the sizes in bytes of the tensors of a state.
+
+    Example:
+        >>> sizes_of({"a": torch.zeros(2), "b": [torch.zeros(1), 3]})
+        [8, 4]
+    """
+    if isinstance(tree, Tensor):
+        return [tree.numel() * tree.element_size()]
+    if not isinstance(tree, (Mapping, list)):
+        return []
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    return [size for value in values if type(value) not in _SCALARS for size in sizes_of(value)]
 
 
 def is_finite(value: Any) -> bool:

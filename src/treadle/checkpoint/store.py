@@ -35,7 +35,7 @@ from treadle.checkpoint.order import NONFINITE, by_progress, is_moved_aside, non
 from treadle.checkpoint.retention import Retention, date_last
 from treadle.checkpoint.safe.archive import ArchiveError, check_last_record, read_archive
 from treadle.checkpoint.safe.pickled import walk_pickle
-from treadle.checkpoint.schema import check_format, non_finite_names
+from treadle.checkpoint.schema import check_format, non_finite_names, sizes_of
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
 from treadle.device.handover import run_off_turn
 from treadle.errors import CheckpointError, PickledCodeError
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 _IN_MEMORY = 1 << 26  # bytes of tensors
-_SCALARS = frozenset({int, float, bool, str, type(None)})
+_SMALL = 1 << 16  # mean bytes of a tensor
 _log = logging.getLogger("treadle.checkpoint")
 _Opened = Callable[[Path], dict[str, Any]]
 
@@ -196,21 +196,28 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
             of the same name is then intact.
     """
     target = Path(path)
-    bad = non_finite_names(tree)
+    sizes = sizes_of(tree)
+    # Python writes small tensors, and other runs would wait for it in each of their calls.
+    run: Callable[[Callable[[], Any]], Any] = run_off_turn if sum(sizes) >= _SMALL * len(sizes) else lambda work: work()
+    bad = run(lambda: non_finite_names(tree))
     if bad:
         target = non_finite_path(target, bad)
     with reported(target):
-        run_off_turn(lambda: _write(tree, target))
+        # Comparing bytes is faster than checking records.
+        content = run(lambda: _in_memory(tree)) if sum(sizes) <= _IN_MEMORY else None
+        run_off_turn(lambda: _write(tree, target, content))
     return target
 
 
-def _write(tree: Mapping[str, Any], target: Path) -> None:
+def _in_memory(tree: Mapping[str, Any]) -> bytes:
+    """Return the content of a file with a state."""
+    memory = io.BytesIO()
+    torch.save(dict(tree), memory, pickle_module=quick_pickle)
+    return memory.getvalue()
+
+
+def _write(tree: Mapping[str, Any], target: Path, content: bytes | None) -> None:
     make_folder(target.parent)
-    content = None
-    if _bytes_of(tree) <= _IN_MEMORY:  # comparing bytes is faster than checking records
-        memory = io.BytesIO()
-        torch.save(dict(tree), memory, pickle_module=quick_pickle)
-        content = memory.getvalue()
     with replacing(target) as temporary:
         with open(temporary, "wb") as file:
             if content is None:
@@ -221,15 +228,6 @@ def _write(tree: Mapping[str, Any], target: Path) -> None:
             date_last(temporary, target.parent)
             os.fsync(file.fileno())
         _refuse_half_written(temporary, target, content)
-
-
-def _bytes_of(tree: Any) -> int:
-    """Return the size of the tensors of a state."""
-    if isinstance(tree, Tensor):
-        return tree.numel() * tree.element_size()
-    if isinstance(tree, Mapping):
-        return sum(_bytes_of(value) for value in tree.values() if type(value) not in _SCALARS)
-    return sum(map(_bytes_of, tree)) if isinstance(tree, list) else 0
 
 
 def copy_checkpoint(source: Path, target: Path) -> Path:

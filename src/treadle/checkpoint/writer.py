@@ -63,7 +63,7 @@ class CheckpointWriter:
         write: Callable[[Tree], object],
         *,
         background: bool = True,
-        with_peers: bool = False,
+        collective: bool = False,
     ) -> None:
         """Wait for the previous write, copy the state, and start writing it.
 
@@ -71,7 +71,7 @@ class CheckpointWriter:
             collect: collects the state with the given buffers; called immediately.
             write: writes the copy; called in a thread. It must not keep references to it.
             background: False writes synchronously, from the live tensors where possible.
-            with_peers: whether the write waits for other ranks, so that it may never end after a failure: then
+            collective: whether the write waits for other ranks, so that it may never end after a failure: then
                 :meth:`close` abandons it, and it keeps no process alive.
 
         Raises:
@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._buffers.reclaim()
         tree = collect(self._buffers)
         self._buffers.ready()
-        self._start(_BackgroundWrite(tree, write, with_peers=with_peers))
+        self._start(_BackgroundWrite(tree, write, collective=collective))
 
     def _start(self, running: _BackgroundWrite) -> None:
         if not self._warm:
@@ -118,7 +118,7 @@ class CheckpointWriter:
             patience: seconds after which a write that waits for other ranks is abandoned.
         """
         try:
-            if self._running and self._running[0].with_peers and self._running[0].runs_longer_than(patience):
+            if self._running and self._running[0].collective and self._running[0].runs_longer_than(patience):
                 self._running.pop().abandon()
                 return CheckpointError(
                     f"a background save was given up after {patience:g} s: another rank did not take part in it any "
@@ -154,12 +154,12 @@ class CheckpointWriter:
 class _BackgroundWrite:
     """Single write: its thread, messages and error."""
 
-    def __init__(self, tree: Tree, write: Callable[[Tree], object], *, with_peers: bool):
-        self.with_peers = with_peers
+    def __init__(self, tree: Tree, write: Callable[[Tree], object], *, collective: bool):
+        self.collective = collective
         self._work: tuple[Callable[[Tree], object], Tree] | None = (write, tree)
         self._messages: list[logging.LogRecord] = []
         self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self.run, name="treadle-checkpoint", daemon=with_peers)
+        self.thread = threading.Thread(target=self.run, name="treadle-checkpoint", daemon=collective)
 
     def begin(self) -> None:
         _log.addFilter(self._keep)

@@ -43,7 +43,7 @@ def compare(
     console = result_console()
     with errors_as_one_line(message_console()):
         from treadle.errors import ConfigError
-        from treadle.population.results import difference
+        from treadle.population.comparison import difference
 
         one, two = read_group(a), read_group(b)
         shared = [name for name in one.metrics() if name in two.metrics()]

@@ -17,6 +17,7 @@ from treadle.cli.user_errors import described
 from treadle.errors import ConfigError, TreadleError
 from treadle.runs import report
 from treadle.runs.launch import launched_rank, leave_for_torchrun
+from treadle.runs.report import wrapped
 
 _WIDEST = 10_000
 
@@ -36,6 +37,13 @@ def _console(*, stderr: bool) -> Console:
     # No control characters in a file or a pipe, even if FORCE_COLOR is set for other programs.
     terminal = None if getattr(stream, "isatty", bool)() else False
     return Console(stderr=stderr, force_terminal=terminal, highlight=False, quiet=launched_rank() != 0)
+
+
+def show_loading(name: str) -> None:
+    """Print, on a terminal, that a run is being loaded: importing torch and reading data can take many seconds."""
+    console = message_console()
+    if console.is_terminal:
+        console.print(f"loading {name} and its data", style="bright_black", markup=False, soft_wrap=True)
 
 
 def _audible(console: Console) -> Console:
@@ -60,10 +68,9 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, prefixed by its level for warnings and errors."""
         try:
-            line = Text(record.getMessage())
-            if record.levelno >= logging.WARNING:
-                style = "red" if record.levelno >= logging.ERROR else "yellow"
-                line = Text(f"{record.levelname.lower()}: ", style=style).append(line)
+            level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+            line = Text(wrapped(f"{level}{record.getMessage()}", self.console))
+            line.stylize("red" if record.levelno >= logging.ERROR else "yellow", 0, len(level))
             self.console.print(line, soft_wrap=True)
         except Exception:  # noqa: BLE001  (logging's own rule: a log line that fails must not end the run)
             self.handleError(record)
@@ -102,7 +109,9 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
         leave_for_torchrun(error)
         if launched_rank():
             text = f"rank {launched_rank()}: {text}"
-        _audible(console).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+        line = Text(wrapped(f"error: {text}", console))
+        line.stylize("bold red", 0, len("error: "))
+        _audible(console).print(line, soft_wrap=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
 
 
@@ -132,6 +141,15 @@ class _Whole:
         yield from console.render(self.table, options.update_width(max(needed, options.max_width)))
 
 
+def print_named(
+    name: str, text: str, console: Console, *, styles: tuple[str, str] = ("bold", ""), indent: int = 2
+) -> None:
+    """Print a name and a text in a style each, broken between words on a terminal."""
+    line = Text(wrapped(name + text, console, indent=indent), style=styles[1])
+    line.stylize(styles[0], 0, len(name))
+    console.print(line, soft_wrap=True)
+
+
 def show_table(table: report.Table, console: Console) -> None:
     """Print a table of a report with its notes; a terminal that is too narrow gets its columns in several parts."""
     chosen: list[int] = []
@@ -143,7 +161,7 @@ def show_table(table: report.Table, console: Console) -> None:
         chosen.append(column)
     print_table(_shown(table, chosen, title), console)
     for note in table.notes:
-        console.print(note, soft_wrap=True)
+        console.print(wrapped(note, console), soft_wrap=True)
 
 
 def _shown(table: report.Table, columns: Sequence[int], title: str | None = None) -> Table:
@@ -176,7 +194,7 @@ def show_report(found: report.Report, out: Path, console: Console | None = None)
     for title, text in found.texts.items():
         console.print(f"\n[bold]{title}[/bold]")
         for line in text.splitlines():
-            console.print(Text(f"  {line}".rstrip()), soft_wrap=True)
+            console.print(Text(wrapped(f"  {line}".rstrip(), console)), soft_wrap=True)
     console.print("\n" + " ".join([*([found.note] if found.note else []), f"Files in {out}:"]), soft_wrap=True)
     for line in found.files:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(wrapped(line, console, indent=2), soft_wrap=True, markup=False)

@@ -13,6 +13,7 @@ from rich.console import Console
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson
 from treadle.errors import ConfigError
+from treadle.runs.report import wrapped
 
 _MOST_ROWS = 40
 
@@ -54,7 +55,7 @@ def inspect(
 
 
 def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(wrapped(text, console, indent=10), markup=False, soft_wrap=True)
 
 
 def _state(problems: list[str]) -> str:

@@ -7,6 +7,8 @@ import io
 import sys
 from collections.abc import Sequence
 
+from treadle.errors.interrupts import repeating_ignored_interrupts
+
 _NAME = "treadle-in-other-words"
 _WORDS = {
     "±": "+-", "²": "2", "³": "3", "µ": "u", "·": "-", "…": "...", "–": "-", "—": "-", "→": "->", "×": "x", "≥": ">=",
@@ -56,9 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     write_in_any_locale()
     try:
-        from treadle.cli.app import app
+        with repeating_ignored_interrupts():
+            from treadle.cli.app import app
 
-        app(args=None if argv is None else list(argv), prog_name="treadle")
+            app(args=None if argv is None else list(argv), prog_name="treadle")
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

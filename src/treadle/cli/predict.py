@@ -108,8 +108,8 @@ def predict(
 
     With --smiles, a run on molecules predicts those of a file. The output has the columns of the file and the
     prediction of each target, or its probability if the targets are labels. For several runs that differ by seed, this
-    is their mean, followed by the standard deviation. A SMILES that cannot be read keeps its row, without prediction.
-    The training data is not needed.
+    is their mean, followed by the standard deviation, which is calibrated on their validation molecules. A SMILES that
+    cannot be read keeps its row, without prediction. The training data is not needed.
 
     \b
     Examples:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.console import print_table
+from treadle.cli.console import print_named, print_table
 from treadle.hooks.files import to_json
 from treadle.runs.compare import replay_and_compare
 from treadle.runs.replay import save_batch
@@ -95,7 +95,7 @@ def _print_comparison(values: Mapping[str, Any], console: Console) -> None:
 
 
 def _line(console: Console, name: str, text: str, *, style: str = "") -> None:
-    console.print(Text(f"{name:<10}", style="bold").append(Text(text, style=style)), soft_wrap=True)
+    print_named(f"{name:<10}", text, console, styles=("bold", style), indent=10)
 
 
 def _flat(ids: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from treadle.cli.console import message_console
 from treadle.config.grammar import repeated
+from treadle.runs.report import wrapped
 
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[1]  # of click, or of typer's bundled copy
 
@@ -32,7 +33,8 @@ class SettingsCommand(TyperCommand):
 def warn_of_repeats(settings: Sequence[str]) -> None:
     """Print a warning for each key of the settings that is set twice to different values."""
     for sentence in repeated(settings):
-        message_console().print(f"warning: {sentence}", style="yellow", markup=False, soft_wrap=True)
+        console = message_console()
+        console.print(wrapped(f"warning: {sentence}", console), style="yellow", markup=False, soft_wrap=True)
 
 
 def _as_setting(option: str, words: list[str]) -> str:

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Optional
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_loading
 from treadle.cli.pack_options import Halving, Seeds, Trackers, Workers
 from treadle.cli.settings_command import SettingsCommand
 from treadle.runs.launch import TIMEOUT, process_group
 
 NAME = "FILE"
+_WITHOUT_WORK = {"--help", "--show-settings"}
 
 
 class TrainGroup(TyperGroup):
@@ -53,6 +54,8 @@ class TrainGroup(TyperGroup):
         if args and not file and args[0] not in self.list_commands(ctx):
             # Candidates for the nearest name.
             self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        if args and not ctx.resilient_parsing and _WITHOUT_WORK.isdisjoint(args):
+            show_loading(args[0])
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:

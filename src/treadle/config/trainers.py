@@ -15,6 +15,7 @@ from typing import Any
 from treadle.config.objects import REGISTRY, Registry, build_at, find_target
 from treadle.config.tree import copied, nearest_key
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import is_whole_number
 from treadle.seed import set_seed
 
 _SUFFIX = "_cfg"
@@ -90,7 +91,7 @@ def _trainer_section(cfg: Any) -> Mapping[str, Any]:
 
 
 def _seed(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole_number(value, 0):
         raise ConfigError("must be a whole number >= 0, or None to seed nothing", argument="seed", value=value)
     return value
 

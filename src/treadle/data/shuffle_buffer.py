@@ -13,7 +13,8 @@ from treadle.checkpoint.introspection import has_state
 from treadle.checkpoint.schema import to_plain
 from treadle.data.indexed import seed_worker
 from treadle.data.ranks import rank_and_worker
-from treadle.data.streamed import Draws, ResumableStream
+from treadle.data.stream_check import CpuRngState
+from treadle.data.streamed import ResumableStream
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least, checked
 from treadle.seed import mix_seed
@@ -103,7 +104,7 @@ class ShuffleBuffer(ResumableStream):
 @contextlib.contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
     """Seed the CPU generators inside the block, and restore them afterwards."""
-    outside = Draws()
+    outside = CpuRngState()
     seed_worker(seed)
     try:
         yield

@@ -7,28 +7,22 @@ the consumed batches, regardless of prefetching, and random augmentation does no
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
-import pickle
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from treadle.checkpoint.comparison import same
 from treadle.checkpoint.introspection import has_state
 from treadle.checkpoint.schema import to_plain
 from treadle.data.amount import length_of
 from treadle.data.indexed import Workers, seed_worker
 from treadle.data.own_state import hidden_generators
 from treadle.data.source import EXACT_REPLAY, FromStart, skipped
+from treadle.data.stream_check import CpuRngState, StreamCheck, shuffle_buffer_of_datasets, stages_of_datasets
 from treadle.errors import CheckpointError
 from treadle.seed import mix_seed
 
@@ -70,7 +64,7 @@ class SeededStream(IterableDataset[Any]):
         seed: of the epoch.
         start: initial states of all workers; empty starts from the beginning.
         first: the worker to be read first.
-        tests_state: whether some samples are read a second time, to test that the state restores the position.
+        checks_state: whether some samples are read a second time, to test that the state restores the position.
     """
 
     def __init__(self, dataset: Any, *, batch_size: int | None, seeded: bool):
@@ -80,8 +74,8 @@ class SeededStream(IterableDataset[Any]):
         self.seed = 0
         self.start: list[Mapping[str, Any] | None] = []
         self.first = 0
-        self.tests_state = False
-        self.test: _StateTest | None = None
+        self.checks_state = False
+        self.check: StreamCheck | None = None
         self._reads = 0
         self._ended = False
 
@@ -96,7 +90,7 @@ class SeededStream(IterableDataset[Any]):
         worker = self.worker
         state = self.start[worker] if self.start else None
         self._reads, self._ended = (0, False) if state is None else (int(state["reads"]), bool(state["ended"]))
-        self.test = _StateTest(self.dataset) if self.tests_state and worker == 0 and state is None else None
+        self.check = StreamCheck(self.dataset) if self.checks_state and worker == 0 and state is None else None
         if state is not None and not self._ended and state["dataset"] is not None:
             self.dataset.load_state_dict(to_plain(state["dataset"], "dataset"))
         iterator = iter(self.dataset)
@@ -111,7 +105,7 @@ class SeededStream(IterableDataset[Any]):
         while not self._ended:
             if self.seeded and self._reads % self.batch_size == 0:
                 seed_worker(mix_seed(self.seed, worker, self._reads // self.batch_size))
-            before = None if self.test is None else Draws()
+            before = None if self.check is None else CpuRngState()
             try:
                 sample = next(self._iterator)
             except StopIteration:
@@ -122,8 +116,8 @@ class SeededStream(IterableDataset[Any]):
                 return
             fresh = False
             self._reads += 1
-            if self.test is not None and before is not None:
-                self.test.record(sample, before)
+            if self.check is not None and before is not None:
+                self.check.record(sample, before)
             yield sample
 
     def enter(self, state: Mapping[str, Any]) -> None:
@@ -180,112 +174,15 @@ class _StatefulPass:
         self._stream.enter(state)
 
 
-class Draws:
-    """State of the CPU's random generators at construction."""
-
-    def __init__(self) -> None:
-        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-    def restore(self) -> None:
-        """Restore the generators."""
-        random.setstate(self._states[0])
-        np.random.set_state(self._states[1])
-        torch.set_rng_state(self._states[2])
-
-
-class _StateTest:
-    """Test that a stream's state restores its position, by reading some samples from a copy too.
-
-    Tests run after 1, 8, 64, ... samples, to find states that become wrong when an inner buffer is refilled.
-
-    Attributes:
-        problem: why the test failed; None if it passed or is not finished.
-        finished: whether the first test is finished.
-    """
-
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
-        self._copy: Any = None
-        self._reads = 0
-        self._next = 1
-        self._last: Any = None  # state after the previous sample, while the current one is tested
-        self.finished = False
-        self.problem = shuffle_buffer_of_datasets(dataset)
-        if self.problem is None:
-            try:
-                self._copy = copy.deepcopy(dataset)
-            except Exception as error:  # noqa: BLE001  (a data set of any kind)
-                self.problem = f"it cannot be copied to try it ({type(error).__name__})"
-
-    def record(self, sample: Any, before: Draws) -> None:
-        """Record a sample and the random state before it."""
-        if self.problem is not None:
-            return
-        self._reads += 1
-        if self._last is not None:
-            after = Draws()
-            try:
-                self.problem = self._test_state(sample, before)
-            except Exception as error:  # noqa: BLE001  (a data set of any kind)
-                self.problem = f"loading it raises {type(error).__name__}"
-            finally:
-                after.restore()
-            self.finished, self._last = True, None
-        if self._reads == self._next:
-            self._last, self._next = copy.deepcopy(self._dataset.state_dict()), self._next * 8
-
-    def _test_state(self, sample: Any, before: Draws) -> str | None:
-        after = f"after {self._reads - 1:,} samples"
-        if _alike(self._dataset.state_dict(), self._last):
-            return f"it is the same {after} and after one more"
-        before.restore()
-        self._copy.load_state_dict(self._last)
-        again = next(iter(self._copy), None)
-        return None if _alike(sample, again) else f"taken {after} and loaded, it does not give the next one"
-
-
-def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
-    """Return why a ``datasets.IterableDataset`` with a shuffle buffer cannot be resumed; None for all others.
-
-    Example:
-        >>> shuffle_buffer_of_datasets([1, 2]) is None
-        True
-    """
-    for stage in _stages_of_datasets(dataset, "BufferShuffledExamplesIterable"):
-        return f"the {stage.buffer_size} samples in its shuffle buffer are in no state, and would be lost"
-    return None
-
-
-def _stages_of_datasets(dataset: Any, kind_name: str) -> Iterator[Any]:
-    """Yield the parts of a ``datasets.IterableDataset`` that are instances of the library's classes."""
-    library = sys.modules.get("datasets")
-    if library is None or not isinstance(dataset, library.IterableDataset):
-        return
-    kind = getattr(library.iterable_dataset, kind_name, ())
-    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
-    while waiting:
-        stage = waiting.pop()
-        if isinstance(stage, kind):
-            yield stage
-        waiting += [stage.ex_iterable] if hasattr(stage, "ex_iterable") else getattr(stage, "ex_iterables", None) or []
-
-
 def _problem_of_workers(loader: DataLoader[Any]) -> str | None:
     """Return why the states of a loader's workers cannot be loaded; None if no problem is known."""
     if loader.num_workers > 0 and not loader.in_order:
         return "batches come as workers finish them (in_order=False)"
-    joined = _stages_of_datasets(loader.dataset, "VerticallyConcatenatedMultiSourcesExamplesIterable")
+    joined = stages_of_datasets(loader.dataset, "VerticallyConcatenatedMultiSourcesExamplesIterable")
     if loader.num_workers > 1 and next(joined, None) is not None:
         # datasets 5.2 loads the state of a worker's share into the whole, whose list of sources is longer.
         return "datasets cannot load a worker's state of concatenated streams after the first epoch"
     return None
-
-
-def _alike(one: Any, other: Any) -> bool:
-    try:
-        return same(one, other)
-    except Exception:  # noqa: BLE001  (arrays, pictures: whatever a sample is)
-        return pickle.dumps(one) == pickle.dumps(other)
 
 
 @dataclass
@@ -295,7 +192,7 @@ class _BatchWithState:
     batch: Any
     worker: int
     state: Any
-    test_finished: bool
+    check_finished: bool
     problem: str | None
 
     def pin_memory(self) -> _BatchWithState:
@@ -311,8 +208,8 @@ class _StateCollate:
         self.collate = collate
 
     def __call__(self, samples: Any) -> _BatchWithState:
-        batch, test = self.collate(samples), self.stream.test
-        finished, problem = (False, None) if test is None else (test.finished, test.problem)
+        batch, check = self.collate(samples), self.stream.check
+        finished, problem = (False, None) if check is None else (check.finished, check.problem)
         state = None if problem is not None else self.stream.state_dict()
         return _BatchWithState(batch, self.stream.worker, state, finished, problem)
 
@@ -397,7 +294,7 @@ class StreamSource(FromStart):
             )
         self.stream.seed, self.stream.start = seed, states
         self.stream.first = self._next = 0 if state is None else int(state["next"])
-        self.stream.tests_state = not self._enters and not states and self.problem is None
+        self.stream.checks_state = not self._enters and not states and self.problem is None
         self._states = states or [None] * self._num_workers
         self._enters = self._enters or bool(states)
         batches = self._batches(self._workers.of(iter(self._own)))
@@ -405,7 +302,7 @@ class StreamSource(FromStart):
 
     def _batches(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for sent in iterator:
-            self._enters = self._enters or (sent.test_finished and sent.problem is None)
+            self._enters = self._enters or (sent.check_finished and sent.problem is None)
             self.problem = self.problem or sent.problem
             self._states[sent.worker] = sent.state
             self._next = (sent.worker + 1) % self._num_workers

@@ -12,6 +12,7 @@ from torch import Tensor
 from treadle.data.order import GlobalOrder
 from treadle.data.rows import LastRows, Read, RowLoader, noted, one_number_of_rows
 from treadle.data.sharing import deduplicated
+from treadle.device.handover import run_off_turn
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
 
@@ -118,7 +119,8 @@ class TensorLoader(RowLoader):
 
     @contextlib.contextmanager
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
-        drawn = order.rows(self.epoch)  # on the CPU, so that the order is the same on every device
+        # On the CPU, so that the order is the same on every device; other runs continue meanwhile.
+        drawn = run_off_turn(lambda: order.rows(self.epoch)) if order.shuffle else None
         rows = None if drawn is None else drawn.to(self.tensors[0].device, non_blocking=True)
         if self._gather is not None:
             self._gather.begin()

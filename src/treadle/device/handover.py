@@ -105,9 +105,9 @@ def wait_for_work(device: torch.device) -> None:
 
 
 def run_off_turn(work: Callable[[], T]) -> T:
-    """Run file operations while other runs continue.
+    """Run file operations, or copies to the host, while other runs continue.
 
-    The function must not launch work, change process-wide state, or hold a lock that another run may need.
+    The function must not launch other work, change process-wide state, or hold a lock that another run may need.
 
     Example:
         >>> run_off_turn(lambda: 3)

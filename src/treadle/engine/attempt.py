@@ -21,12 +21,13 @@ from treadle.engine.masks import warn_of_masks
 from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_after_step
+from treadle.engine.skips import follow_on_device, note_whether_told
 from treadle.means import RunningMeans, Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
-from treadle.optim.nonfinite import LateRefusal
+from treadle.optim.nonfinite import SCALE_LOWERED, LateRefusal
 from treadle.task import StepOutput, add_output
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def refuse(engine: Engine) -> Outcome:
     """Refuse a non-finite gradient: lower the fp16 scale if possible, else follow a hook or retry on new data."""
     info = engine.attempt.info
     if engine.precision.refused():
-        info["reason"] = "non-finite gradient: the fp16 scale was lowered"
+        info["reason"] = SCALE_LOWERED
         clear_gradients(engine)
         return "skipped"
     info["reason"] = "non-finite gradient"
@@ -281,6 +282,12 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
     """Advance what follows applied steps: counters, schedule, averages; for those in ``moved`` the counter only."""
     if engine.guard.recording:
         return "applied"  # nothing changed: see treadle.capture
+    if engine.guard.skips is not None and engine.guard.skips.open:
+        on_device = follow_on_device(engine, engine.guard.skips, moved)
+        if on_device is None:
+            clear_gradients(engine)
+            return "skipped"
+        moved = on_device
     engine.precision.applied()
     scheduler = engine.lr_scheduler if engine.settings.scheduler_interval == "step" else None
     moves = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)  # that one moves with epochs
@@ -303,6 +310,8 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
         engine.should_stop = True
     engine.events.emit(engine, "on_after_step")
     engine.events.write_requested()
+    if engine.guard.skips is not None:
+        note_whether_told(engine, engine.guard.skips)
     if engine.signals.plans:
         exit_after_step(engine)
 
@@ -314,6 +323,8 @@ def raise_late_refusal(engine: Engine, late: LateRefusal) -> None:
     step. The schedule and the averages in memory are ahead by as many updates; the saved state is checked first.
     """
     engine.progress.subtract_applied(late.undone)
+    for average in () if engine.guard.skips is None else engine.averages.values():
+        average.count_update(-late.undone)  # in fp16 the device left it unchanged
     clear_gradients(engine)
     raise non_finite_error(engine, late.place, late.norm)
 

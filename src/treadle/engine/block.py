@@ -16,6 +16,7 @@ from torch import Tensor
 
 from treadle.engine.attempt import Attempt
 from treadle.engine.signal_exit import exit_after_step
+from treadle.engine.skips import note_whether_told, steps_until_hook
 from treadle.optim.nonfinite import StepLocation
 from treadle.task import StepOutput, add_output
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
     from treadle.means import RunningMeans
 
-MOST = 256  # steps
+MOST = 512  # steps
 _FIRST, _LEAST, _SECONDS = 64, 8, 0.25  # steps before the pace is known; steps, and seconds, of the others
 
 
@@ -39,6 +40,7 @@ class StepBlock:
         numbers: gradient norm and loss of each step, (N, 2) on the device.
         output: weight, reduction and records of a step, without its loss; the same for all steps.
         rates: learning rate of each parameter group.
+        may_skip: whether the device has skipped those steps whose norm is not finite, as in fp16.
     """
 
     first_step: int
@@ -47,6 +49,7 @@ class StepBlock:
     numbers: Tensor
     output: StepOutput
     rates: Sequence[Any]
+    may_skip: bool = False
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -94,6 +97,9 @@ class RunsAhead:
         """Replay the next steps, not counted by the engine yet; return the last batch and their numbers."""
         raise NotImplementedError
 
+    def end_run(self) -> None:
+        """Free what must not outlive a run."""
+
 
 def run_ahead(engine: Engine) -> bool:
     """Run as many steps as possible before a hook, the end of the epoch or the target needs a single step.
@@ -104,7 +110,8 @@ def run_ahead(engine: Engine) -> bool:
     steps = engine.steps
     if not isinstance(steps, RunsAhead):
         return False
-    count = min(steps_until_hooks(engine), _steps_per_interval(steps.pace))
+    due = steps_until_hook(engine)
+    count = min(_steps_until_due(engine, due), _steps_per_interval(steps.pace))
     started = time.perf_counter()
     if count < 2 or not steps.may_run_ahead():
         return False
@@ -113,16 +120,20 @@ def run_ahead(engine: Engine) -> bool:
     _count(engine, block)
     _record(engine, group, block)
     engine.attempt.info["step_time"] = steps.pace
+    if engine.guard.skips is not None and due == count:
+        engine.raise_if_refused()  # which tells it of skipped steps
     for hook in engine.events.hooks_for(engine.hooks, "on_after_step"):
         hook.on_after_steps(engine, block)
     engine.events.write_requested()
+    if engine.guard.skips is not None:
+        note_whether_told(engine, engine.guard.skips)
     if engine.signals.plans:
         exit_after_step(engine)
     return True
 
 
-def steps_until_hooks(engine: Engine) -> int:
-    """Return how many steps may run until hooks must see the last of them."""
+def _steps_until_due(engine: Engine, due: int | None) -> int:
+    """Return how many steps may run until hooks, due in so many, or the run must see the last of them."""
     target, cursor, progress = engine.target, engine.cursor, engine.progress
     if engine.should_stop or engine.signals.received or cursor.length is None or engine.accumulation_steps > 1:
         return 0
@@ -131,11 +142,7 @@ def steps_until_hooks(engine: Engine) -> int:
     count = min(MOST, cursor.length - cursor.position - 1)  # the last batch of an epoch ends the epoch
     if target.max_steps is not None:
         count = min(count, target.max_steps - progress.step)
-    for event in ("on_before_step", "on_after_step"):
-        for hook in engine.events.hooks_for(engine.hooks, event):
-            due = hook.steps_ahead(engine)
-            count = count if due is None else min(count, due)
-    return count
+    return count if due is None else min(count, due)
 
 
 def _steps_per_interval(pace: float | None) -> int:

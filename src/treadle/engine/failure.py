@@ -21,7 +21,7 @@ from torch import Tensor
 
 from treadle import distributed
 from treadle.errors import NonFiniteError, RankLostError, TreadleError
-from treadle.nested import shapes_of
+from treadle.nested import non_finite_in, shapes_of
 from treadle.optim.nonfinite import StepLocation
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def errors_logged_with_rank(engine: Engine) -> Iterator[None]:
         raise
     except BaseException as error:
         _note_batches(engine, error)
+        _note_groups(engine, error)
         if distributed.world_size() == 1:
             raise
         lost = lost_rank(error)
@@ -72,6 +73,17 @@ def _note_batches(engine: Engine, error: BaseException) -> None:
         return
     shapes = " ".join(dict.fromkeys(shapes_of(batch) for batch in engine.attempt.group.batches))
     error.add_note(f"{NOTE} {engine.step}, epoch {engine.epoch + 1}; what the loader gave: {shapes}")
+
+
+def _note_groups(engine: Engine, error: BaseException) -> None:
+    """Add a note to an error of torch's if the optimizer has groups that its schedule was not built with."""
+    covered = len(getattr(engine.lr_scheduler, "base_lrs", ()))
+    groups = len(engine.optimizer.param_groups) if engine.optimizer is not None else 0
+    if covered and groups > covered and isinstance(error, (ValueError, IndexError)) and hasattr(error, "add_note"):
+        error.add_note(
+            f"{type(engine.lr_scheduler).__name__} was built for {covered} parameter groups, and the optimizer has "
+            f"{groups} by now: build all groups from the start and freeze those to come with requires_grad_(False)"
+        )
 
 
 @contextlib.contextmanager
@@ -157,10 +169,28 @@ def non_finite_error(engine: Engine, at: StepLocation | None = None, norm: Tenso
     measured = float(engine.attempt.info.get("grad_norm", math.nan) if norm is None else norm)
     first = max(at.position - at.num_batches + 1, min(at.position, 1))
     where = f"batch {at.position}" if first == at.position else f"batches {first} to {at.position}"
+    found = _non_finite_values(engine, first) if at.step == engine.progress.step else ""
     return NonFiniteError(
         f"the gradient of step {at.step} is not finite (norm {measured}) after {at.tries} "
         f"{'try' if at.tries == 1 else 'tries'}: {where} of epoch "
-        f"{at.epoch + 1}. The weights are those of the last applied step ({engine.progress.applied_steps}). Look at "
-        "that batch, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
+        f"{at.epoch + 1}. The weights are those of the last applied step ({engine.progress.applied_steps}). "
+        f"{found or 'Look at that batch'}, lower the learning rate, clip gradients, or set max_non_finite_grad_retries",
         step=at.step, norm=measured, epoch=at.epoch, batch_index=at.position, tries=at.tries,
     )  # fmt: skip
+
+
+def _non_finite_values(engine: Engine, first: int) -> str:
+    """Return a sentence about the values of the current micro-batches that are not finite; empty if all are."""
+    group = engine.attempt.group
+    ids = group.sample_ids or [None] * len(group.batches)
+    for number, (batch, of_samples) in enumerate(zip(group.batches, ids, strict=False), first):
+        found = []
+        for name, tensor in non_finite_in(batch):
+            wrong = (~tensor.isfinite()).reshape(len(tensor) if tensor.dim() else 1, -1)
+            row = int(wrong.any(1).nonzero()[0])
+            known = isinstance(of_samples, list) and len(of_samples) == len(wrong)
+            where = f"sample {of_samples[row]}" if known else f"row {row}"
+            found.append(f"{name or 'the tensor'} has {int(wrong.sum())} of {wrong.numel()}, first in {where}")
+        if found:
+            return f"Batch {number} has values that are not finite: {'; '.join(found[:3])}. Correct the data"
+    return ""

@@ -209,6 +209,7 @@ class BaseHook:
         """Return how many captured steps may run until this hook must see the last of them; None for any number.
 
         Called between two steps, on hooks that override an event of a step. 1 by default: the hook sees every step.
+        In fp16 on CUDA, a step that no hook must see counts as applied until the host learns that it was skipped.
         """
         return 1
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from treadle.data.amount import Amount, check_amount
 from treadle.errors import ConfigError, refuse_unknown
+from treadle.errors.arguments import is_whole_number
 
 Duration = float | str | timedelta | Mapping[str, float]
 """Seconds, ``"HH:MM:SS"``, ``"DD:HH:MM:SS"``, ``"1h30m"``, a timedelta, or its arguments such as ``{"hours": 2}``."""
@@ -100,7 +101,7 @@ class Limits:
         trial, sanity = self.fast_dev_run, self.num_sanity_eval_steps
         if not isinstance(trial, int) or trial < 0:
             raise ConfigError("must be True, False or a number of batches >= 1", argument="fast_dev_run", value=trial)
-        if isinstance(sanity, bool) or not isinstance(sanity, int) or sanity < -1:
+        if not is_whole_number(sanity, -1):
             raise ConfigError(
                 "must be a number of batches >= 0, or -1 for all", argument="num_sanity_eval_steps", value=sanity
             )

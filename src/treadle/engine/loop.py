@@ -286,6 +286,8 @@ class Engine(EngineBase):
         self.prepare()
         self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
         begin_step(self)
+        if self.guard.skips is not None:
+            self.guard.skips.told_now = True
         with contextlib.closing(self.exchange):
             outcome = self.steps(Group(list(batches), [0.0] * len(batches)))
         if outcome == "refused":
@@ -325,6 +327,8 @@ class Engine(EngineBase):
     @property
     def applied_steps(self) -> int:
         """Steps that changed the weights."""
+        if self.guard.skips is not None:
+            self.raise_if_refused()  # which tells of skipped steps
         return self.progress.applied_steps
 
     @property
@@ -424,4 +428,6 @@ class Engine(EngineBase):
             CheckpointError: the state does not fit the model or optimizer.
         """
         self.prepare()
+        if self.guard.late is not None:
+            self.guard.late.forget()
         self.state.restore(self, state_dict)

@@ -274,15 +274,15 @@ class ClassMetric:
         self._kind, self._settings = _CLASSIFICATION[name]
         self._logits = _takes_logits(loss_fn)
         self._ignored = getattr(loss_fn, "ignore_index", -100)
-        self._made: Any = None
+        self._metric: Any = None
         self._rows = FunctionMetric(self._of_rows, name)
         self._shape: tuple[str, int] | None = None
 
     def reset(self) -> None:
         """Clear the state."""
         self._rows.reset()
-        if self._made is not None:
-            self._made.reset()
+        if self._metric is not None:
+            self._metric.reset()
 
     def update(self, prediction: Any, target: Any) -> None:
         """Add one batch.
@@ -307,10 +307,10 @@ class ClassMetric:
         return self._make(shapes[0][1], torch.device("cpu")).compute()
 
     def _make(self, classes: int, device: torch.device) -> Any:
-        if self._made is None:
+        if self._metric is None:
             kind = getattr(_torchmetrics("classification"), f"Multiclass{self._kind}")
-            self._made = kind(num_classes=classes, ignore_index=self._ignored, **self._settings).to(device)
-        return self._made
+            self._metric = kind(num_classes=classes, ignore_index=self._ignored, **self._settings).to(device)
+        return self._metric
 
     def _shape_of(self, prediction: Any, target: Any) -> tuple[str, int]:
         if not (isinstance(prediction, Tensor) and isinstance(target, Tensor)):

@@ -35,7 +35,7 @@ from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import uncalled_methods
 from treadle.engine.objects_part import warn_of_lost
 from treadle.errors import ConfigError
-from treadle.nested import flatten_nested_dict
+from treadle.nested import flatten_nested_dict, non_finite_in
 from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.optimizer import check_scheduler, is_torch_optimizer, uncovered_parameters
 from treadle.optim.schedules import check_plateau, scheduler_state
@@ -258,6 +258,7 @@ def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> 
                 metrics.reset()
             with engine.precision.autocast(), batch_named_in_errors(batches[0], "the evaluation, tried before step 1"):
                 output = as_step_output(task.step(engine.model, batches[0]), training=False)
+            _warn_of_loss(engine, output.loss, batches[0])
             records = ["/".join(path) for path in flatten_nested_dict(output.records or {})]
             if not metrics or output.outputs is None:
                 return records if not metrics else None
@@ -269,6 +270,18 @@ def try_evaluation(engine: Engine, loader: Iterable[Any], task: Task | None) -> 
             return None if measured is None else [*records, *measured]
         finally:
             cursor.close()
+
+
+def _warn_of_loss(engine: Engine, loss: Tensor | None, batch: Any) -> None:
+    """Warn, before step 1, if the loss of an evaluation is not finite."""
+    if loss is not None and not bool(loss.isfinite().all()):
+        found = ", ".join(name or "the tensor" for name, _ in non_finite_in(batch))
+        cause = f"its batch has values that are not finite in {found}" if found else "its batch is finite"
+        engine.logger.warning(
+            "the evaluation, tried before step 1, has a loss of %s on its first batch, so no epoch could be the best; "
+            "%s",
+            loss.detach().float().mean().tolist(), cause,
+        )  # fmt: skip
 
 
 def into_training_mode(engine: Engine) -> None:

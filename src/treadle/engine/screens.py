@@ -92,7 +92,8 @@ class RichBar:
 
     def print_above(self, text: str) -> None:
         """Print a line of the log above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        # Broken between words; a word longer than a line, such as a path, stays whole.
+        self._console.print(text, markup=False, highlight=False, overflow="ignore", crop=False)
 
     def stop(self) -> None:
         """Leave the last state of the bar on the terminal."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 import time
@@ -28,9 +29,11 @@ from treadle.engine.preflight import (
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.signal_exit import exit_by, exit_on_signal
 from treadle.engine.single_samples import explaining_single_samples
+from treadle.engine.skips import take_back_skipped
 from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
+from treadle.optim.late_skips import LateSkips, scales_on_device
 from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
 from treadle.seed import RngState, mix_seed
 
@@ -106,14 +109,24 @@ def refusal_plan(engine: Engine) -> RefusalPlan | None:
     return next(iter(plans.values()), None)
 
 
+def _late_skips(engine: Engine) -> LateSkips | None:
+    """Return the flags of steps in fp16, if the device can skip them alike on all ranks."""
+    alike = engine.num_ranks == 1 or (engine.exchange.equal and not distributed.is_sharded(engine.model))
+    if not (alike and scales_on_device(engine.precision, engine.optimizer, engine.device)):
+        return None
+    return LateSkips(engine.device, engine.precision, functools.partial(take_back_skipped, engine))
+
+
 def finite_guard(engine: Engine) -> FiniteGuard:
     """Return the guard of the weights: on the device, unless the host must know of a refused step at once."""
     plan = refusal_plan(engine)
-    must_know_now = bool(engine.max_non_finite_grad_retries) or engine.precision.scaled or plan is not None
-    deferred = not must_know_now and skips_on_device(engine.optimizer, engine.device)
+    must_know_now = bool(engine.max_non_finite_grad_retries) or plan is not None
+    skips = _late_skips(engine) if engine.precision.scaled and not must_know_now else None
+    must_know_now |= engine.precision.scaled
+    deferred = skips is not None or (not must_know_now and skips_on_device(engine.optimizer, engine.device))
     return FiniteGuard(
         deferred=deferred, can_wait=not must_know_now, plan=plan, agreed=engine.exchange.equal,
-        num_ranks=engine.num_ranks,
+        num_ranks=engine.num_ranks, skips=skips,
     )  # fmt: skip
 
 
@@ -174,6 +187,8 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
         engine.cursor.close()
         engine.eval_cursor.close()
         engine.exchange.close()
+        if (end_run := getattr(engine.steps, "end_run", None)) is not None:  # of captured steps
+            end_run()
         engine.events.clear_dispatch()
         close_hooks(engine, opened, failure)
 

@@ -11,6 +11,7 @@ import torch
 from treadle.data.cursor import Group
 from treadle.engine.limits import NO_LIMITS, Limits
 from treadle.errors import ConfigError
+from treadle.errors.arguments import is_whole_number
 from treadle.seed import as_seed
 
 Capture = bool | Literal["auto"]
@@ -89,7 +90,7 @@ class EngineSettings:
 
 def check_accumulation(steps: int, *, argument: str = "accumulation_steps") -> None:
     """Raise ConfigError unless it is a valid number of micro-batches per step."""
-    if not isinstance(steps, int) or steps < 1:
+    if not is_whole_number(steps, 1):
         raise ConfigError("a step needs a whole number of micro-batches, >= 1", argument=argument, value=steps)
 
 

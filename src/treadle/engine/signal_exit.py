@@ -77,13 +77,25 @@ def _save_and_exit(engine: Engine, received: int) -> None:
     if not received:
         return
     plans = [plan for plan in engine.signals.plans if received in plan.signals] or engine.signals.plans
-    engine.logger.warning("signal %d: saving at step %d and exiting", received, engine.progress.step)
+    engine.logger.warning("%s: saving at step %d and exiting", _name_of(received), engine.progress.step)
     for plan in plans:
         plan.write()
     wait = max(plan.wait for plan in plans)
     if wait > 0:
         time.sleep(wait)
     exit_by(plans, received)
+
+
+def _name_of(number: int) -> str:
+    """Return the name of a signal, with its key on a terminal.
+
+    Example:
+        >>> _name_of(15)
+        'SIGTERM'
+    """
+    if number == signal.SIGINT:
+        return "SIGINT (Ctrl-C)"
+    return signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"
 
 
 def exit_by(plans: Sequence[ExitPlan], received: int) -> NoReturn:

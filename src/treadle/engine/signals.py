@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least
+from treadle.errors.interrupts import repeating_ignored_interrupts
 
 ExitCode = Literal["128+signal"] | int
 
@@ -114,7 +115,8 @@ class SignalListener:
     def listening(self, signals: Sequence[int]) -> Iterator[bool]:
         """Install the handlers inside the block and restore the earlier ones afterwards.
 
-        Inside another such block it is a no-op: what was recorded there stays recorded.
+        Inside another such block it is a no-op: what was recorded there stays recorded. A KeyboardInterrupt that
+        Python ignored is raised again.
 
         Yields:
             Whether this is the outermost block.
@@ -124,11 +126,12 @@ class SignalListener:
             return
         self.received, self._count = None, 0
         if not signals:
-            yield True
+            with repeating_ignored_interrupts():
+                yield True
             return
         self._inside = True
         try:
-            with self._handlers(signals):
+            with repeating_ignored_interrupts(), self._handlers(signals):
                 yield True
         finally:
             self._inside = False

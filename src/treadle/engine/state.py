@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
 from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import StateProgress
-from treadle.checkpoint.schema import KEYS, OF_USERS, SmallCopies, to_plain
+from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, copy_large_of, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.first_save import try_loading
 from treadle.engine.hooks_part import HookStates
@@ -112,6 +110,7 @@ class RunState:
         self.closed: str | None = None
         self.schedule = ScheduleMoves()
         self.objects = OwnObjects({})
+        self.registered: frozenset[str] = frozenset()
         self.hooks = HookStates()
         self._trial: Callable[[], None] | None = None
         self._loading_tested = False
@@ -122,7 +121,7 @@ class RunState:
 
     def prepare(self, engine: Engine) -> None:
         """Fingerprint the frozen weights, and record the initial state of the user's objects."""
-        self.base = FrozenBase(engine.model, asked=self.options.ignore_frozen_params)
+        self.base = FrozenBase(engine.model, requested=self.options.ignore_frozen_params)
         self.modules = ModuleState(engine.model)
         self.built = PreparedParts(engine)
         self._parts = (*parts_of(engine), engine.task)  # kept alive: they are known by id, which could be reused
@@ -174,15 +173,6 @@ class RunState:
         self.modules.restore(engine.model, modules, ready=False)
         self.objects.restore_attributes(objects)
 
-    def signature(self, engine: Engine) -> Any:
-        """Return the state that the user's code may change between steps, as a plain tree for comparison."""
-        groups = [{key: value for key, value in group.items() if key != "params"}
-                  for group in engine.optimizer.param_groups]  # fmt: skip
-        written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
-        settings = [getattr(engine.settings, name) for name in MOVABLE]
-        modules = self.modules.collect(engine.model)
-        return to_plain([self.objects.collect(), modules, groups, written, settings], encoding="odd")
-
     def record_length_checked(self) -> None:
         """Record that the length of the schedule was checked for this run."""
         self.length_checked = True
@@ -222,6 +212,7 @@ class RunState:
         """
         wait_for_work(engine.device)
         tree: dict[str, Any] = dict.fromkeys(KEYS)
+        self.built.refuse_lost_parameters(engine)
         if self.training:
             self.schedule.compare(engine)
             self.built.refuse_replaced(engine)
@@ -230,10 +221,11 @@ class RunState:
         for part in PARTS:
             part.collect(engine, tree)
         joins = engine.device.type == "cuda" and (buffers is None or type(buffers) is LiveTensors)
-        small = {key: SmallCopies(value) for key, value in tree.items()} if joins else {}
+        copies = {key: DeviceCopies(value) for key, value in tree.items()} if joins else {}
+        copy_large_of(copies.values())
         plain = {
             key: to_plain(
-                value, key, copies=small[key].result() if joins else None, buffers=buffers, parts=parts,
+                value, key, copies=copies[key].result() if joins else None, buffers=buffers, parts=parts,
                 encoding=OF_USERS.get(key, "none"),
             )
             for key, value in tree.items()

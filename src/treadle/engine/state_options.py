@@ -37,7 +37,7 @@ class StateOptions:
     strict: bool = True
 
 
-def state_options(asked: StateDictOptions | None) -> StateOptions:
+def state_options(requested: StateDictOptions | None) -> StateOptions:
     """Convert torch's ``StateDictOptions``.
 
     ``cpu_offload`` is implied: a state is on the CPU, with whole tensors on rank 0.
@@ -50,18 +50,18 @@ def state_options(asked: StateDictOptions | None) -> StateOptions:
         >>> state_options(StateDictOptions(strict=False))
         StateOptions(full_state_dict=False, ignore_frozen_params=False, strict=False)
     """
-    if asked is None:
+    if requested is None:
         return StateOptions()
-    if isinstance(asked, type) or not hasattr(asked, "full_state_dict"):
+    if isinstance(requested, type) or not hasattr(requested, "full_state_dict"):
         raise ConfigError(
             "must be torch.distributed.checkpoint.state_dict.StateDictOptions(...), or None",
             argument="state_dict_options",
-            value=asked,
+            value=requested,
         )
     for name, reason in _REFUSED.items():
-        value = getattr(asked, name)
-        if value != getattr(type(asked), name):
+        value = getattr(requested, name)
+        if value != getattr(type(requested), name):
             raise ConfigError(
                 f"{name}={value!r} has no meaning here: {reason}; leave it out", argument="state_dict_options"
             )
-    return StateOptions(asked.full_state_dict, asked.ignore_frozen_params, asked.strict)
+    return StateOptions(requested.full_state_dict, requested.ignore_frozen_params, requested.strict)

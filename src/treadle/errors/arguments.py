@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from datetime import timedelta
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from treadle.errors import ConfigError, nearest
 
@@ -154,10 +154,20 @@ def check_within(interval: str, **values: float | None) -> None:
             raise _out_of_range(f"must lie in {interval}", name, value)
 
 
+def is_whole_number(value: Any, least: int) -> TypeGuard[int]:
+    """Return whether a value is an integer of at least ``least``, and no bool.
+
+    Example:
+        >>> is_whole_number(1, 1), is_whole_number(True, 1), is_whole_number(1.0, 1)
+        (True, False, False)
+    """
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+
+
 def check_whole(least: int, **values: Any) -> None:
     """Raise for anything but a whole number of at least ``least``; names are as in :func:`check_least`."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or not int(value) >= least:
+        if not is_whole_number(value, least):
             raise _out_of_range(f"must be a whole number >= {least}", name, value)
 
 

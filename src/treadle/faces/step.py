@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,29 +14,23 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, check_compile, compile_model
+from treadle.checkpoint.schema import to_plain
 from treadle.data.amount import Amount
-from treadle.data.cursor import Cursor
 from treadle.distributed import unwrap
 from treadle.engine import Engine
-from treadle.engine.attempt import Attempt
 from treadle.engine.evaluation import refuse_no_batch
-from treadle.engine.events import Events
 from treadle.engine.failure import errors_logged_with_rank
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Duration, Limits
-from treadle.engine.names import FOREIGN, idle_attributes, is_own_helper, refuse_signatures, uncalled_methods
+from treadle.engine.names import is_own_helper
 from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
-from treadle.engine.progress import Progress
-from treadle.engine.session import HookDeclarations
 from treadle.engine.settings import Capture, EngineSettings, check_accumulation
-from treadle.engine.signals import SignalListener
-from treadle.engine.state import RunState
 from treadle.engine.state_options import state_options
-from treadle.engine.stopping import Target
-from treadle.errors import ConfigError
+from treadle.errors import CheckpointError, ConfigError
 from treadle.errors.arguments import check_whole, checked
 from treadle.faces.epoch_face import save_state
+from treadle.faces.overrides import check_overrides, refuse_own_loop, refuse_replaced_parts
 from treadle.faces.run_files import with_default_hooks
 from treadle.hooks.remote import local_workspace
 from treadle.hooks.trackers import TrackerChoice, with_trackers
@@ -48,20 +40,6 @@ from treadle.task import Rng, StepOutput, Task, Totals, as_step_output
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-
-_PARTS: dict[str, type] = {
-    "settings": EngineSettings, "progress": Progress, "attempt": Attempt, "state": RunState, "events": Events,
-    "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": HookDeclarations,
-    "precision": Precision,
-}  # fmt: skip
-"""Parts of the engine that a subclass could replace by mistake."""
-_OVERRIDABLE = (
-    "build_data_loader", "build_model", "build_optimizer", "build_lr_scheduler", "build_grad_scaler", "build_hooks",
-    "forward", "train_step", "evaluate", "log", "log_images",
-    "build_eval_data_loader", "build_predict_data_loader", "predict_step",  # for the commands evaluate and predict
-)  # fmt: skip
-_ARGUMENTS = {**dict.fromkeys(_OVERRIDABLE[:6], (0,)), "forward": (1,), "train_step": (1,)}
 
 
 class BaseTrainer(Engine):
@@ -156,7 +134,7 @@ class BaseTrainer(Engine):
         fast_dev_run: bool | int = False,
         num_sanity_eval_steps: int = 0,
     ):
-        self._refuse_own_loop()
+        refuse_own_loop(type(self), BaseTrainer)
         check_whole(0, max_steps=max_steps)
         check_precision(mixed_precision, argument="mixed_precision")
         accumulation_steps = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
@@ -181,7 +159,7 @@ class BaseTrainer(Engine):
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()
-        self.config = self._described(
+        self.config = self._own_config = self._described(
             mixed_precision=mixed_precision, max_non_finite_grad_retries=max_non_finite_grad_retries,
             gradient_checkpointing=gradient_checkpointing, compile=compile,
         )  # fmt: skip
@@ -197,6 +175,15 @@ class BaseTrainer(Engine):
             "scheduler_interval": own.scheduler_interval, "capture": own.capture, "compile": given["compile"],
             **{name: value for name, value in later.items() if value}, **own.limits.given(),
         }  # fmt: skip
+
+    @property
+    def _recorded_config(self) -> Any:
+        """Configuration that a checkpoint records: the trainer's, where a subclass put an object in its place."""
+        try:
+            to_plain(self.config, "config")
+        except CheckpointError:
+            return self._own_config
+        return self.config
 
     def _clear_parts(self) -> None:
         """Set the parts that :meth:`prepare` builds to None."""
@@ -346,16 +333,11 @@ class BaseTrainer(Engine):
             ConfigError: a subclass has assigned an attribute with the name of a part or a method of the engine.
         """
         if self.hooks is None:
-            self._refuse_replaced_parts()
-            refuse_signatures(self, _ARGUMENTS)
-            for warning in uncalled_methods(type(self), BaseTrainer, known=_OVERRIDABLE, foreign=FOREIGN):
-                self.logger.warning("%s", warning)
-            for text in idle_attributes(self, BaseTrainer):
-                self.logger.warning("%s", text)
+            check_overrides(self, BaseTrainer)
             announce_building(self)
             # A helper that a subclass calls itself shares the name by chance.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
-            self._refuse_replaced_parts()  # build methods may assign too
+            refuse_replaced_parts(self, BaseTrainer)  # build methods may assign too
             if self.hooks is None:
                 raise ConfigError(
                     f"{type(self).__name__}._build() did not call super()._build(), which builds every part; call it, "
@@ -384,31 +366,6 @@ class BaseTrainer(Engine):
         if self._remote is not None:
             hooks = [self._remote, *hooks]
         self.hooks = with_default_hooks(hooks, given=hooks, progress=self.settings.progress)
-
-    def _refuse_own_loop(self) -> None:
-        """Raise ConfigError for a ``_run_step`` as in mini or trainloop, which nothing here would call."""
-        kind = type(self)
-        if hasattr(kind, "_run_step") and not is_own_helper(kind, BaseTrainer, "_run_step"):
-            raise ConfigError(
-                f"{type(self).__name__}._run_step: nothing calls it; override train_step(group), which returns what "
-                "super().train_step(group) does, or use on_before_step and on_after_step of a hook"
-            )
-
-    def _refuse_replaced_parts(self) -> None:
-        for name, kind in _PARTS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise ConfigError(
-                    f"{type(self).__name__}.{name}={value!r}: the engine keeps its {kind.__name__} under this name; "
-                    "give the attribute of the subclass another one"
-                )
-        functions = (types.FunctionType, types.MethodType, partial)  # may replace a method on purpose
-        for name, value in vars(self).items():
-            if callable(getattr(BaseTrainer, name, None)) and not isinstance(value, functions):
-                raise ConfigError(
-                    f"{type(self).__name__}.{name}: a {type(value).__name__} was assigned to this attribute, which "
-                    f"hides the method {name}() of BaseTrainer; give the attribute another name"
-                )
 
     def _built(self, method: str) -> Any:
         part = getattr(self, method)()

@@ -15,7 +15,7 @@ from treadle.distributed import unwrap
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import checked, is_whole_number
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def summary(model: nn.Module, input: Any = None, *, depth: int | None = 2) -> Mo
         1        ReLU        0           (3, 2)
         10 parameters, 10 of them trainable, 0.0 MB
     """
-    if depth is not None and (isinstance(depth, bool) or not isinstance(depth, int) or depth < 0):
+    if depth is not None and not is_whole_number(depth, 0):
         raise ConfigError("must be a whole number of levels >= 0, or None for all", argument="depth", value=depth)
     inner = unwrap(model)
     shapes: dict[int, Any] = {}

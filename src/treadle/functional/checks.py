@@ -11,7 +11,7 @@ from treadle.engine.best import BestRule, EarlyStopping
 from treadle.engine.hook import BaseHook
 from treadle.engine.names import overridden_on_instance, refuse_signatures, takes, uncalled_methods
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument
+from treadle.errors.arguments import check_argument, is_whole_number
 from treadle.faces.loaders import (
     EvalLoaders,
     check_eval_loaders,
@@ -70,11 +70,11 @@ def check_call(
         check_argument(name, path, str | Path | None)
     train_loader, eval_loader = loaders
     check_loader(train_loader, "train_dataloader")
-    if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
+    if not is_whole_number(num_epochs, 0):
         raise ConfigError(
             "must be a whole number of epochs >= 0, counted from the start", argument="num_epochs", value=num_epochs
         )
-    if save_freq is not None and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 0):
+    if save_freq is not None and not is_whole_number(save_freq, 0):
         raise ConfigError(
             "must be >= 1 epoch, or None or 0 to write no numbered files", argument="save_freq", value=save_freq
         )

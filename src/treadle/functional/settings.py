@@ -16,7 +16,7 @@ from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_argument
+from treadle.errors.arguments import check_argument, is_whole_number
 from treadle.faces.build import EngineArguments
 from treadle.functional.other_names import hint_for_unknown
 from treadle.functional.user_config import UserConfig
@@ -64,7 +64,7 @@ class RunDefaults:
 
     def __post_init__(self) -> None:
         interval = self.save_interval
-        if interval is not None and (isinstance(interval, bool) or not isinstance(interval, Integral) or interval < 0):
+        if interval is not None and not is_whole_number(interval, 0):
             raise ConfigError(
                 "must be a whole number of epochs >= 0, or None", argument=f"{_WHERE}.save_interval", value=interval
             )

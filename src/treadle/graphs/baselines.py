@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
 
-__all__ = ["GraphTable", "mean_baseline", "ridge_baseline", "tabulate"]
+__all__ = ["GraphTable", "RidgePredictions", "mean_baseline", "ridge_baseline", "ridge_predictions", "tabulate"]
 
 _ALPHAS = tuple(10.0**power for power in range(-3, 4))
 
@@ -68,18 +68,16 @@ def ridge_baseline(
 ) -> dict[str, float]:
     """Return the test errors of ridge regression with its penalty selected by validation error.
 
-    Features are standardised; the intercept is not penalised.
-
     Args:
         features_GF: features of the training, validation and test graphs.
-        targets_GT: targets of the same.
+        targets_GT: targets of the same; NaN is unknown and ignored.
         alphas: penalties to choose from, per graph.
 
     Returns:
         ``mae`` and ``rmse`` on the test set, ``alpha``, and ``num_features``, the number of non-constant features.
 
     Raises:
-        ConfigError: a target is not finite.
+        ConfigError: a target has fewer than two known values in training, or none is known in validation.
 
     Example:
         >>> x = torch.arange(12.0).view(-1, 1)
@@ -87,26 +85,65 @@ def ridge_baseline(
         >>> round(found["mae"], 6)
         0.0
     """
-    if not all(bool(targets.isfinite().all()) for targets in targets_GT):
-        raise ConfigError("a target is not finite; a ridge needs all of them", argument="targets_GT")
-    train = features_GF[0].double()
-    varies = train.amax(0) > train.amin(0)
-    centre, scale = train[:, varies].mean(0), train[:, varies].std(0)
-    x_train, x_val, x_test = ((features.double()[:, varies] - centre) / scale for features in features_GF)
-    y_train, y_val, y_test = (targets.double() for targets in targets_GT)
-    gram, moment = x_train.T @ x_train / len(x_train), x_train.T @ (y_train - y_train.mean(0)) / len(x_train)
+    found = ridge_predictions(features_GF, targets_GT, alphas=alphas)
+    errors = _errors(found.predicted_GT, targets_GT[2].double())
+    return {**errors, "alpha": found.alpha, "num_features": found.num_features}
 
-    def weights(alpha: float) -> Tensor:
-        penalised = gram + alpha * torch.eye(len(gram), dtype=gram.dtype)
+
+class RidgePredictions(NamedTuple):
+    """Predictions of ridge regression for the test graphs."""
+
+    predicted_GT: Tensor
+    """Float64."""
+    alpha: float
+    """The penalty with the smallest validation error."""
+    num_features: int
+    """Number of features that are not constant in training."""
+
+
+def ridge_predictions(
+    features_GF: Sequence[Tensor], targets_GT: Sequence[Tensor], *, alphas: Sequence[float] = _ALPHAS
+) -> RidgePredictions:
+    """Predict the test graphs by one ridge regression per target; the arguments are those of `ridge_baseline`."""
+    known_T = (~targets_GT[0].isnan()).sum(0)
+    if int(known_T.min()) < 2 or bool(targets_GT[1].isnan().all()):
+        raise ConfigError(
+            f"{known_T.tolist()} known values in training and {int((~targets_GT[1].isnan()).sum())} in validation; a "
+            "ridge needs two of each target and one",
+            argument="targets_GT",
+        )
+    ridges = []
+    for target_G in targets_GT[0].double().T:
+        known_G = ~target_G.isnan()
+        ridges.append(_Ridge(features_GF[0].double()[known_G], target_G[known_G]))
+
+    def predict(part: int, alpha: float) -> Tensor:
+        return torch.stack([ridge.predict(features_GF[part].double(), alpha) for ridge in ridges], 1)
+
+    best = min(alphas, key=lambda alpha: _errors(predict(1, alpha), targets_GT[1].double())["mae"])
+    return RidgePredictions(predict(2, best), best, max(ridge.num_features for ridge in ridges))
+
+
+class _Ridge:
+    """Ridge regression of one target on standardised features; the intercept is not penalised."""
+
+    def __init__(self, features_GF: Tensor, target_G: Tensor) -> None:
+        self._varies = features_GF.amax(0) > features_GF.amin(0)
+        self.num_features = int(self._varies.sum())
+        varying = features_GF[:, self._varies]
+        self._centre, self._mean = varying.mean(0), target_G.mean()
+        self._scale = ((varying - self._centre).square().sum(0) / (len(varying) - 1)).sqrt()
+        x = (varying - self._centre) / self._scale
+        self._gram, self._moment = x.T @ x / len(x), x.T @ (target_G - self._mean) / len(x)
+
+    def predict(self, features_GF: Tensor, alpha: float) -> Tensor:
+        if not self.num_features:
+            return self._mean.expand(len(features_GF))
+        x = (features_GF[:, self._varies] - self._centre) / self._scale
+        penalised = self._gram + alpha * torch.eye(len(self._gram), dtype=self._gram.dtype)
         # Columns may be linearly dependent, like the counts of elements and of degrees.
-        solution: Tensor = torch.linalg.lstsq(penalised, moment, driver="gelsd").solution
-        return solution
-
-    def errors(alpha: float, x: Tensor, y: Tensor) -> dict[str, float]:
-        return _errors(x @ weights(alpha) + y_train.mean(0), y)
-
-    best = min(alphas, key=lambda alpha: errors(alpha, x_val, y_val)["mae"])
-    return {**errors(best, x_test, y_test), "alpha": best, "num_features": len(gram)}
+        weights: Tensor = torch.linalg.lstsq(penalised, self._moment[:, None], driver="gelsd").solution
+        return (x @ weights)[:, 0] + self._mean
 
 
 def _errors(predicted_GT: Tensor, target_GT: Tensor) -> dict[str, float]:

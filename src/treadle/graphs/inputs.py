@@ -5,7 +5,9 @@ Shapes: M = nodes or edges, N = nodes, F = feature columns or types, K = columns
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from treadle.data.graph_sizes import recorded_sizes
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, TreadleError
 from treadle.graphs.row_index import RowIndex
 from treadle.graphs.statistics import GraphStatistics
 
@@ -30,6 +32,38 @@ def needed(batch: Any, name: str) -> Tensor:
             f"the {type(batch).__name__} has no tensor {name!r}, which this model needs; add it to the data"
         )
     return value
+
+
+@contextlib.contextmanager
+def explaining_edges(batch: Any) -> Iterator[None]:
+    """Turn an error of the block into one about ``edge_index``, if that is wrong.
+
+    Raises:
+        ConfigError: the edges are no integers of shape (2, E), or name nodes that do not exist.
+    """
+    try:
+        yield
+    except (IndexError, RuntimeError, ValueError, TypeError) as error:
+        wrong = None if isinstance(error, TreadleError) else _wrong_edges(batch)
+        if wrong is None:
+            raise
+        raise ConfigError(f"the edge_index of a {type(batch).__name__} {wrong}", argument="batch") from error
+
+
+def _wrong_edges(batch: Any) -> str | None:
+    edges, nodes = getattr(batch, "edge_index", None), getattr(batch, "num_nodes", None)
+    if not isinstance(edges, Tensor) or edges.is_cuda:  # after a failed assertion nothing can be read from CUDA
+        return None
+    if edges.dim() != 2 or len(edges) != 2:
+        return f"has shape {tuple(edges.shape)}; it must be (2, E), sources and targets, such as edges.t().contiguous()"
+    if edges.is_floating_point() or edges.is_complex() or edges.dtype == torch.bool:
+        return f"has dtype {edges.dtype}; it must be torch.long"
+    if edges.numel() and isinstance(nodes, int) and not (int(edges.min()) >= 0 and int(edges.max()) < nodes):
+        return (
+            f"names nodes {int(edges.min())} to {int(edges.max())}, and the batch has nodes 0 to {nodes - 1}; each "
+            "graph counts its nodes from 0"
+        )
+    return None
 
 
 def graphs_of(batch: Any) -> tuple[Tensor, int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,12 +15,15 @@ from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
 from treadle.graphs.contributions import atom_contributions, plot_contributions, typical_and_worst
 from treadle.graphs.datasets.molecules import ATOM_COLUMNS
 from treadle.graphs.distances import errors_by_distance, plot_distances
-from treadle.graphs.pictures import is_molecule, plot_encodings, plot_molecules, plot_predictions
+from treadle.graphs.pictures import is_molecule, plot_encodings, plot_molecules, plot_predictions, plot_targets
 from treadle.graphs.run_build import loader
 from treadle.graphs.run_config import GraphsConfig
 from treadle.runs.curves import plot_training_curves
 from treadle.runs.report import Picture
 
+_Numbers = npt.NDArray[np.float64]
+
+_MOST_PANELS = 12  # of predicted against true values
 _MOST_TARGETS = 3  # that get a plot of contributions
 _MOLECULE_SIZES = range(18, 27)  # of the molecule whose encodings are drawn: informative, yet readable
 
@@ -49,18 +53,20 @@ def draw(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, folder
 
 
 def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Picture]:
-    """Draw plots of a regression with one target per graph, since an axis shows one target."""
-    if data.task_type != "regression" or data.level != "graph" or predicted.shape[1] != 1:
+    """Draw predicted against true values of a regression of graphs."""
+    if data.task_type != "regression" or data.level != "graph":
         return []
-    known = [not bool(graph.y.isnan()) for graph in data.test]
-    graphs = list(compress(data.test, known))
+    true = torch.cat([graph.y.reshape(1, -1) for graph in data.test]).double().numpy()
+    guessed = predicted.double().numpy()
+    if true.shape[1] > 1:
+        return _several_targets(data, true, guessed, folder)
+    known = ~np.isnan(true[:, 0])
+    graphs = list(compress(data.test, known.tolist()))
     if not graphs:
         return []
-    true = torch.cat([graph.y.flatten() for graph in graphs]).double().numpy()
-    guessed = predicted[torch.tensor(known), 0].double().numpy()
-    sizes = torch.tensor([graph.num_nodes for graph in graphs]).numpy()
-    what = _shown_name(data, 0)
-    path = plot_predictions(true, guessed, sizes, folder / "predictions.png", what=what)
+    true, guessed = true[known, 0], guessed[known, 0]
+    sizes = np.array([graph.num_nodes for graph in graphs])
+    path = plot_predictions(true, guessed, sizes, folder / "predictions.png", what=_shown_name(data, 0))
     caption = (
         "Left: one dot per test graph; on the line, prediction and target are equal. Right: the absolute error by the "
         "number of nodes, with the median and the middle half of groups of graphs of similar size."
@@ -71,6 +77,16 @@ def _predictions(data: GraphDataset, predicted: Tensor, folder: Path) -> list[Pi
         caption = "The test molecules with the smallest and the largest errors."
         pictures.append(Picture(path, "Best and worst molecules", caption))
     return pictures
+
+
+def _several_targets(data: GraphDataset, true: _Numbers, guessed: _Numbers, folder: Path) -> list[Picture]:
+    count = true.shape[1]
+    shown = min(count, _MOST_PANELS)
+    names = [_shown_name(data, target) if data.target_names else f"target {target}" for target in range(shown)]
+    path = plot_targets(true[:, :shown], guessed[:, :shown], folder / "predictions.png", names=names)
+    caption = "One dot per test graph with a known value; on the line, prediction and target are equal."
+    caption += f" The first {shown} of {count} targets." if shown < count else ""
+    return [Picture(path, "Predicted against true", caption)]
 
 
 def _shown_name(data: GraphDataset, target: int) -> str:

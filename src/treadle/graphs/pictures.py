@@ -60,6 +60,33 @@ def _scatter(axes: Axes, true: _Numbers, predicted: _Numbers, what: str) -> None
     _note(axes, f"mean absolute error {np.abs(predicted - true).mean():.3f}")
 
 
+def plot_targets(true: _Numbers, predicted: _Numbers, path: Path, *, names: Sequence[str]) -> Path:
+    """Plot predicted against true values of several targets, a panel for each; NaN is unknown and left out.
+
+    Args:
+        true: (G, T) targets of the test set.
+        predicted: (G, T).
+        path: output file, ending in ``.png``.
+        names: of the targets.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    columns = 2 if len(names) in (2, 4) else min(_PER_ROW - 1, len(names))
+    rows = -(-len(names) // columns)
+    figure = new_figure(4.1 * columns, 4.3 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    for target, name in enumerate(names):
+        known = ~np.isnan(true[:, target])
+        if known.any():
+            _scatter(panels[target], true[known, target], predicted[known, target], name)
+        else:
+            label_axes(panels[target], title=f"{name}: no test graph has a value")
+    for axes in panels[len(names) :]:
+        axes.axis("off")
+    return save_figure(figure, path)
+
+
 def _error_by_size(axes: Axes, error: _Numbers, num_nodes: _Counts) -> None:
     style_axes(axes)
     axes.scatter(num_nodes, error, s=14, color=PALE, linewidth=0, zorder=1)

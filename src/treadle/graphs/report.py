@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
-from treadle.graphs import GraphDataset, GraphTrainer, parse_pe_config
-from treadle.graphs.baselines import mean_baseline, ridge_baseline, tabulate
+from treadle.graphs import GraphDataset, GraphTrainer, get_metrics, parse_pe_config
+from treadle.graphs.baselines import mean_baseline, ridge_baseline, ridge_predictions, tabulate
+from treadle.graphs.calibration import FILE, HeldOut
 from treadle.graphs.datasets.molecules import ATOM_COLUMNS
 from treadle.graphs.page import draw
 from treadle.graphs.run_build import loader
 from treadle.graphs.run_config import GraphsConfig
+from treadle.graphs.smiles_runs import SMILES_SETS
 from treadle.hooks.files import to_json
 from treadle.runs.report import Report, Table
 from treadle.runs.results import Results
@@ -80,7 +83,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         config: the settings of the run.
         data: the data set.
         trainer: its model has the best weights.
-        out: run folder, for ``test_results.json`` and ``pictures/``.
+        out: run folder, for ``test_results.json``, for the regression of molecules ``held_out.npz``, and ``pictures/``.
     """
     test = trainer.eval_epoch(loader(data.test, config.training.batch_size), mask="test_mask")
     found = to_json({
@@ -90,17 +93,27 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "seed": config.seed,
     })  # fmt: skip
     write_text(_as_text(found), out / "test_results.json")
+    if data.name in SMILES_SETS and data.task_type == "regression":
+        _held_out(config, data, trainer).write(out / FILE, trainer.best_epoch or trainer.epoch)
     metrics: dict[str, Any] = to_json({
         "epochs": trainer.epoch,
         "best_epoch": trainer.best_epoch,
         "metric_for_best": config.training.metric_for_best,
         "best_val_metric": trainer.best_metric,
         "test": test,
-        "baselines": _baselines(data) if data.task_type == "regression" else {},
+        "baselines": _baselines(data),
         "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     })  # fmt: skip
     return Results(metrics, draw(config, data, trainer, out / "pictures"))
+
+
+def _held_out(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) -> HeldOut:
+    arrays = []
+    for part in (data.val, data.test):
+        arrays.append(trainer.predict(loader(part, config.training.batch_size)).double().cpu().numpy())
+        arrays.append(torch.stack([graph.y.double().flatten() for graph in part]).numpy())
+    return HeldOut(*arrays)
 
 
 def _as_text(values: Mapping[str, Any]) -> str:
@@ -108,36 +121,67 @@ def _as_text(values: Mapping[str, Any]) -> str:
 
 
 def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
-    """Return test errors of baselines without graph structure: the mean, and ridge regression on summed node features.
+    """Return test metrics of baselines without graph structure; none for edge prediction.
 
-    Node and pair targets, and several targets with missing values, have only the mean. Molecules have two ridge
-    regressions: on atom counts by element, and on all atom features, such as hybridisation and hydrogens.
+    A constant, which is the mean of the training targets or the frequency of each label, and for targets of graphs
+    ridge regression on summed node features. Molecules have two of these: on atom counts by element, and on all atom
+    features, such as hybridisation and hydrogens. A ridge needs two known training values of each target.
     """
-    if data.level != "graph":
-        train, test = (torch.cat([graph.y.flatten() for graph in part])[:, None] for part in (data.train, data.test))
-        return {"mean": mean_baseline(train, test)}
-    tables = [tabulate(part, data.num_features) for part in data.get_splits()]
-    targets = [table.targets_GT for table in tables]
-    found = {"mean": mean_baseline(targets[0], targets[2])}
-    known = [part.isfinite().all(dim=1) for part in targets]
-    if min(int(rows.sum()) for rows in known) < 2:
-        return found
-    if targets[0].shape[1] > 1 and not all(bool(rows.all()) for rows in known):
-        return found
-    targets = [part[rows] for part, rows in zip(targets, known, strict=True)]
-    sums = [table.sums_GF[rows] for table, rows in zip(tables, known, strict=True)]
-    if sums[0].shape[1] == len(ATOM_COLUMNS):
-        found["ridge_atom_counts"] = ridge_baseline([part[:, :_ELEMENTS] for part in sums], targets)
-        found["ridge_atom_features"] = ridge_baseline(sums, targets)
+    if data.task_type == "edge_prediction":
+        return {}
+    labels = data.task_type != "regression"
+    if data.level == "graph":
+        tables = [tabulate(part, data.num_features) for part in data.get_splits()]
+        targets = [table.targets_GT for table in tables]
     else:
-        found["ridge_node_features"] = ridge_baseline(sums, targets)
+        tables = []
+        targets = [torch.cat([graph.y.flatten() for graph in part])[:, None].double() for part in data.get_splits()]
+    if data.task_type == "classification":
+        targets = [_one_hot(part, max(2, data.num_classes)) for part in targets]
+    if labels:
+        constant = targets[0].nanmean(0).expand_as(targets[2])
+        found = {"frequencies": _label_metrics(data, constant, targets[2])}
+    else:
+        found = {"mean": mean_baseline(targets[0], targets[2])}
+    known = [int((~part.isnan()).sum(0).min()) for part in targets]
+    if not tables or min(known) < 2:
+        return found
+    for name, features in _features([table.sums_GF for table in tables]).items():
+        if labels:
+            found[name] = _label_metrics(data, ridge_predictions(features, targets).predicted_GT, targets[2])
+        else:
+            found[name] = ridge_baseline(features, targets)
     return found
+
+
+def _features(sums: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
+    """Return the features of each ridge, of the training, validation and test graphs."""
+    if sums[0].shape[1] != len(ATOM_COLUMNS):
+        return {"ridge_node_features": sums}
+    return {"ridge_atom_counts": [part[:, :_ELEMENTS] for part in sums], "ridge_atom_features": sums}
+
+
+def _one_hot(labels_G1: Tensor, num_classes: int) -> Tensor:
+    """Return a column of 0 and 1 for each class; a row of NaN where the label is unknown."""
+    columns_GC = (labels_G1 == torch.arange(num_classes)).double()
+    return torch.where(labels_G1.isnan(), torch.nan, columns_GC)
+
+
+def _label_metrics(data: GraphDataset, score_GT: Tensor, target_GT: Tensor) -> dict[str, float]:
+    metrics = get_metrics(data.task_type, max(2, data.num_classes), from_logits=False)
+    if data.task_type == "classification":
+        known_G = ~target_GT.isnan().any(1)
+        score_GT, target_GT = score_GT[known_G], target_GT[known_G].argmax(1)
+    metrics.update(score_GT, target_GT)
+    return metrics.compute()
 
 
 # -- the table ----------------------------------------------------------------------------------------------------
 
+_LOWER_IS_BETTER = ("mae", "rmse")
 _NAMES = {
     "mean": "mean of the training targets",
+    "frequencies": "frequencies of the training labels",
     "ridge_atom_counts": "ridge on atom counts",
     "ridge_atom_features": "ridge on all atom features",
     "ridge_node_features": "ridge on summed node features",
@@ -153,10 +197,10 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
         title=f"{config['model']['name']} on {config['dataset']['name']}",
         lead=f"Tested on {count:,} held-out graphs. The weights are those of epoch "
         f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
-        tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36)],
+        tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36, notes=_notes(metrics, columns[1:]))],
         files=[
             "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  run.json  config.yaml  "
-            "steps.jsonl",
+            f"steps.jsonl{f'  {FILE}' if (out / FILE).exists() else ''}",
             f"  page.html (results and plots)  pictures/  {'  '.join(pictures)}",
         ],
     )  # fmt: skip
@@ -165,10 +209,32 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
 def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the columns and rows of the table of test metrics, with the model first and then the baselines."""
     test, baselines = metrics["test"], metrics["baselines"]
-    names = [name for name in test if not baselines or name in ("mae", "rmse")]
+    names = [name for name in test if all(name in values for values in baselines.values())]
     rows = {f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}": test}
     rows |= {_NAMES[baseline]: errors for baseline, errors in reversed(baselines.items())}
     return ["", *names], [[row, *_cells(values, names)] for row, values in rows.items()]
+
+
+def _notes(metrics: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return sentences that compare the model with the best baseline in each metric."""
+    won: list[str] = []
+    lost: dict[str, list[str]] = {}
+    for name in names:
+        sign = 1 if name in _LOWER_IS_BETTER else -1
+        known = {key: sign * values[name] for key, values in metrics["baselines"].items() if values[name] is not None}
+        if not known or metrics["test"][name] is None:
+            continue
+        best = min(known, key=lambda key: known[key])
+        if sign * metrics["test"][name] < known[best]:
+            won.append(name)
+        else:
+            lost.setdefault(_NAMES[best], []).append(name)
+    notes = [f"The model is ahead of every baseline in {_listed(won)}."] if won else []
+    return notes + [f"The model is not ahead of {baseline} in {_listed(found)}." for baseline, found in lost.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _cells(values: Mapping[str, Any], names: list[str]) -> list[str]:

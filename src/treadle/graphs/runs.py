@@ -53,7 +53,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     A setting without a dot chooses from a group: dataset, model, pe (encodings) or train; the others set one value.
 
     The run folder holds config.yaml, steps.jsonl, checkpoints/ with best.pt, last.pt and history.json,
-    test_results.json, metrics.json, pictures/, and page.html, which shows what it learned in any browser.
+    test_results.json, held_out.npz, metrics.json, pictures/, and page.html, which shows what it learned in any browser.
 
     \b
     Examples:
@@ -68,7 +68,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
     example = "pe=none training.epochs=20"
     free = FREE
     needed = ("checkpoints/best.pt",)
-    results = ("metrics.json", "test_results.json")
+    results = ("metrics.json", "test_results.json", "held_out.npz")
     loads_in_processes = True
     takes = ("split", "batch_size", "smiles", "smiles_column")
 
@@ -247,7 +247,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         batch_size: int | None,
         device: str | None,
     ) -> Predictions:
-        """Return the mean over runs for the molecules of a file, with the standard deviation as uncertainty."""
+        """Return the mean over runs for the molecules of a file, with a calibrated deviation as uncertainty."""
         from treadle.graphs.smiles_runs import load_stored_model, predict_file
 
         models = []

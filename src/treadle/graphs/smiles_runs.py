@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from treadle.checkpoint.store import load_weights
 from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.errors import ConfigError
 from treadle.graphs import GraphDataset, parse_pe_config
+from treadle.graphs.calibration import COVERAGE, LEAST, HeldOut, TargetCalibration, calibrate, held_out_of
 from treadle.graphs.datasets.molecules import ATOM_COLUMNS, BOND_COLUMNS, usable_graphs
 from treadle.graphs.datasets.smiles_csv import read_smiles_to_predict
 from treadle.graphs.ensemble import predict_graphs
 from treadle.graphs.run_build import build_model
+from treadle.runs.folder import run_folder_of
 from treadle.runs.results import Predictions
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("treadle.cli")
 
-_SETS = ("smiles_csv", "nci", "zinc_clean_leads")  # data sets with the atom and bond columns of graph_from_smiles
+SMILES_SETS = ("smiles_csv", "nci", "zinc_clean_leads")
+"""Data sets with the atom and bond columns of ``graph_from_smiles``."""
 _COLUMNS = ("mean", "std")  # of each target
 _MOST_NAMED = 20
 
@@ -44,6 +48,7 @@ class StoredModel:
         targets: a name for each output.
         task_type: ``"regression"`` or ``"multilabel"``.
         model: the model with the weights of the checkpoint.
+        held_out: its predictions of validation and test molecules; None if the run stored none for these weights.
     """
 
     path: Path
@@ -51,6 +56,7 @@ class StoredModel:
     targets: tuple[str, ...]
     task_type: str
     model: nn.Module
+    held_out: HeldOut | None = None
 
 
 def load_stored_model(config: GraphsConfig, path: Path, tree: Mapping[str, Any]) -> StoredModel:
@@ -66,10 +72,10 @@ def load_stored_model(config: GraphsConfig, path: Path, tree: Mapping[str, Any])
         CheckpointError: the weights do not match.
     """
     name = str(config.dataset.get("name"))
-    if name not in _SETS:
+    if name not in SMILES_SETS:
         raise ConfigError(
             f"--smiles: {path} was trained on {name}, whose graphs are not made of SMILES; give a run of "
-            f"dataset={', '.join(_SETS[:-1])} or {_SETS[-1]}"
+            f"dataset={', '.join(SMILES_SETS[:-1])} or {SMILES_SETS[-1]}"
         )
     trained = tree["config"]
     count = trained["num_classes"] or 1
@@ -83,7 +89,8 @@ def load_stored_model(config: GraphsConfig, path: Path, tree: Mapping[str, Any])
     )  # fmt: skip
     model = build_model(config, described, measure=False)
     load_model_state(model, load_weights(path))
-    return StoredModel(path, config, targets, trained["task_type"], model)
+    held_out = held_out_of(path, tree, run_folder_of(path))
+    return StoredModel(path, config, targets, trained["task_type"], model, held_out)
 
 
 def predict_file(
@@ -105,7 +112,8 @@ def predict_file(
 
     Returns:
         The columns of the file, ``<name>_mean`` for each target, and with several models ``<name>_std``, their standard
-        deviation; NaN for a SMILES that cannot be converted, with one warning that names the lines.
+        deviation, calibrated on the validation molecules of the runs if that is possible; NaN for a SMILES that cannot
+        be converted, with one warning that names the lines.
 
     Raises:
         ConfigError: the models do not predict the same targets, or the file cannot be read.
@@ -130,6 +138,8 @@ def predict_file(
         batch_size=batch_size or first.config.training.batch_size,
         device=get_device(device),
     )
+    if len(stored) > 1 and first.task_type == "regression":
+        deviation *= torch.tensor(_factors(stored), dtype=deviation.dtype)
     arrays: dict[str, Any] = {name: np.array([row[name] for row in rows]) for name in rows[0]}
     return Predictions({**arrays, **_by_name(first.targets, mean, deviation if len(stored) > 1 else None)})
 
@@ -146,6 +156,36 @@ def _refuse_mixed(stored: Sequence[StoredModel]) -> None:
                 raise ConfigError(
                     f"--smiles: {each.path} has other {name} than {stored[0].path}; give runs that differ by the seed"
                 )
+
+
+def _factors(stored: Sequence[StoredModel]) -> list[float]:
+    """Return the calibration factor of each target's deviation, 1 where there is none, and log what it does."""
+    targets = stored[0].targets
+    members = [each.held_out for each in stored if each.held_out is not None]
+    if len(members) < len(stored):
+        missing = next(each.path for each in stored if each.held_out is None)
+        _log.warning(
+            "standard deviations are not calibrated: %s has no predictions of its validation molecules; use the "
+            "best.pt of finished runs", missing,
+        )  # fmt: skip
+        return [1.0] * len(targets)
+    found = calibrate(members)
+    if found is None:
+        _log.warning("standard deviations are not calibrated: the runs have different validation or test molecules")
+        return [1.0] * len(targets)
+    for name, each in zip(targets, found, strict=True):
+        if each is None:
+            _log.warning("%s_std is not calibrated: fewer than %d known validation values", name, LEAST)
+        else:
+            _log.info("%s_std: the deviation of %d runs times %.3g; %s", name, len(stored), each.factor, _shares(each))
+    return [1.0 if each is None else each.factor for each in found]
+
+
+def _shares(each: TargetCalibration) -> str:
+    fitted = f"mean ± std covers {100 * COVERAGE:.0f} % of {each.num_val:,} validation values"
+    if not each.num_test:
+        return fitted
+    return f"{fitted} and {100 * each.after:.0f} % of {each.num_test:,} test values ({100 * each.before:.0f} % without)"
 
 
 def _by_name(targets: Sequence[str], mean: Tensor, deviation: Tensor | None) -> dict[str, Any]:

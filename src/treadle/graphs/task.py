@@ -18,13 +18,14 @@ from treadle.data.host_copies import host_of
 from treadle.device import to_device
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
+from treadle.graphs.inputs import explaining_edges
 from treadle.graphs.losses import GraphLoss
 from treadle.graphs.masks import counted_rows
 from treadle.graphs.metrics import GraphMetrics
 from treadle.graphs.padded import PaddedGraphBatch
 from treadle.graphs.padding import Padding, PreparedGraphs
 from treadle.graphs.task_types import aligned, counted
-from treadle.nested import map_nested_tensor
+from treadle.nested import map_nested_tensor, shapes_of
 from treadle.optim.loss_weights import as_count, without_empty
 from treadle.optim.precision import in_full_precision, widen
 from treadle.task import Rng, StepOutput, Totals
@@ -64,7 +65,9 @@ def target_of(batch: Any) -> Tensor:
         target = getattr(batch, name, None)
         if isinstance(target, Tensor):
             return target
-    raise ConfigError(f"a {type(batch).__name__} without targets; it needs a tensor 'y', or 'target'", argument="batch")
+    other = getattr(batch, "y", None)
+    found = "without targets" if other is None else f"whose 'y' is {shapes_of(other)}"
+    raise ConfigError(f"a {type(batch).__name__} {found}; it needs a tensor 'y', or 'target'", argument="batch")
 
 
 class FedMetrics:
@@ -164,7 +167,8 @@ class GraphTask:
         has_unknown = self._tries_loss and _has_unknown(batch)
         batch = _moved(batch, self.device)
         target, mask = target_of(batch), counted_rows(batch, self._split_mask)
-        pred = model(batch)
+        with explaining_edges(batch):
+            pred = model(batch)
         if isinstance(pred, Tensor):
             pred, target = self._same_shape(pred, target)
             if kept is not None:

@@ -34,13 +34,13 @@ class AveragingHook(BaseHook):
 
     def averages(self, trainer: Engine) -> Mapping[str, Ema]:
         """Create the average from the model's current weights."""
-        self._average = self._made(trainer.model)
+        self._average = self._new_average(trainer.model)
         return {self.name: self._average}
 
-    def _made(self, model: nn.Module) -> Ema:
+    def _new_average(self, model: nn.Module) -> Ema:
         raise NotImplementedError
 
-    def _made_average(self) -> Ema:
+    def _declared_average(self) -> Ema:
         if self._average is None:
             raise ConfigError(
                 "not available before training starts or a state is loaded", argument=f"{self._kind}_model"

@@ -20,7 +20,7 @@ from treadle.checkpoint.shard_manifest import is_whole, remove_unfinished, unfin
 from treadle.checkpoint.store import Retention, find_latest, link_sibling, save_checkpoint
 from treadle.engine.signals import ExitCode, ExitPlan, exit_plan
 from treadle.errors import CheckpointError, ConfigError, NonFiniteError
-from treadle.errors.arguments import check_least, checked
+from treadle.errors.arguments import check_least, checked, is_whole_number
 from treadle.hooks.files import in_workspace
 from treadle.hooks.saving import SavingHook, equal_names
 
@@ -124,7 +124,7 @@ class CheckpointingHook(SavingHook):
     ):
         check_least(1, interval=interval, keep_previous=keep_previous)
         check_least(0, keep_interval=keep_interval)
-        if any(isinstance(step, bool) or not isinstance(step, int) or step < 1 for step in keep_steps):
+        if not all(is_whole_number(step, 1) for step in keep_steps):
             raise ConfigError("must be step numbers, >= 1", argument="keep_steps", value=keep_steps)
         super().__init__(background=background)
         self.interval = interval

@@ -51,9 +51,9 @@ class EmaHook(AveragingHook):
         Raises:
             ConfigError: accessed before training has started or a state was loaded.
         """
-        return self._made_average()
+        return self._declared_average()
 
-    def _made(self, model: nn.Module) -> Ema:
+    def _new_average(self, model: nn.Module) -> Ema:
         return Ema(
             model,
             self.decay,

@@ -20,7 +20,7 @@ from treadle.device.host_transfer import read_scalars
 from treadle.engine.hook import BaseHook
 from treadle.errors import CheckpointError, ConfigError
 from treadle.errors.arguments import check_least, check_within, checked
-from treadle.hooks.files import in_workspace, next_free, to_json
+from treadle.hooks.files import in_workspace, set_aside, to_json
 from treadle.hooks.flight import (
     AttemptStart,
     Finding,
@@ -131,9 +131,7 @@ class NonFiniteHook(BaseHook):
             files = states_in(in_workspace(trainer, self.checkpoints)) if self.policy == "rollback" else []
             self.foreign_states = {stamp_of(path) for path in files}
         if trainer.step == 0 and distributed.rank() == 0 and folder.is_dir() and any(folder.iterdir()):
-            aside = next_free(folder)
-            folder.rename(aside)
-            trainer.logger.info("%s belonged to an earlier run and is now %s", folder.name, aside.name)
+            set_aside(trainer, folder)
 
     def on_after_step(self, trainer: Engine) -> None:
         """Count consecutive refused steps."""

@@ -17,6 +17,7 @@ from treadle.errors import NonFiniteError
 from treadle.errors.arguments import check_least, checked
 from treadle.hooks.files import append_lines, continue_lines, file_in_workspace, to_json
 from treadle.hooks.tracking import Guard
+from treadle.optim.nonfinite import SCALE_LOWERED
 
 if TYPE_CHECKING:
     from treadle.engine import Engine
@@ -50,7 +51,7 @@ class StepRows:
             "loss": list(info["loss"]), "weight": list(info["weight"]),
             "sums": [output.reduction == "sum" for output in trainer.attempt.outputs][:1],
             "grad_norm": info.get("grad_norm"), "lr": list(info["lr"]), "applied": info["applied"],
-            "retries": info["retries"], "reason": info["reason"],
+            "retries": info["retries"], "reason": info["reason"], "may_skip": trainer.guard.skips is not None,
         })  # fmt: skip
 
     def add_block(self, block: StepBlock) -> None:
@@ -117,15 +118,18 @@ class BlockRows:
         return [
             _line({
                 "step": step, "epoch": block.epoch + 1, "position": position, "loss": loss, "grad_norm": norm,
-                "lr": rates, "applied": True, "retries": 0, "reason": None,
+                "lr": rates, "applied": not skipped, "retries": 0, "reason": SCALE_LOWERED if skipped else None,
             })
             for step, position, loss, norm in rows
+            for skipped in [block.may_skip and not math.isfinite(norm)]
         ]  # fmt: skip
 
 
 def _finished(row: dict[str, Any]) -> dict[str, Any]:
     """Combine the losses of micro-batches into one; keep them too if there are several."""
     losses, weights, sums = row["loss"], row.pop("weight"), row.pop("sums")
+    if row.pop("may_skip") and row["applied"] and not math.isfinite(row["grad_norm"]):
+        row |= {"applied": False, "reason": SCALE_LOWERED}
     counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if loss is not None]
     if len(losses) > 1:
         row["losses"] = losses

@@ -71,9 +71,9 @@ class SwaHook(AveragingHook):
         Raises:
             ConfigError: accessed before training has started or a state was loaded.
         """
-        return cast("Swa", self._made_average())
+        return cast("Swa", self._declared_average())
 
-    def _made(self, model: nn.Module) -> Swa:
+    def _new_average(self, model: nn.Module) -> Swa:
         return Swa(model, start=self.start, update_interval=self.update_interval, device=self.device)
 
     def on_before_train(self, trainer: Engine) -> None:

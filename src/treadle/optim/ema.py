@@ -94,20 +94,26 @@ class Ema(AveragedModel):
             self.move(model)
             self.count_update()
 
-    def count_update(self) -> None:
-        """Count an update of the shadow, including those made by a graph."""
-        self.__dict__["num_updates"] += 1  # called in each step, and setting attributes of a module is slow
+    def count_update(self, count: int = 1) -> None:
+        """Count an update of the shadow, including those made by a graph; a negative count takes some back."""
+        self.__dict__["num_updates"] += count  # called in each step, and setting attributes of a module is slow
 
     @torch.no_grad()
-    def move(self, model: nn.Module, weight: float | None = None) -> None:
+    def move(self, model: nn.Module, weight: float | None = None, *, unless: Tensor | None = None) -> None:
         """Move the shadow towards the model's weights by ``weight``, 1 - decay by default.
 
         It does not count the update, so that it can be captured.
+
+        Args:
+            model: the model.
+            weight: None is 1 - decay.
+            unless: 0-d flag on the device; where it is set, nothing moves.
         """
         source = unwrap(model)
         shadows: list[Tensor] = []
         lives: list[Tensor] = []
-        for shadow, live, is_buffer in self._pairs(source):
+        pairs = self._pairs(source)
+        for shadow, live, is_buffer in pairs if unless is None else _staying(pairs, unless.bool()):
             if (shadow.is_floating_point() or shadow.is_complex()) and (not is_buffer or self.use_buffers):
                 alike = live.dtype == shadow.dtype and live.device == shadow.device
                 shadows.append(shadow)
@@ -183,6 +189,12 @@ class Ema(AveragedModel):
         """
         load_model_state(self.module, entry["shadow"], what="average", kept=kept)
         self.num_updates = int(entry["num_updates"])
+
+
+def _staying(pairs: Iterator[tuple[Tensor, Tensor, bool]], stays: Tensor) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Yield the pairs with the shadow itself as live weight where a flag is set."""
+    for shadow, live, is_buffer in pairs:
+        yield shadow, torch.where(stays, shadow, live.to(device=shadow.device, dtype=shadow.dtype)), is_buffer
 
 
 @contextlib.contextmanager

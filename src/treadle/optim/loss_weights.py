@@ -14,6 +14,9 @@ from treadle.errors import ConfigError
 from treadle.optim.gradients import Inverse
 from treadle.task import StepOutput
 
+NUM_AGREED = 3
+"""Numbers of a captured step on which ranks must agree."""
+
 
 class GroupWeights:
     """Loss weights of one group, with the remaining divisor of its gradients.
@@ -89,7 +92,8 @@ class GroupWeights:
             return None
         if self.undivided or self._alone or self._reference is None:
             return output.loss
-        return output.loss / (self.size * self._reference / weight)
+        divisor = self.size * self._reference / weight
+        return output.loss / divisor if isinstance(divisor, Tensor) or divisor != 1.0 else output.loss
 
     def _count(self, output: StepOutput, weight: float | Tensor) -> None:
         if self._reduction not in (None, output.reduction):
@@ -123,15 +127,19 @@ class GroupWeights:
 
     def _gather(self) -> dict[str, list[float]]:
         """Gather the numbers of all ranks, by name."""
-        own = {
+        own = self._numbers()
+        numbers = distributed.gather_numbers([*own.values(), *self._notices()])
+        self.rank_notices = [gathered[len(own) :] for gathered in numbers]
+        return {name: [gathered[index] for gathered in numbers] for index, name in enumerate(own)}
+
+    def _numbers(self) -> dict[str, float]:
+        """Return the numbers of this rank, by name."""
+        return {
             "size": self.size, "undivided": self.undivided, "losses": self.num_losses,
             "summed": self._reduction == "sum", "averaged": self._reduction == "mean",
             "first": _number(self._first), "first on device": isinstance(self._first, Tensor),
             "total": _number(self.total), "total on device": isinstance(self.total, Tensor),
         }  # fmt: skip
-        numbers = distributed.gather_numbers([*own.values(), *self._notices()])
-        self.rank_notices = [gathered[len(own) :] for gathered in numbers]
-        return {name: [gathered[index] for gathered in numbers] for index, name in enumerate(own)}
 
     def _share_reference(self, gathered: Mapping[str, list[float]]) -> None:
         self.size = int(max(gathered["size"]))  # groups may differ if one rank's data ends first
@@ -238,24 +246,31 @@ class GivenWeights:
         return Inverse(self._factors[-1]) if self._on_cuda else self._factors[-1]
 
 
-class EqualWeights:
-    """Weights of a recorded step of one micro-batch on each of several ranks, which agreed that all are equal.
+class EqualWeights(GroupWeights):
+    """Loss weights of a captured step on several ranks, which agreed that those of each rank are the same.
+
+    Args:
+        size: micro-batches in the group.
+        device: device of the losses.
+        num_ranks: number of ranks of the run.
 
     Attributes:
-        total: above 0.
-        rank_notices: nothing: they are sent before the step.
+        agreed: numbers of the latest step that must be the same on all ranks.
 
     Example:
-        >>> weights = EqualWeights()
+        >>> weights = EqualWeights(1, device=torch.device("cpu"), num_ranks=2)
         >>> weights.scaled(StepOutput(torch.tensor(3.0), weight=7)), weights.any_loss(), weights.divisor()
         (tensor(3.), True, None)
     """
 
-    total = 1.0
+    def __init__(self, size: int, *, device: torch.device, num_ranks: int):
+        super().__init__(size, device=device, num_ranks=num_ranks)
+        self._begun = dict(vars(self))
+        self.agreed = [0.0] * NUM_AGREED
 
-    def __init__(self) -> None:
-        self.rank_notices: list[list[float]] = []
-        self._has_loss = False
+    def begin(self) -> None:
+        """Begin a step."""
+        vars(self).update(self._begun)
 
     def scaled(self, output: StepOutput) -> Tensor | None:
         """Return the loss to backpropagate.
@@ -265,15 +280,12 @@ class EqualWeights:
         """
         if isinstance(output.weight, Tensor) or output.reduction == "sum":
             raise RuntimeError("on several ranks the host must know the weight, and losses must be means")
-        self._has_loss = output.loss is not None
-        return output.loss
+        return super().scaled(output)
 
-    def any_loss(self) -> bool:
-        """Return whether the micro-batch had a loss."""
-        return self._has_loss
-
-    def divisor(self) -> None:
-        """Return what the gradients must be divided by."""
+    def _gather(self) -> dict[str, list[float]]:
+        own = self._numbers()
+        self.agreed = [own[name] for name in ("size", "first", "total")]
+        return {name: [number] * self._ranks for name, number in own.items()}
 
 
 class KnownWeights(GroupWeights):

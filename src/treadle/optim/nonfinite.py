@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ from torch.optim import Optimizer
 from treadle import distributed
 from treadle.device.handover import wait_for
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
+
+if TYPE_CHECKING:
+    from treadle.optim.late_skips import LateSkips
+
+SCALE_LOWERED = "non-finite gradient: the fp16 scale was lowered"
+"""Reason of a step that fp16 skips."""
 
 _STEPS_PER_COPY = 8  # steps
 _COPIES_IN_FLIGHT = 2
@@ -139,9 +145,13 @@ class FoundInf:
         self._one = torch.ones((), device=device)
 
     def look_at(self, norm: Tensor) -> Tensor:
-        """Set the flag if a norm is not finite, in one kernel that multiplies the norm by one; return the flag."""
-        torch._amp_foreach_non_finite_check_and_unscale_([norm.float()], self.flag, self._one)
+        """Set the flag if a norm is not finite; return it."""
+        self.add_to(self.flag, norm)
         return self.flag
+
+    def add_to(self, flag: Tensor, norm: Tensor) -> None:
+        """Set another flag if a norm is not finite, in one kernel that multiplies the norm by one."""
+        torch._amp_foreach_non_finite_check_and_unscale_([norm.float()], flag, self._one)
 
 
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
@@ -175,11 +185,12 @@ class FiniteGuard:
 
     Args:
         deferred: whether the result is checked some steps late; only if the optimizer skips on the device, and not with
-            retries, an fp16 scaler or a plan.
+            retries or a plan.
         can_wait: whether the host may detect a refused captured step late; under the same conditions as ``deferred``.
         plan: plan of a hook for refused steps, or None.
         agreed: whether gradients and weights are already the same on all ranks, so that no communication is needed.
         num_ranks: number of ranks of the run; the size of the process group by default.
+        skips: flags of deferred steps in fp16, else None.
 
     Attributes:
         late: flags of deferred steps not checked yet; None before the first.
@@ -201,11 +212,13 @@ class FiniteGuard:
         plan: RefusalPlan | None = None,
         agreed: bool = False,
         num_ranks: int | None = None,
+        skips: LateSkips | None = None,
     ):
         self.deferred = deferred
         self.can_wait = can_wait
         self.plan = plan
-        self.late: LateFlags | None = None
+        self.skips = skips
+        self.late: LateFlags | None = skips
         self._alone = agreed or (distributed.world_size() if num_ranks is None else num_ranks) == 1
 
     def decides_now(self, total_weight: float | Tensor) -> bool:
@@ -240,9 +253,7 @@ class FiniteGuard:
         if self.decides_now(total_weight):
             optimizer.step()
             return
-        late = self.late_flags(norm.device)
-        step_unless(late.raise_for(norm), optimizer)
-        late.note(locate(), norm)
+        self.late_flags(norm.device).step(optimizer, norm, locate())
 
     def late_flags(self, device: torch.device) -> LateFlags:
         """Return the flags in which deferred and captured steps record a refusal."""
@@ -288,7 +299,8 @@ class LateFlags:
         self.refused = self._found.flag
         self.raised = False
         self._on_cuda = device.type == "cuda"
-        self._steps: deque[_Steps] = deque()
+        self._early: _FlagCopy | None = None  # that of the latest step, if sent before its update
+        self._steps: deque[Steps] = deque()
         self._copies: deque[tuple[_FlagCopy, int]] = deque()  # with the number of entries of _steps that each covers
         self._uncovered = 0  # entries since the last copy
         self._spare: list[_FlagCopy] = []
@@ -297,12 +309,23 @@ class LateFlags:
         """Set the flag on the device if a gradient norm is not finite; return it."""
         return self._found.look_at(norm)
 
+    def step(self, optimizer: Optimizer, norm: Tensor, place: StepLocation) -> None:
+        """Step an optimizer, unless this gradient or one before was not finite, and record the step."""
+        step_unless(self.raise_for(norm), optimizer)
+        self.note(place, norm)
+
+    @property
+    def moved(self) -> list[Tensor]:
+        """Tensors that a step changes, besides :attr:`refused`."""
+        return []
+
     def note(self, place: StepLocation, norm: Tensor) -> None:
         """Record a step; every eighth step copies the flag to the host, and waits for an earlier copy.
 
         A copy in each step would take a tenth of a small model's step, and a sixth of a replayed one.
         """
-        self._steps.append(_Steps(place, norm))
+        self._steps.append(Steps(place, norm))
+        self._early = None
         self._uncovered += 1
         if self._uncovered == _STEPS_PER_COPY:
             self._copy_flag()
@@ -314,13 +337,18 @@ class LateFlags:
             first: location of the first step.
             norms: (N,) norms of the steps.
         """
-        self._steps.append(_Steps(first, norms))
+        self._steps.append(Steps(first, norms))
+        self._early = None
         self._uncovered += 1
         self._copy_flag()
 
-    def _copy_flag(self) -> None:
+    def _sent(self) -> _FlagCopy:
         copy = self._spare.pop() if self._spare else _FlagCopy(on_cuda=self._on_cuda)
         copy.send(self.refused)
+        return copy
+
+    def _copy_flag(self) -> None:
+        copy = self._sent()
         self._copies.append((copy, self._uncovered))
         self._uncovered = 0
         if len(self._copies) > _COPIES_IN_FLIGHT:
@@ -336,8 +364,7 @@ class LateFlags:
         """Wait for all flags; return the first refused step, or None."""
         if not self._steps:
             return None
-        copy = self._spare.pop() if self._spare else _FlagCopy(on_cuda=self._on_cuda)
-        copy.send(self.refused)
+        copy, self._early = self._early or self._sent(), None
         refused, steps = copy.result(), list(self._steps)
         self._spare += [copy, *(each for each, _ in self._copies)]
         self._steps.clear()
@@ -347,6 +374,14 @@ class LateFlags:
         if not refused:
             return None
         self.refused.zero_()
+        return self._refusal_in(steps)
+
+    def forget(self) -> None:
+        """Drop pending results, before another state is loaded."""
+        self.late_refusal()
+
+    def _refusal_in(self, steps: list[Steps]) -> LateRefusal | None:
+        """Return the first refused one of some steps."""
         found = next(number for number, noted in enumerate(steps) if noted.first_bad() is not None)
         bad = steps[found].first_bad()
         assert bad is not None
@@ -355,7 +390,7 @@ class LateFlags:
         return LateRefusal(place, norm, undone=later - bad)
 
 
-class _Steps(NamedTuple):
+class Steps(NamedTuple):
     """One step, or several consecutive ones of one batch each."""
 
     first: StepLocation

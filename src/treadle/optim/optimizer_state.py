@@ -1,5 +1,4 @@
-"""State of optimizers beyond torch's own form: optimizers inside optimizers, own forms, dtypes, groups that "
-"hooks add."""
+"""State of optimizers beyond torch's own form: nested optimizers, other formats, dtypes, groups that hooks add."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ def added_groups(optimizer: Any, names: Mapping[str, nn.Parameter], saved: list[
 
 
 def by_position(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by names of parameters, or by group and place, so that two orders can be "
-    "compared."""
+    """Return an optimizer's state by parameter name, or by group and position, to compare states in other orders."""
     if "param_groups" not in state or "state" not in state:
         return dict(state)
     entries: dict[str, Any] = {}

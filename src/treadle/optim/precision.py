@@ -18,6 +18,7 @@ from treadle.nested import map_nested_tensor
 PrecisionName = Literal["bf16", "fp16"]
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OF_A_STEP = ("scale", "unscale_", "update")  # methods of a scaler
 _NONE: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -123,23 +124,66 @@ class Precision:
         before = self.scaler.get_scale()
         lowered = before * self.scaler.get_backoff_factor()
         if self._saw_gradients():
+            # The elements on this rank may be finite although their norm, or that of another rank, is not.
+            self.flag_of_step(self.device).fill_(1.0)
             self.scaler.update()  # also resets the count of steps until the scale may grow
-        # The elements on this rank may be finite although their norm, or that of another rank, is not.
         self.scaler.update(lowered if lowered >= 1.0 else before)
         self._unscaled = False
         return lowered >= 1.0
 
+    @property
+    def moves_on_device(self) -> bool:
+        """Whether the scaler is torch's, whose scale can follow a step without the host."""
+        kind = type(self.scaler)
+        own = [name for name in _OF_A_STEP if getattr(kind, name) is not getattr(torch.amp.GradScaler, name)]
+        return self.scaled and not own
+
+    def scale_tensors(self) -> list[Tensor]:
+        """Return the scale, and the count of steps until it may grow, on the device; nothing before the first step."""
+        scale, growth = self.scaler._scale, self.scaler._growth_tracker
+        return [] if scale is None or growth is None else [scale, growth]
+
+    def flag_of_step(self, device: torch.device) -> Tensor:
+        """Return the flag of infinite gradients in the current step, 0-d, which the next update of the scale reads."""
+        found = [flag for state in self._seen_gradients() for flag in state["found_inf_per_device"].values()]
+        if not found:
+            return torch.zeros((), device=device)
+        whole: Tensor = found[0]
+        for flag in found[1:]:  # of a model on several devices
+            whole = torch.maximum(whole, flag.to(whole.device, non_blocking=True))
+        if len(found) > 1:
+            for state in self._seen_gradients():
+                state["found_inf_per_device"] = {whole.device: whole}
+        return whole
+
+    @torch.no_grad()
+    def move_on_device(self, flag: Tensor, ended: Tensor) -> None:
+        """Lower the scale if a flag is set, else count towards its growth, without reading the device.
+
+        Args:
+            flag: result of :meth:`flag_of_step`.
+            ended: set if the scale would fall below 1.0, where it stays.
+        """
+        self._unscaled = False
+        if not self._saw_gradients():
+            return
+        (scale, _) = self.scale_tensors()
+        before = scale.clone()
+        self.scaler.update()
+        low = torch.logical_and(flag, scale < 1.0)
+        torch.maximum(ended, low, out=ended)
+        torch.where(low, before, scale, out=scale)
+
     def forget_recorded(self, optimizer: Optimizer) -> Tensor | None:
         """Reset the unscaled state after capture; return the tensor in which replays record infinite gradients.
 
-        None without a scaler.
+        None without a scaler, or if the step moves the scale itself.
         """
         if not self.scaled:
             return None
-        state = self.scaler._per_optimizer_states.pop(id(optimizer))
+        state = self.scaler._per_optimizer_states.pop(id(optimizer), {"found_inf_per_device": {}})
         self._unscaled = False
-        (found,) = state["found_inf_per_device"].values()
-        return found  # type: ignore[no-any-return]
+        return next(iter(state["found_inf_per_device"].values()), None)
 
     def note_replayed(self, optimizer: Optimizer, found: Tensor | None) -> None:
         """Record that a replay has unscaled the gradients.
@@ -152,9 +196,11 @@ class Precision:
             self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found.device: found}
             self._unscaled = True
 
+    def _seen_gradients(self) -> list[dict[str, Any]]:
+        return [state for state in self.scaler._per_optimizer_states.values() if state["found_inf_per_device"]]
+
     def _saw_gradients(self) -> bool:
-        states = self.scaler._per_optimizer_states.values()
-        return any(state["found_inf_per_device"] for state in states)
+        return bool(self._seen_gradients())
 
 
 @contextlib.contextmanager

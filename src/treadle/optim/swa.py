@@ -13,7 +13,7 @@ from torch.optim.swa_utils import SWALR
 
 from treadle.distributed import unwrap
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import checked, is_whole_number
 from treadle.optim.ema import Ema
 
 
@@ -82,7 +82,7 @@ class Swa(Ema):
 
 def check_start(start: Any) -> None:
     """Raise ConfigError unless the start is an applied step, >= 1."""
-    if isinstance(start, bool) or not isinstance(start, int) or start < 1:
+    if not is_whole_number(start, 1):
         raise ConfigError("must be an applied step >= 1, such as 3/4 of the run", argument="start", value=start)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from treadle.population.comparison import Difference, difference
 from treadle.population.population import Population
-from treadle.population.results import Difference, Results, Summary, difference
+from treadle.population.results import Results, Summary
 from treadle.population.search import SuccessiveHalving
 from treadle.population.sweeps import Uniform, draws, grid
 

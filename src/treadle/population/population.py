@@ -17,6 +17,7 @@ from treadle.checkpoint.store import write_text
 from treadle.data.sharing import shared_tensors
 from treadle.engine.run_log import RUN_LOG
 from treadle.errors import ConfigError, TreadleError
+from treadle.errors.arguments import check_whole
 from treadle.hooks.files import to_json
 from treadle.population.member import Make, Member, Outcome, member_name
 from treadle.population.memory import Admission
@@ -87,9 +88,8 @@ class Population:
     ):
         if not callable(make):
             raise ConfigError("must be a function that returns a trainer", argument="make", value=make)
-        for name, value, least in (("workers", workers, 0), ("turn", turn, 1), ("threads", threads, 1)):
-            if not isinstance(value, int) or value < least:
-                raise ConfigError(f"must be a whole number >= {least}", argument=name, value=value)
+        check_whole(0, workers=workers)
+        check_whole(1, turn=turn, threads=threads)
         if together is not None and not (isinstance(together, int) and 1 <= together <= MAX_STREAMS):
             raise ConfigError(f"must be from 1 to {MAX_STREAMS}, or None", argument="together", value=together)
         if isinstance(settings, (str, Mapping)):
@@ -147,8 +147,7 @@ class Population:
         Raises:
             ConfigError: ``trials`` is below 1.
         """
-        if not isinstance(trials, int) or trials < 1:
-            raise ConfigError("must be a whole number >= 1", argument="trials", value=trials)
+        check_whole(1, trials=trials)
         population = cls(make, out=out, **options)
         population._study = lambda: StudySource(
             study, space, trials=trials, metric=metric, folder=population.out, place=population._place,

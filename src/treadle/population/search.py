@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treadle.errors import CheckpointError, ConfigError
+from treadle.errors.arguments import check_whole
 from treadle.hooks.files import append_lines, to_json
 from treadle.population.member import Member, Outcome, Until
 
@@ -125,8 +126,7 @@ class SuccessiveHalving:
             raise ConfigError(
                 "must be rising whole numbers of epochs or steps, >= 1", argument="rungs", value=self.rungs
             )
-        if not isinstance(self.eta, int) or self.eta < 2:
-            raise ConfigError("must be a whole number >= 2", argument="eta", value=self.eta)
+        check_whole(2, eta=self.eta)
         if self.mode not in ("min", "max"):
             raise ConfigError("must be 'min' or 'max'", argument="mode", value=self.mode)
 

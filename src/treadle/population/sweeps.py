@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import is_whole_number
 from treadle.seed import as_seed
 
 
@@ -88,7 +89,7 @@ def draws(count: int, *, draw_seed: int = 0, **space: Uniform | Sequence[Any]) -
         ...     3, lr=Uniform(1e-4, 1e-1, log=True), width=[16, 32])[:2]
         True
     """
-    if not isinstance(count, int) or count < 1:
+    if not is_whole_number(count, 1):
         raise ConfigError("must be a whole number of settings, >= 1", argument="count", value=count)
     rng = random.Random(draw_seed)
     for name, values in space.items():

@@ -20,13 +20,14 @@ from typing import Any, Protocol
 
 import torch
 
+from treadle.device.garbage import ShortCollections
 from treadle.engine.signals import SignalRelay
 from treadle.population.member import Make, Member, Outcome, Workspaces
 from treadle.population.member_thread import MemberThread
 from treadle.population.process_state import ProcessState
 
 MAX_STREAMS = 32  # streams in torch's pool before it reuses one
-SWITCH_INTERVAL = 1e-4  # switch interval in seconds while another thread writes a file; 5e-3 by default
+SWITCH_INTERVAL = 1e-5  # switch interval in seconds while another thread writes a file; 5e-3 by default
 
 
 class Source(Protocol):
@@ -60,45 +61,57 @@ def run_in_turns(
         KeyboardInterrupt: SIGINT arrived and no member handles it.
     """
     streams, workspaces = _Streams(), Workspaces()
-    initial, interval = ProcessState.capture(), sys.getswitchinterval()
-    initial.restore()
     running: list[MemberThread] = []
     relay = SignalRelay(functools.partial(_call_in_main_thread, running))
-    try:
-        sys.setswitchinterval(SWITCH_INTERVAL)
-        with relay.installed():
-            waiting: Member | None = None
-            while True:
-                # One in each round: members that begin together also end their epochs together, and then all of them
-                # want the host while the GPU has nothing to do.
-                begins = False
-                if len(running) < together and relay.received is None:
-                    waiting = waiting or source.next()
-                    begins = waiting is not None and (not running or admit(len(running)))
-                if begins:
-                    assert waiting is not None
-                    stream = streams.take()
-                    running.append(
-                        MemberThread(make, waiting, initial, workspaces=workspaces, steps=steps, stream=stream)
-                    )
-                    waiting = None
-                    running[-1].take_turn()
+    with _interpreter_for_members() as initial:
+        try:
+            with relay.installed():
+                waiting: Member | None = None
+                while True:
+                    # One in each round: members that begin together also end their epochs together, and then all
+                    # of them want the host while the GPU has nothing to do.
+                    begins = False
+                    if len(running) < together and relay.received is None:
+                        waiting = waiting or source.next()
+                        begins = waiting is not None and (not running or admit(len(running)))
+                    if begins:
+                        assert waiting is not None
+                        stream = streams.take()
+                        running.append(
+                            MemberThread(make, waiting, initial, workspaces=workspaces, steps=steps, stream=stream)
+                        )
+                        waiting = None
+                        running[-1].take_turn()
+                        _collect(running, source, streams)
+                    elif not running:
+                        return relay.received
+                    able = [each for each in running if not each.waits] or ([] if begins else running[:1])
+                    for each in list(running) if relay.received is not None else able:
+                        if relay.received is not None and not relay.serves(each.thread):
+                            each.end_with(SystemExit(128 + relay.received))
+                        else:
+                            each.take_turn()
                     _collect(running, source, streams)
-                elif not running:
-                    return relay.received
-                able = [each for each in running if not each.waits] or ([] if begins else running[:1])
-                for each in list(running) if relay.received is not None else able:
-                    if relay.received is not None and not relay.serves(each.thread):
-                        each.end_with(SystemExit(128 + relay.received))
-                    else:
-                        each.take_turn()
-                _collect(running, source, streams)
-    except BaseException as error:
-        for each in running:
-            each.end_with(type(error)() if isinstance(error, KeyboardInterrupt) else SystemExit(1))
-        raise
+        except BaseException as error:
+            for each in running:
+                each.end_with(type(error)() if isinstance(error, KeyboardInterrupt) else SystemExit(1))
+            raise
+
+
+@contextlib.contextmanager
+def _interpreter_for_members() -> Iterator[ProcessState]:
+    """Yield the initial state of the members, restored after the block, in which their threads take turns."""
+    initial, interval = ProcessState.capture(), sys.getswitchinterval()
+    initial.restore()
+    collections = ShortCollections()
+    try:
+        if torch.cuda.is_available():
+            collections.begin()  # during a full one no member launches work
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        yield initial
     finally:
         sys.setswitchinterval(interval)
+        collections.end()
         initial.restore()
 
 

@@ -16,7 +16,8 @@ from treadle.hooks.steplog import read_steps
 from treadle.runs.pack import Pack
 from treadle.runs.packs import find_pack, pack_names, pack_of_folder
 from treadle.runs.record import recorded_config
-from treadle.runs.replay import Replayed, checkpoints_of, refuse_run_of_ranks, replay_config, replay_script
+from treadle.runs.replay import Replayed, checkpoints_of, refuse_run_of_ranks, replay_run
+from treadle.runs.script import run_as_main, train_from
 from treadle.runs.target import PackRun, resolve
 
 if TYPE_CHECKING:
@@ -79,9 +80,13 @@ def replay_and_compare(
         what = "script" if script is not None else "configuration"
         raise ConfigError(f"--device={device}: the {what} decides where it runs")
     if config is not None:
-        replayed = replay_config(run, step, config=config[0], folder=config[1], debug=debug)
+        replayed = replay_run(lambda scratch: train_from(*config), run, step, debug=debug)
     elif script is not None:
-        replayed = replay_script(run, step, script=script, arguments=arguments, debug=debug)
+        if not script.is_file():
+            raise ConfigError(f"--script={str(script)!r}: no such file")
+        if not run.is_dir():
+            raise ConfigError("no such folder; give the workspace of the run", argument="RUN", value=str(run))
+        replayed = replay_run(lambda scratch: run_as_main(script, arguments), run, step, debug=debug)
     else:
         refuse_run_of_ranks(run)
         replayed = _pack_of(run).replay(run, step, device=device, debug=debug, messages=messages)

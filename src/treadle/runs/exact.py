@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import checked, is_whole_number
 from treadle.runs.compare import Replay, replay_and_compare
 from treadle.runs.target import PackRun, checked_target
 from treadle.runs.verify.runs import Verification, Verifier, two_servers
@@ -106,7 +106,7 @@ def replay(
     """
     from rich.console import Console
 
-    if not isinstance(step, int) or step < 1:
+    if not is_whole_number(step, 1):
         raise ConfigError("must be the number of a step, >= 1", argument="step", value=step)
     return replay_and_compare(
         Path(run), step, script=None if script is None else Path(script), arguments=arguments, device=device,
@@ -157,7 +157,7 @@ def run_verification(
     default = check_arguments(target, list(arguments), steps, kills)
     folder = Path(tempfile.mkdtemp(prefix="treadle-verify-"))
     verifier = Verifier(
-        target, list(arguments), steps=steps or default, kills=kills, seed=seed, folder=folder, say=report
+        target, list(arguments), steps=steps or default, kills=kills, seed=seed, folder=folder, log_progress=report
     )
     with two_servers(target, seed, folder / "server.log") as servers:
         result = verifier.run(servers)

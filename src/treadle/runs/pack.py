@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from treadle.checkpoint.store import load_weights
+from treadle.config.sections import with_nested
 from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.engine.evaluation import for_each_batch
-from treadle.engine.observers import observing
 from treadle.engine.outputs import joined, outputs_on_cpu
 from treadle.errors import ConfigError
 from treadle.faces.step import BaseTrainer
 from treadle.runs import folder as folders
 from treadle.runs.ranks import device_of_rank
-from treadle.runs.replay import Replayed, ReplayHook, ReplaySetup, checkpoints_of, run_to_step
+from treadle.runs.replay import Replayed, replay_run
 from treadle.runs.report import Report, Table
 from treadle.runs.results import Evaluation, Opened, Predictions, Results
 from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
 from treadle.runs.setting_names import settings_named
-from treadle.runs.settings import apply_overrides, changes, leaves, with_values, without
+from treadle.runs.settings import apply_overrides, changes, leaves, without
 from treadle.runs.start_block import without_epoch_lines
 from treadle.runs.training import Show, TrainingRun, environment_of, threads_of
 
@@ -119,7 +119,7 @@ class Pack(Generic[Config, Data, Trainer]):
 
     def from_values(self, values: Mapping[str, Any]) -> Config:
         """Return settings from nested plain values, as stored in a run folder."""
-        return with_values(self.config(), values)
+        return with_nested(self.config(), values)
 
     def shown(self, config: Config) -> Iterable[tuple[str, Any]]:
         """Yield every setting as a dotted key with its value."""
@@ -356,14 +356,14 @@ class Pack(Generic[Config, Data, Trainer]):
         """
         home, part = self.home_of(run)
         config, threads = self.stored(home, None, None)
-        witness = ReplayHook(checkpoints_of(run), step, debug=debug)
-        with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch, environment_of(self, config, threads):
-            again = Run(config, Path(scratch), get_device(device), messages, home=home, part=part)
+
+        def train(scratch: Path) -> None:
+            again = Run(config, scratch, get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
-            with observing(ReplaySetup(witness, Path(scratch))), without_epoch_lines(self.name):
-                trainer = self.build(again, data)
-                run_to_step(lambda: self.fit(again, data, trainer), witness)
-        return witness.seen
+            self.fit(again, data, self.build(again, data))
+
+        with environment_of(self, config, threads), without_epoch_lines(self.name):
+            return replay_run(train, run, step, debug=debug)
 
     @contextlib.contextmanager
     def open(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from treadle.hooks import BaseHook, NonFiniteHook
 from treadle.hooks.flight import batch_as_plain, ids_as_plain, layer_norms
 from treadle.hooks.steplog import StepRows
 from treadle.runs.folder import CHECKPOINTS
-from treadle.runs.script import run_as_main, train_from
 
 
 class StepReached(BaseException):
@@ -139,6 +137,7 @@ class ReplaySetup:
     def __init__(self, witness: ReplayHook, folder: Path):
         self.witness = witness
         self.folder = folder
+        self._loggers: list[logging.Logger] = []
 
     def before_building(self, engine: Engine) -> None:
         """Move the workspace."""
@@ -153,28 +152,22 @@ class ReplaySetup:
             if isinstance(hook, NonFiniteHook):
                 hook.path, hook.checkpoints = self.folder / "nonfinite", self.witness.folder
         engine.hooks = [*kept, self.witness]
+        engine.logger.addFilter(_is_about_run)
+        self._loggers.append(engine.logger)
+
+    def close(self) -> None:
+        """Let the loggers of the replayed trainers log everything again."""
+        for logger in self._loggers:
+            logger.removeFilter(_is_about_run)
 
 
 def _writes(hook: BaseHook) -> bool:
     return hook.writes and not isinstance(hook, NonFiniteHook)  # this one writes into the replay's folder
 
 
-@contextmanager
-def _removed_hooks_unmentioned() -> Iterator[None]:
-    """Suppress warnings about unused state of the removed hooks."""
-
-    def passes(record: logging.LogRecord) -> bool:
-        return getattr(record, "topic", None) != "ignored hook state"
-
-    # Every face has its own logger, including trainers of other packages.
-    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-    for logger in loggers:
-        logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(passes)
+def _is_about_run(record: logging.LogRecord) -> bool:
+    """Return whether a record is no warning about the unused state of hooks that the replay removed."""
+    return getattr(record, "topic", None) != "ignored hook state"
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -209,72 +202,39 @@ def refuse_run_of_ranks(run: Path) -> None:
         )
 
 
-def replay_script(run: Path, step: int, *, script: Path, arguments: Sequence[str], debug: bool) -> Replayed:
-    """Rerun a step of a user's script: everything before its training, then from the nearest state.
-
-    Meanwhile the trainer's workspace is a temporary folder, and a folder of checkpoints is neither read nor written.
-    The script's own output files are written again.
-
-    Raises:
-        ConfigError: there is no such script or folder, it trains with no trainer of treadle, or the run has no such
-            step.
-    """
-    if not script.is_file():
-        raise ConfigError(f"--script={str(script)!r}: no such file")
-    if not run.is_dir():
-        raise ConfigError("no such folder; give the workspace of the run", argument="RUN", value=str(run))
-    witness = ReplayHook(checkpoints_of(run), step, debug=debug)
-    with (
-        tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch,
-        observing(ReplaySetup(witness, Path(scratch))),
-    ):
-        run_to_step(lambda: run_as_main(script, arguments), witness)
-    return witness.seen
-
-
-def replay_config(run: Path, step: int, *, config: dict[str, Any], folder: Path, debug: bool) -> Replayed:
-    """Rerun a step of a configured trainer, with its workspace in a temporary folder.
+def replay_run(train: Callable[[Path], Any], run: Path, step: int, *, debug: bool) -> Replayed:
+    """Rerun a step of a run from its nearest state, with the workspace of the trainer in a temporary folder.
 
     Args:
-        run: the workspace of the run.
+        train: makes the trainer and trains it; called with the temporary folder.
+        run: the run folder, which is only read.
         step: 1-based.
-        config: the configuration.
-        folder: the folder of its file.
         debug: stop inside the step.
-
-    Raises:
-        ConfigError: the configuration describes no trainer that can be replayed, or the run has no such step.
-    """
-    witness = ReplayHook(checkpoints_of(run), step, debug=debug)
-    path = list(sys.path)
-    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
-        try:
-            with observing(ReplaySetup(witness, Path(scratch))):
-                run_to_step(lambda: train_from(config, folder), witness)
-        finally:
-            sys.path[:] = path
-    return witness.seen
-
-
-def run_to_step(train: Callable[[], Any], witness: ReplayHook) -> None:
-    """Train until the replay hook has seen its step.
 
     Raises:
         ConfigError: the run has no such step.
     """
-    try:
-        with _removed_hooks_unmentioned():
-            train()
-    except StepReached:
-        pass
-    except NonFiniteError as error:
-        if error.step != witness.step:
-            raise
+    witness = ReplayHook(checkpoints_of(run), step, debug=debug)
+    path = list(sys.path)
+    with tempfile.TemporaryDirectory(prefix="treadle-replay-") as scratch:
+        setup = ReplaySetup(witness, Path(scratch))
+        try:
+            with observing(setup):
+                train(Path(scratch))
+        except StepReached:
+            pass
+        except NonFiniteError as error:
+            if error.step != step:
+                raise
+        finally:
+            setup.close()
+            sys.path[:] = path
     rows = witness.seen.rows
-    if not rows or rows[-1]["step"] != witness.step:
+    if not rows or rows[-1]["step"] != step:
         end = rows[-1]["step"] if rows else witness.seen.start_step  # nothing is left to train after a final state
         last = f"it ended at step {end}" if end else "nothing was trained"
-        raise ConfigError(f"--step={witness.step}: the run has no such step: {last}")
+        raise ConfigError(f"--step={step}: the run has no such step: {last}")
+    return witness.seen
 
 
 def save_batch(batches: Sequence[Any], path: Path) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import base64
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 from treadle.checkpoint.files import write_text
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_LEAST_TEXT = 20  # columns
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -170,3 +176,22 @@ def _cells(tag: str, texts: Sequence[str]) -> str:
 def _embed(picture: Picture) -> str:
     data = base64.b64encode(picture.path.read_bytes()).decode("ascii")
     return _PICTURE.substitute(title=escape(picture.title), caption=escape(picture.caption), data=data)
+
+
+def wrapped(text: str, console: Console, *, indent: int = 0) -> str:
+    """Return a text with its lines broken between words at the width of a terminal; unchanged for a file or a pipe.
+
+    Words longer than a line, such as paths, stay whole.
+
+    Args:
+        text: one or several lines.
+        console: console on which it is printed.
+        indent: columns before the rest of a broken line.
+    """
+    if not console.is_terminal or console.is_jupyter:
+        return text
+    wrap = textwrap.TextWrapper(
+        width=max(console.width, _LEAST_TEXT), subsequent_indent=" " * indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(part for line in text.split("\n") for part in wrap.wrap(line) or [""])

@@ -38,26 +38,6 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, 
     return {key: (before.get(key), now.get(key)) for key in known if before.get(key) != now.get(key)}
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of nested dataclasses updated with stored settings.
-
-    Args:
-        config: a dataclass whose fields are values or further dataclasses.
-        values: nested settings, as from ``dataclasses.asdict``.
-
-    Raises:
-        ConfigError: there is no such field, or a value has the wrong type.
-
-    Example:
-        >>> @dataclasses.dataclass
-        ... class Settings:
-        ...     lr: float = 0.1
-        >>> with_values(Settings(), {"lr": 0.2})
-        Settings(lr=0.2)
-    """
-    return with_nested(config, values)
-
-
 def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
     """Return nested dataclasses as nested plain values, without some settings.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from treadle.runs.report import wrapped
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -65,17 +67,24 @@ def precision_line(mixed_precision: str | None, device: torch.device, *, setting
 def print_block(lines: Mapping[str, str], console: Console) -> None:
     """Print names in bold, each followed by its description, one per line."""
     for name, text in lines.items():
-        console.print(f"[bold]{name:<10}[/bold]", end="")
-        console.print(text, markup=False, soft_wrap=True)
+        line = wrapped(f"{name:<10}{text}", console, indent=10)
+        console.print(f"[bold]{line[:10]}[/bold]", end="")
+        console.print(line[10:], markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def without_epoch_lines(pack: str) -> Iterator[None]:
     """Suppress the epoch lines of a pack's trainer, since the bar shows the same."""
-    logger = logging.getLogger(f"treadle.{pack}.epochs")
+    logger, shared = logging.getLogger(f"treadle.{pack}.epochs"), logging.getLogger("treadle.functional")
     before = logger.level
     logger.setLevel(logging.WARNING)
+    shared.addFilter(_other_than_epochs)
     try:
         yield
     finally:
         logger.setLevel(before)
+        shared.removeFilter(_other_than_epochs)
+
+
+def _other_than_epochs(record: logging.LogRecord) -> bool:
+    return getattr(record, "topic", None) != "epoch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +19,8 @@ from treadle.spectra.losses import masked_mse, masked_sse, masked_uncertain
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.patches import PatchMAE
 from treadle.task import Rng, StepOutput, Totals
+
+_log = logging.getLogger("treadle.spectra")
 
 LOSSES = {"mse": masked_mse, "sse": masked_sse}
 
@@ -46,6 +50,39 @@ def spectra_of(batch: Any) -> Tensor:
             "tensor (B, L), or a tuple or list whose first item is one"
         )
     return x
+
+
+def look_at_spectra(x: Tensor) -> None:
+    """Warn about a batch on the host that is a wavelength axis, or whose values are far from unit scale.
+
+    Args:
+        x: (B, L) the first batch.
+
+    Raises:
+        ConfigError: it is complex.
+    """
+    if x.is_complex():
+        raise ConfigError(f"spectra of {x.dtype}; pass real values, such as x.abs()", argument="batch")
+    if x.device.type != "cpu" or x.dim() != 2 or not x.numel():
+        return
+    values = x.detach().double()
+    if len(x) > 1 and x.shape[1] > 1 and bool((values == values[:1]).all()) and _is_monotonic(values[0]):
+        _log.warning(
+            "the rows of the first batch are equal and monotonic, as wavelengths are; the first item of a batch must "
+            "be the spectra"
+        )
+    size = float(values.square().mean().sqrt())
+    if math.isfinite(size) and not 0.01 <= size <= 100.0:
+        _log.warning(
+            "the first batch has a root mean square of %.3g; models, losses and learning rates are for spectra of "
+            "about unit scale: use SNVScaler().transform(x), or divide by a typical value",
+            size,
+        )
+
+
+def _is_monotonic(row: Tensor) -> bool:
+    differences = row.diff()
+    return bool((differences > 0).all() or (differences < 0).all())
 
 
 @dataclass(frozen=True)
@@ -103,6 +140,7 @@ class SpectraTask:
         self.loss_region = loss_region
         self.augmenter = augmenter
         self.fixed_visible = fixed_visible
+        self._looked = False
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:
         """Return the masked loss of a batch, with the number of elements that it averages over as its weight."""
@@ -157,6 +195,9 @@ class SpectraTask:
 
     def _prepared(self, model: nn.Module, batch: Any) -> PreparedSpectra:
         x = spectra_of(batch)
+        if not self._looked:
+            self._looked = True
+            look_at_spectra(x)
         seen = None
         if self.augmenter is not None and model.training:
             x = moved(x, self.device)

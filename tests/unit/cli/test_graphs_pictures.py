@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import graph_data_kit  # noqa: F401  (lets the warnings of torch_geometric's import through)
-from treadle.graphs import AddPositionalEncodings, hop_distances, parse_pe_config
+from treadle.graphs import AddPositionalEncodings, GraphDataset, hop_distances, parse_pe_config, pictures
 from treadle.graphs.datasets.molecules import graph_from_smiles
+from treadle.graphs.page import _predictions
 from treadle.graphs.pictures import (
     _node_columns,
     _relative_column,
@@ -84,3 +85,24 @@ def test_a_graph_that_is_not_atom_by_atom_its_smiles_is_told_from_one_that_is() 
         assert not is_molecule(other)
     del other.smiles
     assert not is_molecule(other)
+
+
+def test_several_targets_have_a_panel_each_of_the_graphs_whose_value_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_geometric.data import Data
+
+    drawn = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: drawn.append(figure) or path)
+    graphs = [Data(y=torch.tensor([[float(n), -n if n % 2 else torch.nan, torch.nan]])) for n in range(6)]
+    data = GraphDataset(
+        "graph", "regression", 1, 3, 0, name="own", train=(), val=(), test=graphs, target_names=("a", "b", "c")
+    )
+    (picture,) = _predictions(data, torch.cat([graph.y for graph in graphs]).nan_to_num() + 1, tmp_path)
+    assert picture.path == tmp_path / "predictions.png"
+    panels = drawn[0].axes
+    assert [panel.get_xlabel() for panel in panels] == ["true a", "true b", ""]
+    assert panels[2].get_title(loc="left") == "c: no test graph has a value"
+    for panel, expected in ((panels[0], range(6)), (panels[1], (-1, -3, -5))):
+        points = np.asarray(panel.collections[0].get_offsets())
+        assert points.tolist() == [[n, n + 1] for n in expected]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from treadle.config.sections import from_nested
+from treadle.config.sections import from_nested, with_nested
 from treadle.errors import ConfigError
-from treadle.runs.settings import apply_overrides, leaves, with_values
+from treadle.runs.settings import apply_overrides, leaves
 from treadle.spectra.run_config import FLAGS, SpectraConfig
 
 
@@ -106,13 +106,13 @@ def test_forms_that_change_a_part_are_refused_for_a_field(text: str) -> None:
 
 
 def test_stored_values_are_of_their_fields_types() -> None:
-    assert with_values(Outer(), {"inner": {"rate": 1, "name": "b"}}) == Outer(inner=Inner(rate=1.0, name="b"))
+    assert with_nested(Outer(), {"inner": {"rate": 1, "name": "b"}}) == Outer(inner=Inner(rate=1.0, name="b"))
     with pytest.raises(ConfigError, match=r"inner\.width='x': must be int"):
-        with_values(Outer(), {"inner": {"width": "x"}})
+        with_nested(Outer(), {"inner": {"width": "x"}})
     with pytest.raises(ConfigError, match=r"inner: unknown key 'widht'; did you mean 'width'"):
-        with_values(Outer(), {"inner": {"widht": 1}})
+        with_nested(Outer(), {"inner": {"widht": 1}})
     with pytest.raises(ConfigError, match=r"inner\.name=None: must be str, but this is None"):
-        with_values(Outer(), {"inner": {"name": None}})
+        with_nested(Outer(), {"inner": {"name": None}})
 
 
 @dataclass

@@ -18,6 +18,7 @@ from treadle.errors import ConfigError
 from treadle.graphs.run_config import GraphsConfig
 
 pytest.importorskip("rdkit")
+from treadle.graphs.calibration import HeldOut, calibrate
 from treadle.graphs.smiles_runs import load_stored_model, predict_file
 
 RINGS = ["c1ccccc1", "C1CCCCC1", "c1ccncc1", "C1CCCC1"]
@@ -88,6 +89,28 @@ def test_several_runs_and_a_folder_of_them_are_one_ensemble(runs, molecules, tmp
             assert arrays[f"solubility_{name}"][::2].tolist() == values
             assert math.isnan(arrays[f"solubility_{name}"][1])
     assert rows[1]["solubility_std"] == ""
+
+
+def test_the_deviation_is_calibrated_on_the_validation_molecules_of_the_runs(runs, molecules, caplog):
+    stored = [opened(runs / seed) for seed in "01"]
+    assert all(each.held_out is not None for each in stored)  # of too few molecules
+    before = predict_file(stored, molecules, device="cpu").arrays
+    assert "solubility_std is not calibrated: fewer than 10 known validation values" in caplog.text
+    rng = np.random.default_rng(0)
+    target = rng.normal(size=(50, 2))
+    held_out = [HeldOut(target + rng.normal(size=(50, 2)), target, target, target) for _ in stored]
+    calibrated = [dataclasses.replace(each, held_out=one) for each, one in zip(stored, held_out, strict=True)]
+    with caplog.at_level("INFO", "treadle.cli"):
+        after = predict_file(calibrated, molecules, device="cpu").arrays
+    for name, each in zip(stored[0].targets, calibrate(held_out), strict=True):
+        np.testing.assert_allclose(after[f"{name}_std"], each.factor * before[f"{name}_std"])
+        assert (
+            f"{name}_std: the deviation of 2 runs times {each.factor:.3g}; mean ± std covers 68 % of 50" in caplog.text
+        )
+    caplog.clear()
+    last = dataclasses.replace(stored[1], held_out=None)
+    assert predict_file([stored[0], last], molecules, device="cpu").arrays["solubility_std"][0] > 0
+    assert "standard deviations are not calibrated" in caplog.text
 
 
 def test_labels_are_predicted_as_probabilities(runs, molecules):

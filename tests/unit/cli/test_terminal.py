@@ -11,9 +11,11 @@ from rich.table import Table
 
 from command_kit import treadle
 from run_page_kit import make_run
-from treadle.cli.console import print_table, show_report, show_table
+from treadle.cli.console import print_named, print_table, show_loading, show_report, show_table
 from treadle.cli.main import write_in_any_locale
+from treadle.engine.screens import open_screen
 from treadle.runs import report
+from treadle.runs.start_block import print_block
 from treadle.spectra.report import results
 
 SCORE = {"mean": 0.723, "std": 0.122}
@@ -79,3 +81,42 @@ def test_a_name_that_no_words_are_known_for_does_not_end_a_command(tmp_path, mon
     written = stream.buffer.getvalue()
     assert b"L?ufe..." in written
     assert b"\x1b" not in written  # no colours where it is no terminal
+
+
+LONG = {
+    "model": "a transformer of 4 layers with 180,729 parameters in all",
+    "files": "/a/path/" + "that-stays-whole/" * 4,
+}
+
+
+@pytest.mark.parametrize("width", [40, 60, 200])
+def test_a_terminal_breaks_lines_between_words_and_a_file_gets_them_whole(width):
+    shown = {}
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+        print_block(LONG, console)
+        print_named("likely cause: ", LONG["model"], console)
+        shown[terminal] = console.file.getvalue()
+    lines = shown[True].splitlines()
+    assert all(len(line) <= width or line.split()[-1] == LONG["files"] for line in lines)
+    assert " ".join(shown[True].split()) == " ".join(shown[False].split())
+    assert len(shown[False].splitlines()) == 3
+    assert all(line.startswith(" " * 10) for line in lines[1:2] if width == 40)
+
+
+def test_a_line_above_the_bar_is_broken_between_words():
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    bar = open_screen(console, "starting")
+    bar.print_above(f"warning: {LONG['model']} {LONG['files']}")
+    bar.stop()
+    written = console.file.getvalue()
+    assert LONG["files"] in written
+    assert "180,729" in written
+
+
+def test_loading_is_shown_on_a_terminal_alone(monkeypatch):
+    for terminal, expected in ((True, "loading graphs and its data\n"), (False, "")):
+        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+        monkeypatch.setattr("treadle.cli.console.message_console", lambda console=console: console)
+        show_loading("graphs")
+        assert console.file.getvalue() == expected

@@ -33,8 +33,8 @@ def verify(servers, tmp_path):
 
     def run(*arguments, seed=0, kills=2, **changes):
         script = write_script(tmp_path, **changes)
-        settings = {"steps": 12, "kills": kills, "seed": seed, "folder": tmp_path / "runs", "say": lambda text: None}
-        return Verifier(str(script), arguments, **settings).run(servers)
+        settings = {"steps": 12, "kills": kills, "seed": seed, "folder": tmp_path / "runs"}
+        return Verifier(str(script), arguments, log_progress=lambda text: None, **settings).run(servers)
 
     return run
 

@@ -25,7 +25,7 @@ def servers(tmp_path_factory):
 def verify(servers, tmp_path):
     def run(*arguments, **changes):
         file = write_project(tmp_path, **changes)
-        settings = {"steps": 12, "kills": 2, "seed": 0, "folder": tmp_path / "runs", "say": lambda text: None}
+        settings = {"steps": 12, "kills": 2, "seed": 0, "folder": tmp_path / "runs", "log_progress": lambda text: None}
         return Verifier(str(file), arguments, **settings).run(servers)
 
     return run

@@ -102,7 +102,8 @@ def test_a_signal_saves_the_step_and_the_same_call_resumes_there(tmp_path, caplo
     with pytest.raises(SystemExit) as left:
         train(tmp_path / "run", Kill(step, number), save_freq=save_freq)
     assert left.value.code == 128 + number
-    assert f"signal {int(number)}: saving at step {step} and exiting" in caplog.text
+    assert f"{signal.Signals(number).name}" in caplog.text
+    assert f": saving at step {step} and exiting" in caplog.text
     assert f"last.pt at step {step}, " in caplog.text or f"checkpoint_epoch_2.pt at step {step}" in caplog.text
     caplog.clear()
     resumed = train(tmp_path / "run", save_freq=save_freq)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from treadle.errors import ConfigError
-from treadle.graphs.baselines import mean_baseline, ridge_baseline, tabulate
+from treadle.graphs.baselines import mean_baseline, ridge_baseline, ridge_predictions, tabulate
 
 
 def table(count, seed):
@@ -63,8 +63,32 @@ def test_the_ridge_is_that_of_scikit_learn_and_chosen_by_validation():
     assert found["mae"] == pytest.approx(errors[best][2], rel=1e-9)
 
 
-def test_a_ridge_refuses_unknown_targets():
+def test_a_ridge_leaves_unknown_targets_out_of_the_regression_of_their_target_alone():
+    parts = [table(count, seed) for seed, count in enumerate((40, 12, 12))]
+    x, y = [part for part, _ in parts], [torch.cat([part, part.square()], 1) for _, part in parts]
+    gaps = [part.clone() for part in y]
+    for part in gaps:
+        part[::3, 0] = torch.nan
+    found = ridge_predictions(x, gaps, alphas=[0.1]).predicted_GT
+    known = [~part[:, 0].isnan() for part in gaps]
+    alone = (
+        [part[rows] for part, rows in zip(x, known, strict=True)],
+        [part[rows] for part, rows in zip(y, known, strict=True)],
+    )
+    first = ridge_predictions(*alone, alphas=[0.1]).predicted_GT[:, 0]
+    torch.testing.assert_close(found[known[2], 0], first)
+    torch.testing.assert_close(found[:, 1], ridge_predictions(x, y, alphas=[0.1]).predicted_GT[:, 1])
+
+
+def test_a_ridge_of_constant_features_is_the_mean():
+    y = torch.tensor([[1.0], [3.0]])
+    assert ridge_baseline([torch.ones(2, 3)] * 3, [y] * 3)["mae"] == 1.0
+
+
+@pytest.mark.parametrize(("part", "rows"), [(0, slice(1, None)), (1, slice(None))])
+def test_a_ridge_refuses_targets_with_too_few_known_values(part, rows):
     x, y = table(12, 0)
-    y[3] = torch.nan
-    with pytest.raises(ConfigError, match="not finite"):
-        ridge_baseline((x, x, x), (y, y, y))
+    targets = [y.clone() for _ in range(3)]
+    targets[part][rows] = torch.nan
+    with pytest.raises(ConfigError, match="a ridge needs two"):
+        ridge_baseline((x, x, x), targets)

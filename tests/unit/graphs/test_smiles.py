@@ -135,6 +135,23 @@ def test_the_ridges_of_one_target_leave_out_graphs_whose_target_is_unknown(tmp_p
     assert found == _baselines(alone)
 
 
+def test_labels_with_gaps_have_their_frequencies_and_ridges_as_baselines(tmp_path):
+    from treadle.graphs.report import _baselines
+
+    molecules = ["C" * n + ring for n in range(1, 13) for ring in ("C1CCC1", "C1CCN1", "C1CCO1", "C1CNO1")]
+    rows = [(text, int("N" in text), int("O" in text) if number % 3 else "") for number, text in enumerate(molecules)]
+    path = table(tmp_path, ["smiles", "nitrogen", "oxygen"], rows)
+    data = get_dataset("smiles_csv", tmp_path, file=path, task="multilabel", split="random", num_workers=0)
+    found = _baselines(data)
+    train, test = (torch.cat([graph.y for graph in part]) for part in (data.train, data.test))
+    label = (train.nanmean(0) > 0.5).float().expand_as(test)
+    known = ~test.isnan()
+    assert found["frequencies"]["accuracy"] == pytest.approx(float((label == test)[known].double().mean()))
+    assert found["frequencies"]["roc_auc"] == 0.5
+    assert list(found) == ["frequencies", "ridge_atom_counts", "ridge_atom_features"]
+    assert found["ridge_atom_counts"]["roc_auc"] > 0.9  # nitrogen is an atom count
+
+
 def test_lines_are_counted_right_behind_empty_ones(tmp_path, caplog):
     path = tmp_path / "molecules.csv"
     path.write_text("smiles,y\nCCO,1\n\nC1CC,2\n\n\nCC,many\n", encoding="utf-8")

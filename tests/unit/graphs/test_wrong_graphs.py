@@ -103,3 +103,34 @@ def test_one_graph_and_graphs_with_targets_of_nodes_are_batches():
         trainer = tg.GraphTrainer(model, tg.get_optimizer(model), device="cpu", progress=False)
         trainer.fit(given, None, 1)
         assert trainer.global_step == len(given)
+
+
+EDGES = {
+    "beyond": ([[0, 9], [9, 0]], r"names nodes 0 to 12, and the batch has nodes 0 to 5"),
+    "negative": ([[0, -1], [-1, 0]], r"names nodes -1 to 3"),
+    "floats": ([[0.0, 1.0], [1.0, 0.0]], "has dtype torch.float32; it must be torch.long"),
+    "pairs": ([[0, 1], [1, 2], [2, 0]], r"has shape \(3, 4\); it must be \(2, E\)"),
+}
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_wrong_edges_are_named(case):
+    edges, message = EDGES[case]
+    data = [Data(x=torch.ones(3, 3), edge_index=torch.tensor(edges), y=torch.ones(1, 1)) for _ in range(2)]
+    trainer = trainer_of()
+    with pytest.raises(ConfigError, match=f"batch: the edge_index of a DataBatch {message}"):
+        trainer.fit(DataLoader(data, 2), None, 1)
+    assert trainer.applied_steps == 0
+
+
+def test_an_error_of_the_model_with_right_edges_is_left_as_it_is():
+    trainer = trainer_of()
+    trainer.model.register_forward_pre_hook(lambda *given: [][1])
+    with pytest.raises(IndexError, match="list index"):
+        trainer.fit(loader(), None, 1)
+
+
+def test_targets_that_are_strings_are_named():
+    data = [Data(x=torch.ones(3, 3), edge_index=torch.tensor([[0, 1], [1, 0]]), y="toxic") for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"whose 'y' is \(str, str\); it needs a tensor"):
+        trainer_of().fit(DataLoader(data, 2), None, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -41,15 +43,18 @@ class Fit(BaseTrainer):
 
 @pytest.mark.parametrize("capture", [True, False])
 def test_members_on_streams_are_the_same_as_their_runs_alone(tmp_path, capture):
-    made = {}
+    made, usual, frozen = {}, gc.get_freeze_count(), []
 
     def make(seed, width, workspace):
+        frozen.append(gc.get_freeze_count())
         made[seed] = Fit(seed, capture, width, workspace=workspace)
         return made[seed]
 
-    settings = [{"seed": seed, "width": 64 + 16 * seed} for seed in range(4)]
+    settings = [{"seed": seed, "width": width} for seed, width in enumerate((64, 80, 96, 4096))]
     results = Population(make, settings, out=tmp_path / "all", progress=False).run()
     assert [row.status for row in results.rows] == ["finished"] * 4
+    assert min(frozen) > 10_000  # garbage collections were short
+    assert gc.get_freeze_count() <= usual
     first = made[0].data_loader.tensors
     assert all(one is two for one, two in zip(first, made[3].data_loader.tensors, strict=True))
     for row in results.rows:

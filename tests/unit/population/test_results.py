@@ -12,7 +12,8 @@ import pytest
 
 from treadle import ConfigError
 from treadle.population import Results, Summary, difference
-from treadle.population.results import Row, _widened, read_rows
+from treadle.population.comparison import _widened
+from treadle.population.results import Row, read_rows
 
 
 def rows(values, **settings):

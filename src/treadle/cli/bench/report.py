@@ -8,7 +8,7 @@ from rich.text import Text
 
 from treadle.cli.bench.advice import in_words
 from treadle.cli.bench.result import BenchResult
-from treadle.cli.console import print_table
+from treadle.cli.console import print_named, print_table
 
 _STYLES = {"switch on": "green", "look at": "yellow", "no gain": "dim", "not tried": "dim"}
 _TITLES = {"switch on": "switch on", "look at": "look at", "no gain": "tried, no gain", "not tried": "not tried"}
@@ -63,4 +63,4 @@ def _print_floor(result: BenchResult, console: Console) -> None:
 
 
 def _line(console: Console, name: str, text: str, *, style: str = "bold") -> None:
-    console.print(Text(f"{name}: ", style=style).append(Text(text, style="default not bold not dim")), soft_wrap=True)
+    print_named(f"{name}: ", text, console, styles=(style, ""))

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from treadle.cli.console import print_table
+from treadle.cli.console import print_named, print_table
 from treadle.runs.verify.describe import describe_difference, verdict_reason
 from treadle.runs.verify.recorder import PARTS
 from treadle.runs.verify.runs import Verification
@@ -46,4 +46,4 @@ def _table(result: Verification) -> Table:
 
 
 def _line(console: Console, name: str, text: str) -> None:
-    console.print(Text(f"{name}: ", style="bold").append(Text(text, style="not bold")), soft_wrap=True)
+    print_named(f"{name}: ", text, console)

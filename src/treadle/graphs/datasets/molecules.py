@@ -35,6 +35,7 @@ _ATOM_PROPERTIES: dict[str, tuple[str | int, ...]] = {
     "hydrogens": (0, 1, 2, 3, _OTHER),
     "hybridisation": ("SP", "SP2", "SP3", "SP3D", "SP3D2", _OTHER),
 }
+_NAMED = 3  # molecules that a warning of unusable ones names
 _BONDS = ("SINGLE", "DOUBLE", "TRIPLE", "AROMATIC")
 
 ATOM_COLUMNS = (
@@ -169,7 +170,7 @@ def graphs_from_smiles(
         if isinstance(result, str)
     ]
     if unusable:
-        _log.warning("%s: %s", source, describe_unusable(unusable, len(smiles)))
+        _log.warning("%s: %s", source, describe_unusable(unusable, len(smiles), most=_NAMED))
     graphs = [_data(result, text) for text, result in zip(smiles, results, strict=True) if not isinstance(result, str)]
     return graphs, unusable
 

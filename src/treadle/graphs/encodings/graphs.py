@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import is_whole_number
 
 
 @contextlib.contextmanager
@@ -203,7 +204,7 @@ def check_graph(edge_index: Tensor, num_nodes: int, *, where: str = "") -> None:
         treadle.errors.ConfigError: graph 7: edge_index has the edge (0, 3), but num_nodes=3: nodes are numbered 0 to
         2; correct the edge or num_nodes
     """
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+    if not is_whole_number(num_nodes, 1):
         raise ConfigError(f"{where}num_nodes={num_nodes!r}: must be a whole number of at least 1").about("num_nodes")
     whole = not (edge_index.is_floating_point() or edge_index.is_complex() or edge_index.dtype is torch.bool)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or not whole:

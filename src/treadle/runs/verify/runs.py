@@ -139,10 +139,10 @@ class Verifier:
         kills: int,
         seed: int,
         folder: Path,
-        say: Callable[[str], None],
+        log_progress: Callable[[str], None],
     ):
-        self.steps, self.number_of_kills, self.say = steps, kills, say
-        self.chance = random.Random(seed)
+        self.steps, self.number_of_kills, self.log_progress = steps, kills, log_progress
+        self.rng = random.Random(seed)
         self.result = Verification(target, list(arguments), seed, folder)
 
     def run(self, servers: Sequence[Server]) -> Verification:
@@ -190,7 +190,7 @@ class Verifier:
         self.result.first_step, self.result.last_step = _one(lines, "start")["step"], _one(lines, "over")["step"]
         self._collect(lines)
         count = self.result.last_step - self.result.first_step
-        self.say(f"{name.replace('-', ' run ')}: {count} steps in {answer['seconds']:.1f} s")
+        self.log_progress(f"{name.replace('-', ' run ')}: {count} steps in {answer['seconds']:.1f} s")
         if count < 2:
             raise ConfigError(
                 f"={job.target}: trained {count} steps; to be killed in between it needs at least 2", argument="TARGET"
@@ -216,7 +216,7 @@ class Verifier:
 
     def _with_kills(self, servers: Sequence[Server], *, limit: float) -> list[dict[str, Any]]:
         result = self.result
-        plan: list[Kill | None] = [*plan_kills(self.chance, self.number_of_kills, result.first_step, result.last_step)]
+        plan: list[Kill | None] = [*plan_kills(self.rng, self.number_of_kills, result.first_step, result.last_step)]
         lines: list[dict[str, Any]] = []
         for number, kill in enumerate([*plan, None]):
             job = self._job("killed", number, stop_at=result.last_step, kill=kill, limit=limit)
@@ -227,7 +227,7 @@ class Verifier:
                 result.resumed_from.append(_one(own, "start")["step"])
             if kill is not None and any(line["kind"] == "kill" for line in own):
                 result.kills.append(kill)
-                self.say(f"killed run: {kill.signal} {kill.place} {_place(kill)} {kill.step}")
+                self.log_progress(f"killed run: {kill.signal} {kill.place} {_place(kill)} {kill.step}")
             if any(line["kind"] == "over" for line in own):
                 break
             if kill is None or kill not in result.kills:
@@ -263,7 +263,7 @@ class Verifier:
             result.verdict = "EXACT"
 
 
-def plan_kills(chance: random.Random, count: int, first_step: int, last_step: int) -> list[Kill]:
+def plan_kills(rng: random.Random, count: int, first_step: int, last_step: int) -> list[Kill]:
     """Plan kills at distinct steps in ascending order, alternating between SIGKILL and SIGTERM.
 
     Args:
@@ -278,15 +278,15 @@ def plan_kills(chance: random.Random, count: int, first_step: int, last_step: in
     """
     # Not before the first checkpoint, if possible: a run that starts from the beginning shows nothing.
     low = first_step + _INTERVAL + 1 if last_step - first_step > _INTERVAL + count else first_step + 1
-    steps = sorted(chance.sample(range(low, last_step), min(count, last_step - low)))
+    steps = sorted(rng.sample(range(low, last_step), min(count, last_step - low)))
     plan = []
     for number, step in enumerate(steps):
         hard = number % 2 == 0
         # A handler saves at the end of the step, so a SIGTERM after the penultimate step would leave none to rerun.
         plan.append(
-            Kill(step, "SIGKILL", chance.choice(["inside", "before", "after"]))
+            Kill(step, "SIGKILL", rng.choice(["inside", "before", "after"]))
             if hard
-            else Kill(step, "SIGTERM", chance.choice(["inside", "before"]))
+            else Kill(step, "SIGTERM", rng.choice(["inside", "before"]))
         )
     return plan
 
