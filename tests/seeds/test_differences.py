@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import queue
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -80,13 +82,18 @@ def qurious_direction():
 def qurious_missing_metric():
     with pytest.raises(ConfigError, match="best_model_metric='eval_acuracy'"):
         make().train(loader(), 1, loader(), best_model_metric="eval_acuracy")
+    trainer = make()
+    losses = trainer.train(loader(), 2, best_model_metric="eval_loss")["train_loss"]
+    assert trainer.best_metric == min(losses)
+    with pytest.raises(ConfigError, match="best_model_metric='eval_accuracy'"):
+        make().train(loader(), 1, best_model_metric="eval_accuracy")
 
 
 def qurious_unknown_keys(caplog):
     with pytest.raises(ConfigError, match="did you mean 'max_grad_norm'"):
         make(max_grad_nrom=1.0)
     make(eval_interval=5)
-    assert "config.training.eval_interval=5 is not read" in caplog.text
+    assert "config.training.eval_interval=5 has no effect" in caplog.text
 
 
 def qurious_errors():
@@ -98,10 +105,46 @@ def qurious_errors():
         scalar(Fails).train([constant(1)], 1)
 
 
+def qurious_interrupts(tmp_path):
+    class Interrupted(Given):
+        def _compute_loss(self, outputs, targets):
+            if self.step == 1:
+                signal.raise_signal(signal.SIGINT)
+            return super()._compute_loss(outputs, targets)
+
+    with pytest.raises(SystemExit):
+        scalar(Interrupted).train([constant(1)] * 4, 1, save_dir=tmp_path)
+    assert load_checkpoint(tmp_path / "last.pt")["global_step"] in (1, 2)
+
+
 def qurious_callbacks():
-    seen = []
-    make().train(loader(), 2, callbacks=[lambda trainer, epoch, metrics: seen.append((epoch, trainer.epoch))])
-    assert seen == [(0, 1), (1, 2)]
+    for trainer, epochs in ((make(), [(0, 1), (1, 2)]), (PackageTrainer(net(), nn.MSELoss()), [(1, 1), (2, 2)])):
+        seen = []
+        trainer.train(loader(), 2, callbacks=[lambda trainer, epoch, _, seen=seen: seen.append((epoch, trainer.epoch))])
+        assert seen == epochs
+
+
+def qurious_schedulers():
+    for kind in (Trainer, PackageTrainer):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        config = {"training": {"scheduler_step_per_batch": True}}
+        batches = list(loader())
+        given = {"optimizer": optimizer, "loss_fn": nn.MSELoss(), "config": config, "scheduler": scheduler}
+        kind(model, **given, device="cpu").train(batches, 2)
+        assert scheduler.last_epoch == 2 * len(batches)
+
+
+def qurious_logged_metrics():
+    class Run:
+        records = queue.SimpleQueue()
+
+        def log_metrics(self, metrics):
+            self.records.put(metrics["epoch"])
+
+    PackageTrainer(net(), nn.MSELoss(), device="cpu", run=Run()).train(loader(), 2)
+    assert [Run.records.get(), Run.records.get(), Run.records.empty()] == [1, 2, True]
 
 
 def qurious_default_optimizer():

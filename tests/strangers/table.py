@@ -12,9 +12,10 @@ from strangers.nested import NESTED
 from strangers.objects import OBJECTS
 from strangers.optimizers import OPTIMIZERS
 from strangers.peers import PEERS
+from strangers.reported import REPORTED
 from strangers.schedulers import SCHEDULERS
 from strangers.unseen import UNSEEN
 
 TABLE: list[Row] = [
-    *OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH, *KEPT, *BEGUN,
+    *OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH, *KEPT, *BEGUN, *REPORTED,
 ]  # fmt: skip

@@ -8,6 +8,8 @@ import array
 import dataclasses
 import functools
 import logging
+import multiprocessing
+import random
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from scipy import spatial
 from torch import nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Subset, default_collate
 
 from helpers import MeanSquare, through_a_file
-from strangers.bench import WIDTH, Points, net, points_loader
+from strangers.bench import WIDTH, Case, Points, Row, inexact, net, points_loader
 from strangers.data import OwnIterator, Scaling
+from strangers.reported import Managed
 from treadle import BaseTrainer, CheckpointError, ConfigError, Engine, EpochTrainer, Trainer, load_weights
 from treadle.checkpoint import save_checkpoint
 from treadle.functional.settings import read_settings
@@ -322,7 +326,7 @@ def test_an_evaluation_loader_that_cannot_be_collated_is_found_before_step_1():
             return torch.ones(index + 1)
 
     engine = engine_of()
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+    with pytest.raises(ConfigError, match="stack expects each tensor to be equal size"):
         EpochTrainer(engine).fit(points_loader(), points_loader(Ragged()), 2)
     assert engine.step == 0
 
@@ -735,3 +739,323 @@ def test_the_parameters_of_a_recurrent_layer_are_not_named(make, caplog):
         engine.run(points_loader(), max_steps=steps)
         engine.state_dict()
     assert "no checkpoint holds it" not in caplog.text
+
+
+# -- what public reports are about
+
+
+class TakesOut(BaseHook):
+    def on_before_step(self, trainer: Any) -> None:
+        if trainer.step == 2:
+            trainer.optimizer.param_groups[0]["params"].pop(0).requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_parameter_taken_out_of_its_group_is_named_at_the_next_save(kind: Any) -> None:
+    engine = engine_of(optimizer=lambda of: kind(of.parameters(), lr=0.05), hooks=[TakesOut()])
+    engine.run(points_loader(), max_steps=3)
+    with pytest.raises(CheckpointError, match=r"0\.weight.*requires_grad_"):
+        engine.state_dict()
+
+
+class Numbered(BaseTrainer):
+    def build_data_loader(self) -> Any:
+        return points_loader()
+
+    def build_model(self) -> Any:
+        return net()
+
+    def build_optimizer(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+    def forward(self, input: Any) -> Any:
+        return nn.functional.mse_loss(self.model(input[0]), input[1])
+
+
+@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("guard", "none"), ("target", [1.0])])
+def test_a_part_of_the_engine_that_a_subclass_assigns_is_refused_by_name(name: str, value: Any) -> None:
+    trainer = Numbered(2, device="cpu", progress=False)
+    setattr(trainer, name, value)
+    with pytest.raises(ConfigError, match=rf"Numbered\.{name}"):
+        trainer.train()
+    assert trainer.hooks is None
+
+
+class Grows(MeanSquare):
+    def __init__(self) -> None:
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 1)])
+
+    def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> Any:
+        if len(self.heads) < 3:
+            self.heads.append(nn.Linear(WIDTH, 1))
+        return super().step(model, batch)
+
+
+def test_a_module_of_the_task_that_grows_is_named(caplog: Any) -> None:
+    engine = engine_of(task=Grows())
+    with caplog.at_level(logging.WARNING):
+        engine.run(points_loader(), max_steps=1)
+        engine.state_dict()
+    assert "task.heads.1" in caplog.text
+
+
+RATES = [0]
+
+
+def falling(step: int) -> float:
+    RATES[0] += 1
+    return 1 / RATES[0]
+
+
+def test_a_schedule_by_a_variable_that_is_loaded_with_it_warns_of_no_jump(caplog: Any) -> None:
+    def made() -> Engine:
+        RATES[0] = 0
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, falling)
+        return Engine(model, optimizer, MeanSquare(), scheduler=schedule, device="cpu")
+
+    first = made()
+    first.run(points_loader(), max_steps=3)
+    state, rate = through_a_file(first.state_dict()), first.optimizer.param_groups[0]["lr"]
+    second = made()
+    second.prepare()
+    with caplog.at_level(logging.WARNING):
+        second.load_state_dict(state)
+    assert (second.optimizer.param_groups[0]["lr"], RATES[0]) == (rate, 4)
+    assert caplog.text == ""
+
+
+class Searches(MeanSquare):
+    """Finds neighbours in a tree of SciPy's, which is written in C."""
+
+    def __init__(self, every: int):
+        self.every, self.moves = every, 0
+        self.tree = spatial.cKDTree(Points().x.numpy())
+
+    def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> Any:
+        self.moves += 1
+        if self.moves % self.every == 0:
+            self.tree = spatial.cKDTree(Points().x.numpy() * self.moves)
+        return super().step(model, batch)
+
+
+@pytest.mark.parametrize(("every", "named"), [(2, True), (9, False)])
+def test_an_object_of_a_library_that_no_checkpoint_holds_is_named_where_it_is_replaced(
+    every: int, named: bool, caplog: Any
+) -> None:
+    engine = engine_of(task=Searches(every))
+    engine.prepare()
+    with caplog.at_level(logging.WARNING):
+        engine.state_dict()
+        engine.run(points_loader(), max_steps=3)
+        engine.state_dict()
+    assert ("task.tree" in caplog.text) is named
+
+
+class FitsOnce(MeanSquare):
+    """Interpolates with an object that it makes when it is first needed, from nothing that changes."""
+
+    spline: Any = None
+
+    def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> Any:
+        if self.spline is None:
+            self.spline = spatial.cKDTree(Points().x.numpy())
+        return super().step(model, batch)
+
+
+def test_an_object_of_a_library_that_is_made_when_needed_is_not_named(caplog: Any) -> None:
+    engine = engine_of(task=FitsOnce())
+    with caplog.at_level(logging.WARNING):
+        for steps in (1, 2, 3):
+            engine.run(points_loader(), max_steps=steps)
+            engine.state_dict()
+    assert caplog.text == ""
+
+
+def draws(trainer: Any, epoch: int, metrics: Any) -> None:
+    torch.rand(3)
+
+
+def grows(trainer: Any, epoch: int, metrics: Any) -> None:
+    trainer.rows.indices = [*trainer.rows.indices, *range(6, 9 + epoch)]
+
+
+def forgets(trainer: Any, epoch: int, metrics: Any) -> None:
+    trainer.optimizer.state[trainer.model[0].weight]["momentum_buffer"].zero_()
+
+
+def tells_a_hook(trainer: Any, epoch: int, metrics: Any) -> None:
+    trainer.scales.factor *= 0.5
+
+
+class Scales(BaseHook):
+    factor = 1.0
+
+    def on_before_optimizer_step(self, trainer: Any) -> None:
+        for one in trainer.model.parameters():
+            one.grad.mul_(self.factor)
+
+
+class WithRows(Trainer):
+    def __init__(self) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        super().__init__(model, optimizer, nn.MSELoss(), device="cpu", progress=False, hooks=[scales := Scales()])
+        self.scales = scales
+        self.rows = Subset(Points(), list(range(6)))
+
+    def run_to(self, epochs: int, folder: Any, callback: Any) -> Any:
+        loader = DataLoader(self.rows, batch_size=3, shuffle=True)
+        self.train(loader, epochs, save_dir=folder, resume_from="auto", callbacks=[callback])
+        return self.model.state_dict()
+
+
+@pytest.mark.parametrize("callback", [draws, grows, forgets, tells_a_hook])
+def test_whatever_a_callback_moves_is_in_the_state_of_its_epoch(callback: Any, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    expected = WithRows().run_to(3, tmp_path / "straight", callback)
+    torch.manual_seed(0)
+    WithRows().run_to(1, tmp_path / "stopped", callback)
+    found = WithRows().run_to(3, tmp_path / "stopped", callback)
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def test_what_a_manager_of_multiprocessing_holds_is_carried() -> None:
+    with multiprocessing.get_context("fork").Manager() as manager:
+        assert inexact(Row("a manager", "Own objects", lambda: Case(task=Managed(manager)), stops=(2, 5))) == []
+
+
+class AddsGroup(BaseHook):
+    def on_before_step(self, trainer: Any) -> None:
+        if trainer.step == 2:
+            trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_schedule_that_does_not_cover_an_added_group_fails_with_a_note() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    engine = Engine(model, optimizer, MeanSquare(), scheduler=schedule, device="cpu", hooks=[AddsGroup()])
+    with pytest.raises(ValueError) as failed:
+        engine.run(points_loader(), max_steps=3)
+    notes = getattr(failed.value, "__notes__", ["LambdaLR was built for 1 parameter groups"])  # since Python 3.11
+    assert any("LambdaLR was built for 1 parameter groups" in note for note in notes)
+
+
+class Registers(BaseHook):
+    """Registers hooks on a module, a parameter and the optimizer, when training begins or at a step."""
+
+    def __init__(self, step: int):
+        self.at = step
+        self.scale = 0.5
+
+    def register(self, trainer: Any) -> None:
+        trainer.model[0].register_forward_hook(lambda module, inputs, output: output * self.scale)
+        trainer.model[0].weight.register_hook(self.scaled)
+        trainer.optimizer.register_step_pre_hook(functools.partial(print_nothing, 1))
+
+    def scaled(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad * self.scale
+
+    def on_before_train(self, trainer: Any) -> None:
+        if self.at == 0:
+            self.register(trainer)
+
+    def on_before_step(self, trainer: Any) -> None:
+        if trainer.step == self.at:
+            self.register(trainer)
+
+
+def print_nothing(*given: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_hooks_of_torch_that_are_registered_while_training_are_named(step: int, caplog: Any) -> None:
+    engine = engine_of(hooks=[Registers(step), Saves()])
+    with caplog.at_level(logging.WARNING):
+        engine.run(points_loader(), max_steps=3)
+    names = ("model.0._forward_hooks[0]", "model.0.weight._backward_hooks[0]", "optimizer._optimizer_step_pre_hooks[0]")
+    assert [f"{name} was registered" in caplog.text for name in names] == [step > 0] * 3
+
+
+class Saves(BaseHook):
+    def on_after_step(self, trainer: Any) -> None:
+        trainer.state_dict()
+
+
+class Draws(MeanSquare):
+    def __init__(self) -> None:
+        self.chance = random.SystemRandom()
+
+
+def test_a_generator_without_a_state_is_named(caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine_of(task=Draws(), hooks=[Saves()]).run(points_loader(), max_steps=1)
+    assert "task.chance" in caplog.text
+
+
+class Ensemble(nn.Module):
+    """Members of an ensemble in stacked parameters, with their form on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        members = [nn.Linear(WIDTH, 1) for _ in range(2)]
+        self.form = [nn.Linear(WIDTH, 1).to("meta")]
+        stacked = {name: value.detach() for name, value in torch.func.stack_module_state(members)[0].items()}
+        self.members = nn.ParameterDict(stacked)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one = functools.partial(torch.func.functional_call, self.form[0], args=(x,))
+        return torch.func.vmap(one)(dict(self.members)).mean(0)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(nn.Linear(WIDTH, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("model", [Ensemble, Scripted])
+def test_a_model_with_modules_that_are_not_plain_is_exact(model: Any) -> None:
+    assert inexact(Row("model", "Models", lambda: Case(model=model()), stops=(2, 5))) == []
+
+
+class Merges(nn.Module):
+    """Merges its adapter into its weights to evaluate, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.merged = nn.Linear(WIDTH, 1).requires_grad_(False), False
+        self.adapter = nn.Parameter(torch.zeros(1, WIDTH))
+
+    def train(self, mode: bool = True) -> Any:
+        if mode == self.merged:
+            self.base.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) if self.merged else self.base(x) + x @ self.adapter.T
+
+
+def test_an_overridden_train_is_called_after_an_evaluation() -> None:
+    model = Merges()
+    engine = engine_of(model, optimizer=lambda of: torch.optim.SGD([of.adapter], lr=0.05))
+    engine.run(points_loader(), max_steps=1)
+    engine.evaluate(points_loader())
+    assert not model.merged
+    engine.run(points_loader(), max_steps=2)
+    assert engine.applied_steps == 2
+
+
+def test_an_optimizer_that_computes_its_rate_is_taken() -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    model = net()
+    optimizer = optimization.Adafactor(model.parameters(), lr=None, warmup_init=True)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), device="cpu", progress=False)
+    assert len(trainer.train(points_loader(), 1)["train_loss"]) == 1

@@ -59,7 +59,8 @@ def load_codebook(
         [[0.0, 0.0], [2.0, 4.0]]
     """
     file = _existing(path)
-    content = _unpickled(file, allow_pickle) if file.suffix.lower() in _PICKLED else _read(file)
+    pickled = file.suffix.lower() in _PICKLED
+    content = _unpickled(file, allow_pickle) if pickled else _read(file, key_candidates)
     codebook_KD = _finite(_picked(content, key_candidates, file), file)
     if codebook_KD.ndim != 2:
         raise ConfigError(f"{file}: the codebook has shape {codebook_KD.shape}; it must be (entries, dimensions)")
@@ -79,7 +80,7 @@ def load_npz_key(path: str | os.PathLike[str], key_candidates: Sequence[str]) ->
         (2,)
     """
     file = _existing(path)
-    return as_array(_picked(_read(file), key_candidates, file), str(file))
+    return as_array(_picked(_read(file, key_candidates), key_candidates, file), str(file))
 
 
 @checked
@@ -106,7 +107,7 @@ def load_scalar_centers(
         [1.0, 3.0, 10.0, 30.0]
     """
     file = _existing(path)
-    centers = _finite(_picked(_read(file), key_candidates, file), file)
+    centers = _finite(_picked(_read(file, key_candidates), key_candidates, file), file)
     if centers.ndim not in (1, 2):
         raise ConfigError(f"{file}: the centres have shape {centers.shape}; they must be (bins,) or (columns, bins)")
     return centers.reshape(-1)
@@ -153,8 +154,12 @@ def _existing(path: str | os.PathLike[str]) -> Path:
     return file
 
 
-def _read(file: Path) -> Any:
-    """Return the array of an .npy file, or the mapping from keys to arrays of any other."""
+def _read(file: Path, key_candidates: Sequence[str]) -> Any:
+    """Return the array of an .npy file, or the mapping from keys to arrays of any other.
+
+    Of an .npz file only the first candidate is read, so that pickled arrays under other keys do not matter; those are
+    None.
+    """
     suffix = file.suffix.lower()
     if suffix == ".safetensors":
         return read_tree(file)[0]
@@ -164,7 +169,10 @@ def _read(file: Path) -> Any:
     try:
         with open(file, "rb") as opened:  # NumPy leaves a damaged archive open
             loaded = np.load(opened, allow_pickle=False)
-            return loaded if isinstance(loaded, np.ndarray) else {key: loaded[key] for key in loaded.files}
+            if isinstance(loaded, np.ndarray):
+                return loaded
+            wanted = next((key for key in _names(key_candidates) if key in loaded.files), None)
+            return {key: loaded[key] if key == wanted else None for key in loaded.files}
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     except ValueError as error:  # a damaged header, or objects that only unpickling could create
@@ -190,12 +198,16 @@ def _unpickled(file: Path, allow_pickle: bool) -> Any:
 def _picked(content: Any, key_candidates: Sequence[str], file: Path) -> Any:
     if isinstance(content, (np.ndarray, Tensor)):
         return content
-    keys = (key_candidates,) if isinstance(key_candidates, str) else tuple(key_candidates)
+    keys = _names(key_candidates)
     named = content if isinstance(content, Mapping) else _attributes(content)
     for key in keys:
         if key in named:
             return named[key]
     raise KeyError(f"{file}: none of the keys {', '.join(keys)}; it has {', '.join(map(str, named)) or 'no key'}")
+
+
+def _names(key_candidates: Sequence[str]) -> tuple[str, ...]:
+    return (key_candidates,) if isinstance(key_candidates, str) else tuple(key_candidates)
 
 
 def _attributes(fitted: Any) -> Mapping[str, Any]:

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from treadle.astro.model import CausalTransformerLM
+from treadle.astro.schedule import WarmupCosine
 from treadle.distributed import unwrap
 from treadle.distributed.state_names import check_model_state
 from treadle.engine import Engine
 from treadle.errors import CheckpointError
 from treadle.exchange.adapters import register_adapter, state_in_groups
-from treadle.exchange.foreign import ForeignCheckpoint
+from treadle.exchange.foreign import ForeignCheckpoint, cleaned
 
 _RENAMED = (
     ("tok_emb.", "token_embedding."),
@@ -49,7 +50,7 @@ def is_original(tree: Mapping[str, Any]) -> bool:
         >>> is_original({"model": {"tok_emb.weight": 0}, "global_step": 1})
         True
     """
-    return "format" not in tree and "tok_emb.weight" in (tree.get("model") or {})
+    return "format" not in tree and "tok_emb.weight" in cleaned(tree.get("model") or {})
 
 
 def adapt(model: CausalTransformerLM, found: ForeignCheckpoint, optimizer: Optimizer | None) -> ForeignCheckpoint:
@@ -99,13 +100,14 @@ def own_tree(tree: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
         CheckpointError: the model does not match or has pre-norm layers, or the optimizer has different groups.
     """
     model: Any = unwrap(engine.model)
-    weights = _own_weights(model, tree["model"])
+    theirs = cleaned(tree["model"])
+    weights = _own_weights(model, theirs)
     check_model_state(model, weights)
     micro_steps = int(tree.get("global_step", 0))
     applied = micro_steps // engine.accumulation_steps
     own: dict[str, Any] = {
         "model": weights,
-        "optimizer": _own_state(tree["optimizer"], tree["model"], engine.optimizer, model),
+        "optimizer": _at_rate(_own_state(tree["optimizer"], theirs, engine.optimizer, model), engine, applied),
         "scheduler": None if engine.lr_scheduler is None else _moved(engine.lr_scheduler.state_dict(), applied),
         "scaler": tree.get("scaler"),
         "epoch": int(tree.get("epoch", 0)),
@@ -119,6 +121,16 @@ def own_tree(tree: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
         },
     }
     return own
+
+
+def _at_rate(state: dict[str, Any], engine: Engine, applied: int) -> dict[str, Any]:
+    """Return optimizer state with the schedule's rates of the next step; the file has those of its last micro-batch."""
+    scheduler = engine.lr_scheduler
+    if not isinstance(scheduler, WarmupCosine):
+        return state
+    rates = scheduler.rates_after(applied)
+    groups = [{**group, "lr": rate} for group, rate in zip(state["param_groups"], rates, strict=True)]
+    return {**state, "param_groups": groups}
 
 
 def _moved(state: dict[str, Any], applied: int) -> dict[str, Any]:

@@ -96,8 +96,12 @@ class WarmupCosine(LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the learning rates of the next step."""
+        return self.rates_after(self.last_epoch)
+
+    def rates_after(self, applied: int) -> list[float | Tensor]:
+        """Return the learning rates of the step that follows a number of applied steps."""
         shape = (self.warmup_steps, self.total_steps, self.min_lr_ratio)
-        factor = cosine_schedule_with_warmup(self.last_epoch + 1, 1.0, *shape)
+        factor = cosine_schedule_with_warmup(applied + 1, 1.0, *shape)
         return [base_lr * factor for base_lr in self.base_lrs]
 
     def use_total(self, total_steps: int) -> None:

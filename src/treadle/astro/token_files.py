@@ -66,8 +66,13 @@ class FieldIndex:
         self.rows = np.flatnonzero(_kept(table, filters))
         self._ids = [norm_splus_id(value) for value in table["id"]]
         self._gaia_ids = [norm_gaia_id(value) for value in table["gaia_source_id"]]
+        keys = {
+            "image": ["tokens_flat"], "scalar": ["scalar_tokens", "N_BINS"],
+            "spectrum": [key for pair in spectrum_groups.values() for key in pair],
+        }  # fmt: skip
         files = {
-            kind: _read(templates[kind].format(field=field), allow_pickle) for kind in ("image", "scalar", "spectrum")
+            kind: _read(templates[kind].format(field=field), ["ids", *names], allow_pickle)
+            for kind, names in keys.items()
         }
         self._images = files["image"].get("tokens_flat")
         self._image_rows = _places(files["image"], norm_gaia_id) if self._images is not None else {}
@@ -109,12 +114,13 @@ def _kept(table: Mapping[str, NDArray[Any]], filters: Mapping[str, Any]) -> NDAr
     return kept
 
 
-def _read(path: str, allow_pickle: bool) -> dict[str, Any]:
+def _read(path: str, names: Sequence[str], allow_pickle: bool) -> dict[str, Any]:
+    """Read the arrays of these names that a file has; pickled ones under other names do not matter."""
     if not os.path.exists(path):
         return {}
     with np.load(path, allow_pickle=allow_pickle) as opened:
         try:
-            return {name: opened[name] for name in opened.files}
+            return {name: opened[name] for name in names if name in opened.files}
         except ValueError as error:
             raise ConfigError(
                 f"{path!r} holds pickled values ({error}); write its ids as text or whole numbers, or pass "
@@ -216,7 +222,7 @@ class MultiFieldTokenDataset(Dataset[dict[str, Tensor]]):
         settings = json.dumps([self.fields, self._templates["datacube"], self._filters, self._seed])
         mark = hashlib.sha256(settings.encode()).hexdigest()
         if cache is not None and cache.exists():
-            stored = _read(str(cache), False)
+            stored = _read(str(cache), ("settings", "field", "row"), False)
             if str(stored.get("settings")) == mark:
                 return [str(name) for name in stored["field"]], stored["row"]
             _log.warning("%s was made with other fields or filters and is made again", cache)

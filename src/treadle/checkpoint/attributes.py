@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import os
+import random
 import types
 import weakref
 from collections import deque
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from treadle.checkpoint.comparison import same, sample
-from treadle.checkpoint.introspection import attributes_of, has_state, set_attribute
-from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, is_plain_object
+from treadle.checkpoint.introspection import attributes_of, delete_attribute, has_state, set_attribute
+from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, is_of_a_library_of_values, is_plain_object
 from treadle.checkpoint.references import References
 
 _FIXED = frozenset({int, float, complex, bool, str, bytes, type(None)})
@@ -84,7 +85,9 @@ class Attributes:
         self._kinds = {name: type(value) for name, value in held.items()}
         self._before = {name: self._encode(name, value) for name, value in held.items()}
         self._marks = {name: Mark(value) for name, value in held.items() if _may_change(value)}
-        self._seen = {name: mark for name, mark in self._marks.items() if self._before[name] is OPAQUE}
+        self._seen = {
+            name: self._marks.get(name) or Mark(value) for name, value in held.items() if self._before[name] is OPAQUE
+        }
         self._functions = {name: value for name, value in held.items() if value is None or callable(value)}
         self._fixed = self._all_fixed(held)
         self._opened: Mapping[str, Any] | None = None  # attributes when an unsavable one was first seen
@@ -169,7 +172,8 @@ class Attributes:
         back = {name: start for name in moved if (start := self._start_of(name)) is not OPAQUE}
         self._restored |= values.keys()
         for name, value in (back | dict(values)).items():
-            self._set(name, value)
+            if name in values or name in self._before or not delete_attribute(self.owner, name):
+                self._set(name, value)
 
     def put_back(self, values: Mapping[str, Any]) -> None:
         """Set some attributes to values that :meth:`changed` returned, and leave the others."""
@@ -212,10 +216,12 @@ class Attributes:
                 yield name
         for name, value in others.items():
             mark = self._seen.get(name)
-            if _may_change(value) and not (self._stashes and _has_graph(value)) and not (mark and mark.is_of(value)):
+            is_new = mark is None and self._before.get(name) is None  # a value of a library may be made when needed
+            counts = _may_change(value) or (_is_of_a_library(value) and not is_new)
+            if counts and not (self._stashes and _has_graph(value)) and not (mark and mark.is_of(value)):
                 yield f"{name} (an lru_cache)" if isinstance(value, CachedFunction) else name
             self._seen[name] = Mark(value)
-            if _is_iterator(value) or self._is_another_function(name, value):
+            if _moves(value) or self._is_another_function(name, value):
                 yield name
 
     def _is_another_function(self, name: str, value: Any) -> bool:
@@ -251,6 +257,11 @@ def _holds_tensor(encoded: Any) -> bool:
 def _is_iterator(value: Any) -> bool:
     """Return whether a value is an iterator, whose position cannot be read; files do not count."""
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
+
+
+def _moves(value: Any) -> bool:
+    """Return whether a value moves in a way that cannot be read: an iterator, a generator without a state."""
+    return _is_iterator(value) or isinstance(value, random.SystemRandom)
 
 
 def missing_from_state(state: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,6 +312,8 @@ def _fingerprint_of(value: Any) -> Any:
         return value.shape, value.reshape(-1)[::step].tobytes() if value.dtype.kind in "biufc" else None
     if isinstance(value, CachedFunction):
         return value.cache_info().currsize
+    if _is_of_a_library(value):
+        return tuple((name, id(part), _version_of(part)) for name, part in attributes_of(value).items())
     if isinstance(value, _CONTAINERS):
         first = itertools.islice(value.values() if isinstance(value, dict) else value, _SAMPLED_ROWS)
         return len(value), *((id(item), _version_of(item), _sample_of(item)) for item in first)
@@ -324,6 +337,11 @@ def is_table(value: Any) -> bool:
 def _may_change(value: Any) -> bool:
     """Return whether a value's type can hold state: a tensor, a container, a cache, an object with a state dict."""
     return isinstance(value, (Tensor, CachedFunction, *_CONTAINERS)) or is_table(value) or has_state(value)
+
+
+def _is_of_a_library(value: Any) -> bool:
+    """Return whether a value is an object of a library whose objects are values, neither callable nor a class."""
+    return is_of_a_library_of_values(type(value)) and not callable(value)
 
 
 def _has_graph(value: Any, depth: int = 8) -> bool:

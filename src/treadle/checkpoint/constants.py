@@ -50,6 +50,8 @@ def encode_constant(value: Any) -> Any:
         return {"path": str(value)}
     if isinstance(value, np.dtype) and value.names is None and not value.hasobject:
         return {"numpy_dtype": value.str}
+    if isinstance(value, type) and has_path(value):
+        return {"class": class_path(value)}
     if isinstance(value, enum.Flag):  # a combination of flags has no name
         return {"flag": int(value.value), "of": class_path(type(value))}
     if isinstance(value, enum.Enum) and value.name is not None:
@@ -73,6 +75,8 @@ def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
         return type(held)(inner) if isinstance(held, PurePath) else Path(inner)
     if kind == "numpy_dtype":
         return np.dtype(inner)
+    if kind == "class":
+        return class_at(inner)
     if kind == "flag":
         return class_at(value["of"], held)(inner)
     if kind == "enum":
@@ -80,7 +84,7 @@ def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
     return _FROM_TEXT[kind](inner)
 
 
-CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum", "flag", "numpy_dtype"))
+CONSTANTS = frozenset((*_FROM_TEXT, "path", "enum", "flag", "numpy_dtype", "class"))
 
 
 def class_path(kind: type) -> str:

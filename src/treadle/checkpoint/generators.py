@@ -13,6 +13,16 @@ from torch import Tensor
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
+def is_generator(value: Any) -> bool:
+    """Return whether a value is a random generator that has a state.
+
+    Example:
+        >>> is_generator(random.Random()), is_generator(random.SystemRandom())
+        (True, False)
+    """
+    return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
 def generator_like(state: Any) -> Any:
     """Return a new generator of the type that a state belongs to."""
     if isinstance(state, Tensor):
@@ -36,8 +46,12 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         version, state, gauss = generator.getstate()
         return [version, list(state), gauss]
-    state = generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(False)
-    return _without_arrays(state)
+    if not isinstance(generator, np.random.Generator):
+        return _without_arrays(generator.get_state(False))
+    seeds: Any = getattr(generator.bit_generator, "seed_seq", None)  # what spawn() draws from
+    is_drawn = getattr(seeds, "n_children_spawned", 0) > 0
+    spawned = {"seeds": {**seeds.state, "spawn_key": list(seeds.spawn_key)}} if is_drawn else {}
+    return _without_arrays({**generator.bit_generator.state, **spawned})
 
 
 def _without_arrays(state: Any) -> Any:
@@ -53,9 +67,19 @@ def set_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, random.Random):
         generator.setstate((state[0], tuple(state[1]), state[2]))
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _with_arrays(state)
+        _set_numpy(generator.bit_generator, dict(_with_arrays(state)))
     else:
         generator.set_state(_with_arrays(state))
+
+
+def _set_numpy(generator: Any, state: dict[str, Any]) -> None:
+    held: Any = getattr(generator, "seed_seq", None)
+    seeds = state.pop("seeds", None)
+    if seeds is None and getattr(held, "n_children_spawned", 0) > 0:
+        seeds = {**held.state, "n_children_spawned": 0}
+    generator.state = state
+    if seeds is not None:
+        generator.__setstate__((state, np.random.SeedSequence(**seeds)))
 
 
 def _with_arrays(state: Any) -> Any:

@@ -87,7 +87,9 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, partial):
         held = {f"args[{number}]": item for number, item in enumerate(owner.args)}
         return {**held, **owner.keywords, **vars(owner)}
-    slots = [name for kind in type(owner).__mro__ for name in _as_names(kind.__dict__.get("__slots__", ()))]
+    slots = [
+        _mangled(name, kind) for kind in type(owner).__mro__ for name in _as_names(vars(kind).get("__slots__", ()))
+    ]
     found = {
         name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
     }
@@ -122,6 +124,17 @@ def set_attribute(owner: Any, name: str, value: Any) -> None:
         cells[owner.__code__.co_freevars.index(name)].cell_contents = value
 
 
+def delete_attribute(owner: Any, name: str) -> bool:
+    """Delete an attribute of an object, which may have been looked for with ``hasattr``; return whether it could be."""
+    if isinstance(owner, (Named, partial, types.FunctionType)) or name not in attributes_of(owner):
+        return False
+    try:
+        object.__delattr__(owner, name)
+    except AttributeError:  # as of a class that stores them elsewhere
+        return False
+    return True
+
+
 def _set_on_object(owner: Any, name: str, value: Any) -> None:
     own = type(owner).__setattr__
     if isinstance(own, types.FunctionType) and is_user_class(own):  # frozen, or stored elsewhere
@@ -143,6 +156,12 @@ def _set_in_partial(owner: partial[Any], name: str, value: Any) -> None:
 
 def _as_names(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _mangled(name: str, kind: type) -> str:
+    """Return the name under which a class stores a private slot."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def behind(value: Any) -> Iterator[tuple[str, Any]]:
@@ -189,7 +208,16 @@ def is_user_class(kind: Any) -> bool:
         >>> is_user_class(int)
         False
     """
-    root = str(kind.__module__).partition(".")[0]
+    return is_users_root(str(kind.__module__).partition(".")[0])
+
+
+def is_users_root(root: str) -> bool:
+    """Return whether a top-level module may be the user's.
+
+    Example:
+        >>> is_users_root("torch"), is_users_root("__main__")
+        (False, True)
+    """
     return root == "__main__" or not (root in LIBRARIES or root in sys.stdlib_module_names)
 
 

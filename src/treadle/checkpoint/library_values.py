@@ -20,11 +20,14 @@ import uuid
 import warnings
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.managers import DictProxy, ListProxy, ValueProxy
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
 import torch
+
+from treadle.checkpoint.generators import set_state, state_of
 
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -33,9 +36,11 @@ _KINDS: tuple[type, ...] = (
     UserList, io.BytesIO, io.StringIO, itertools.count, *NAMESPACES,
 )  # fmt: skip
 _SEQUENCES: tuple[Any, ...] = ([], (), "", "\u00e9", range(0), range(2**70), {}, {}.values(), {}.items(), set())
+_MEMORIES = (ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
+_PROXIES = (DictProxy, ListProxy, ValueProxy)  # of a manager, which another process holds
 _WITH_FORMS = (
     *_QUEUES, SynchronizedBase, memoryview, np.ma.MaskedArray, threading.local, contextvars.ContextVar,
-    configparser.RawConfigParser, ctypes.Array,
+    configparser.RawConfigParser, *_MEMORIES, *_PROXIES, np.random.SeedSequence, np.random.BitGenerator,
 )  # fmt: skip
 _ITERATORS: tuple[type, ...] = (
     itertools.chain, itertools.cycle, itertools.islice, itertools.repeat, enumerate, zip,
@@ -56,6 +61,9 @@ LIBRARY_VALUES = frozenset(
         "queue",
         "shared",
         "sections",
+        "proxy",
+        "seeds",
+        "bits",
     )
 )
 
@@ -93,7 +101,15 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         is_local = isinstance(value, threading.local)
         inside = encode(dict(vars(value)) if is_local else value.get(None))
         return opaque if inside is opaque else {"local" if is_local else "context": inside}
-    if isinstance(value, (SynchronizedBase, ctypes.Array)):
+    if isinstance(value, np.random.BitGenerator):
+        return {"bits": state_of(np.random.Generator(value)), "of": type(value).__name__}
+    if isinstance(value, np.random.SeedSequence):
+        seeds = encode(value.state)
+        return opaque if seeds is opaque else {"seeds": seeds}
+    if isinstance(value, _PROXIES):
+        content = encode(value.value if isinstance(value, ValueProxy) else value._getvalue())
+        return opaque if content is opaque else {"proxy": content}
+    if isinstance(value, (SynchronizedBase, *_MEMORIES)):
         memory = value.get_obj() if isinstance(value, SynchronizedBase) else value
         is_raw = memory is value and hasattr(value, "_wrapper")  # memory that processes share without a lock
         return opaque if is_raw or _has_pointers(memory) else {"shared": bytes(memory).hex()}
@@ -158,6 +174,14 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
         if isinstance(held, contextvars.ContextVar):
             held.set(decode(inner))
         return held
+    if kind == "bits":
+        generator = held if isinstance(held, np.random.BitGenerator) else getattr(np.random, value["of"])()
+        set_state(np.random.Generator(generator), inner)
+        return generator
+    if kind == "seeds":
+        return np.random.SeedSequence(**decode(inner))
+    if kind == "proxy":
+        return _filled_proxy(held, decode(inner))
     if kind == "shared":
         return _shared(bytes.fromhex(inner), held)
     if kind == "sections":
@@ -204,17 +228,35 @@ def _shared(content: bytes, held: Any) -> Any:
     """Fill an existing value of ctypes, or one shared between processes, which only its own process can create."""
     with held.get_lock() if hasattr(held, "get_lock") else contextlib.nullcontext():
         memory = held.get_obj() if isinstance(held, SynchronizedBase) else held
-        if isinstance(memory, (ctypes.Array, ctypes._SimpleCData)) and ctypes.sizeof(memory) == len(content):
+        if isinstance(memory, _MEMORIES) and ctypes.sizeof(memory) == len(content):
             ctypes.memmove(ctypes.addressof(memory), content, len(content))
     return held
 
 
 def _has_pointers(memory: Any) -> bool:
     """Return whether a value of ctypes is made of anything but numbers and characters: addresses are of one process."""
-    kind: Any = type(memory)
-    while issubclass(kind, ctypes.Array):
-        kind = kind._type_
-    return not issubclass(kind, ctypes._SimpleCData) or kind._type_ in "PzZO"
+    waiting: list[Any] = [type(memory)]
+    while waiting:
+        kind = waiting.pop()
+        if issubclass(kind, ctypes.Array):
+            waiting.append(kind._type_)
+        elif issubclass(kind, ctypes.Structure):
+            waiting += [field[1] for base in kind.__mro__ for field in vars(base).get("_fields_", ())]
+        elif not issubclass(kind, ctypes._SimpleCData) or kind._type_ in "PzZO":
+            return True
+    return False
+
+
+def _filled_proxy(held: Any, content: Any) -> Any:
+    """Fill the object of a manager, which only its own process can create."""
+    if isinstance(held, DictProxy):
+        held.clear()
+        held.update(content)
+    elif isinstance(held, ListProxy):
+        held[:] = content
+    elif isinstance(held, ValueProxy):
+        held.value = content
+    return held
 
 
 def _viewed(content: bytes, form: str, held: Any) -> Any:

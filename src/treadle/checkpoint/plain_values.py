@@ -21,7 +21,7 @@ from treadle.checkpoint.constants import (
     encode_constant,
     has_path,
 )
-from treadle.checkpoint.generators import GENERATORS, generator_like, set_state, state_of
+from treadle.checkpoint.generators import GENERATORS, generator_like, is_generator, set_state, state_of
 from treadle.checkpoint.introspection import attributes_of, has_state, is_user_class
 from treadle.checkpoint.library_values import LIBRARY_VALUES, decode_library_value, encode_library_value
 from treadle.checkpoint.references import Reference, References
@@ -34,7 +34,10 @@ _DERIVED = (*_DICTS, list, set, deque, tuple, frozenset, int, float, str)  # bas
 _FACTORIES = {kind.__name__: kind for kind in (int, float, list, dict, set)}  # factories of a defaultdict
 _WITHOUT_STATE = ("abc", "typing", "collections.abc")  # modules whose classes are stateless bases
 LONGEST = 1_000_000  # largest number of tensor elements of a value, or of items of a flat list
-_LIBRARIES_OF_VALUES = ("sklearn", "scipy")
+_LIBRARIES_OF_VALUES = (
+    "sklearn", "scipy", "torch_geometric", "numpy", "torch.distributions", "torch.quasirandom",
+    "transformers.cache_utils",
+)  # fmt: skip
 _OF_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _DEEPEST = 32  # nesting depth of containers; self-referencing ones are infinite
 _SAMPLED_KEYS = 64  # keys of a dict that are checked for addresses
@@ -70,7 +73,7 @@ def encode(
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biufU" and type(value.item()) in SCALARS:
         return str(value) if isinstance(value, np.str_) else {"scalar": value.item(), "dtype": value.dtype.name}
-    if isinstance(value, GENERATORS):
+    if is_generator(value):
         return {"generator": state_of(value)}
     if (constant := encode_constant(value)) is not None:
         return constant
@@ -91,7 +94,7 @@ class _Encoder:
 
     def of(self, value: Any) -> Any:
         kind = type(value)
-        if kind in SCALARS or isinstance(value, GENERATORS):
+        if kind in SCALARS or is_generator(value):
             return encode(value)
         if self._references is not None and (encoded := self._references.encode(value)) is not None:
             return encoded
@@ -214,8 +217,17 @@ def is_plain_object(value: Any) -> bool:
 
 def _is_of_values(kind: type) -> bool:
     """Return whether a class is the user's, or a pure-Python class of a library whose objects are values."""
-    written_in_python = bool(kind.__flags__ & _OF_PYTHON)
-    return is_user_class(kind) or (written_in_python and kind.__module__.partition(".")[0] in _LIBRARIES_OF_VALUES)
+    return is_user_class(kind) or (bool(kind.__flags__ & _OF_PYTHON) and is_of_a_library_of_values(kind))
+
+
+def is_of_a_library_of_values(kind: type) -> bool:
+    """Return whether a class is of a library whose objects are values, such as an estimator or a distribution.
+
+    Example:
+        >>> is_of_a_library_of_values(torch.distributions.Normal), is_of_a_library_of_values(nn.Linear)
+        (True, False)
+    """
+    return f"{kind.__module__}.".startswith(tuple(f"{name}." for name in _LIBRARIES_OF_VALUES))
 
 
 def _is_by_identity(value: Mapping[Any, Any], references: References | None) -> bool:

@@ -6,6 +6,7 @@ import ast
 import enum
 import functools
 import inspect
+import itertools
 import os
 import sys
 import types
@@ -26,12 +27,14 @@ from treadle.checkpoint.introspection import (
     is_engine_or_trainer,
     is_user_class,
     is_user_object,
+    is_users_root,
     names_used_by,
 )
 from treadle.checkpoint.library_values import is_library_value
 from treadle.checkpoint.plain_values import is_plain_object
 
 _INSTALLED = ("site-packages", "dist-packages")  # path components of installed packages
+_MOST = 256  # items of a container that are searched for code
 _KINDS = (bool, int, float, complex, str, type(None), list, dict, set, deque, np.ndarray, Tensor, *GENERATORS)
 
 
@@ -69,15 +72,14 @@ class Variables(Named):
             self._cells |= {f"{function.__qualname__}({name})": cell for name, cell in names if name != "__class__"}
         if isinstance(code, type):
             return
-        used = dict.fromkeys(names_used_by(code))
-        if {"environ", "getenv", "putenv"} & used.keys():
+        if {"environ", "getenv", "putenv"}.intersection(names_used_by(code)):
             self._settings |= _texts_in(code)
-        for name in used:
-            if not name.startswith("__"):
-                self._used[f"{code.__module__}.{name}"] = (code.__globals__, name)
-                value = code.__globals__.get(name)
+        for module, variables, name in _variables_named_in(code):
+            if not _is_special(name):
+                self._used[f"{module}.{name}"] = (variables, name)
+                value = variables.get(name)
                 if has_state(value) and not is_engine_or_trainer(value):
-                    self.stateful[f"{code.__module__}.{name}"] = value
+                    self.stateful[f"{module}.{name}"] = value
         for name, value in _defaults_of(code):
             if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):
                 self._defaults[f"{code.__qualname__}({name})"] = value
@@ -94,7 +96,7 @@ class Variables(Named):
             if isinstance(code, enum.EnumMeta):
                 continue
             found |= {f"{code.__qualname__}.{name}": value for name, value in vars(code).items()
-                      if not name.startswith("__")}  # fmt: skip
+                      if not _is_special(name)}  # fmt: skip
         found |= self._defaults
         found |= {f"os.environ[{name!r}]": os.environ[name] for name in self._settings & os.environ.keys()}
         found |= {name: cell.cell_contents for name, cell in self._cells.items() if not is_empty(cell)}
@@ -150,10 +152,45 @@ def _functions_of(code: Any) -> list[types.FunctionType]:
 
 def _used_by(code: Any) -> list[Any]:
     if isinstance(code, type):
-        return list(_functions_of(code))
-    named = [code.__globals__.get(name) for name in dict.fromkeys(names_used_by(code))]
+        return [*_functions_of(code), *(inner for value in vars(code).values() for inner in code_behind(value))]
+    named = [variables.get(name) for _, variables, name in _variables_named_in(code)]
     named += [cell.cell_contents for cell in code.__closure__ or () if not is_empty(cell)]
-    return [value for value in named if isinstance(value, (type, types.FunctionType))]
+    return [inner for value in named for inner in code_behind(value)]
+
+
+def code_behind(value: Any, depth: int = 2) -> Iterator[Any]:
+    """Yield the functions and classes behind a value: itself, its class, and those of what a container holds."""
+    if isinstance(value, CachedFunction):
+        value = value.__wrapped__
+    if isinstance(value, (list, tuple, set, frozenset, deque, dict)) and depth:
+        items = value.values() if isinstance(value, dict) else value
+        for item in itertools.islice(items, _MOST):
+            yield from code_behind(item, depth - 1)
+    elif isinstance(value, (type, types.FunctionType, types.MethodType, functools.partial)):
+        yield value
+    elif is_user_object(value):
+        yield type(value)
+
+
+def _variables_named_in(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the module, its variables and the name of what a function may name, also through the user's modules."""
+    names = dict.fromkeys(names_used_by(function))
+    package = function.__globals__.get("__package__") or ""
+    imported = (sys.modules.get(path) for name in names for path in (name, f"{package}.{name}"))  # in the function
+    waiting: list[tuple[str, dict[str, Any]]] = [(function.__module__, function.__globals__)]
+    waiting += [(found.__name__, vars(found)) for found in imported if found is not None and _is_own_module(found)]
+    seen = set()
+    while waiting:
+        module, variables = waiting.pop(0)
+        if id(variables) in seen:
+            continue
+        seen.add(id(variables))
+        for name in names:
+            if name in variables or variables is function.__globals__:
+                yield module, variables, name
+            inner: Any = variables.get(name)
+            if _is_own_module(inner):
+                waiting.append((inner.__name__, vars(inner)))
 
 
 def _function_in(value: Any) -> types.FunctionType | None:
@@ -171,6 +208,18 @@ def _is_own_code(code: Any) -> bool:
         return False
     path = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
     return not any(part in path for part in _INSTALLED)
+
+
+def _is_own_module(value: Any) -> bool:
+    """Return whether a value is a module of a script or of a package that is not installed."""
+    if not isinstance(value, types.ModuleType):
+        return False
+    root, path = value.__name__.partition(".")[0], getattr(value, "__file__", None) or ""
+    return is_users_root(root) and not any(part in path for part in _INSTALLED)
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _is_variable(value: Any) -> bool:

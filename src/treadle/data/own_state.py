@@ -25,7 +25,7 @@ from treadle.checkpoint.introspection import (
 )
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.schema import from_plain, to_plain
-from treadle.checkpoint.variables import Variables
+from treadle.checkpoint.variables import Variables, code_behind
 from treadle.data.rows import RowLoader
 from treadle.data.samplers import generators_of, samplers_of_nodes
 from treadle.data.transfer import TransferLoader
@@ -231,7 +231,8 @@ def _code_of(loader: Any, owners: Iterable[Any]) -> Iterator[Any]:
     for part in (loader, *parts, *owners):
         yield part
         values = attributes_of(part).values() if part is not None else ()
-        yield from (value for value in values if isinstance(value, (types.FunctionType, types.MethodType)))
+        for value in values:
+            yield from code_behind(value)
 
 
 def _has_attributes(owner: Any) -> bool:

@@ -120,7 +120,7 @@ class TensorLoader(RowLoader):
     @contextlib.contextmanager
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> Iterator[Read]:
         # On the CPU, so that the order is the same on every device; other runs continue meanwhile.
-        drawn = run_off_turn(lambda: order.rows(self.epoch))
+        drawn = run_off_turn(lambda: order.rows(self.epoch)) if order.shuffle else None
         rows = None if drawn is None else drawn.to(self.tensors[0].device, non_blocking=True)
         if self._gather is not None:
             self._gather.begin()

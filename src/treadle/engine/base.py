@@ -105,6 +105,11 @@ class EngineBase:
         self.guard = FiniteGuard()
         self.stray_parameters = []
 
+    @property
+    def _recorded_config(self) -> Any:
+        """Configuration that a checkpoint records."""
+        return self.config
+
     # -- what hooks read ------------------------------------------------------------------------------------------
 
     @property

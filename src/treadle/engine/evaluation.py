@@ -268,6 +268,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         with torch.no_grad(), _without_buffer_sync(distributed.replicated(model)):
             yield
     finally:
+        if modes[0][1]:
+            model.train()  # it may be overridden, as by adapters that merge their weights to evaluate
         for module, training in modes:
             module.training = training
         distributed.reshard(model)

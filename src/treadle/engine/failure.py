@@ -51,6 +51,7 @@ def errors_logged_with_rank(engine: Engine) -> Iterator[None]:
         raise
     except BaseException as error:
         _note_batches(engine, error)
+        _note_groups(engine, error)
         if distributed.world_size() == 1:
             raise
         lost = lost_rank(error)
@@ -72,6 +73,17 @@ def _note_batches(engine: Engine, error: BaseException) -> None:
         return
     shapes = " ".join(dict.fromkeys(shapes_of(batch) for batch in engine.attempt.group.batches))
     error.add_note(f"{NOTE} {engine.step}, epoch {engine.epoch + 1}; what the loader gave: {shapes}")
+
+
+def _note_groups(engine: Engine, error: BaseException) -> None:
+    """Add a note to an error of torch's if the optimizer has groups that its schedule was not built with."""
+    covered = len(getattr(engine.lr_scheduler, "base_lrs", ()))
+    groups = len(engine.optimizer.param_groups) if engine.optimizer is not None else 0
+    if covered and groups > covered and isinstance(error, (ValueError, IndexError)) and hasattr(error, "add_note"):
+        error.add_note(
+            f"{type(engine.lr_scheduler).__name__} was built for {covered} parameter groups, and the optimizer has "
+            f"{groups} by now: build all groups from the start and freeze those to come with requires_grad_(False)"
+        )
 
 
 @contextlib.contextmanager

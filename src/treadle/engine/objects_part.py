@@ -56,6 +56,13 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
     return {path: owner for path, owner in found.items() if not is_treadle_object(owner)}
 
 
+def _registered_hooks(engine: Engine) -> frozenset[str]:
+    """Return the places at which code of the user's has hooks on modules, parameters and the optimizer."""
+    found = {path: one.func if isinstance(one, functools.partial) else one
+             for path, one in _callables_of(engine).items() if "_hooks[" in path}  # fmt: skip
+    return frozenset(path for path, one in found.items() if is_user_object(getattr(one, "__func__", one)))
+
+
 def parts_of(engine: Engine) -> Iterator[Any]:
     """Yield the parts of a run, which have parts of their own in its checkpoints."""
     yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
@@ -82,6 +89,7 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     before = {name: objects.loaded_states() for name, objects in kept.items()}
     yield
     engine.state.search_again()
+    engine.state.registered = _registered_hooks(engine)
     for name, objects in kept.items():
         for text in objects.restore_loaded(before[name]):
             engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
@@ -95,6 +103,13 @@ def warn_of_lost(engine: Engine) -> None:
             f"{name} changes during the run, but checkpoints do not hold it: a resume is exact only if nothing "
             "depends on it. Keep it in an object with state_dict and load_state_dict; create iterators over data in "
             "the __iter__ of the loader",
+        )
+
+    for path in sorted(_registered_hooks(engine) - engine.state.registered) if engine.state.training else ():
+        engine.state.warn_once(
+            engine,
+            f"{path} was registered while training, and a resumed run has no such hook: register it before training or "
+            "in on_before_train, and let it act by an attribute, which is kept",
         )
 
 

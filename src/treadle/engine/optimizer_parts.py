@@ -39,9 +39,8 @@ class SchedulerPart(StatePart):
         if scheduler is not None and state is not None:
             objects = saved.part("objects")
             yield from _checkpoint_wins("schedule", overridden_schedule(scheduler, state, objects=objects))
-            if not any(path.startswith("scheduler.lr_lambdas") for path in objects):
-                jump = rate_jump(scheduler, state)
-                yield from [Notice(jump)] if jump is not None else []
+            jump = rate_jump(scheduler, state, objects)
+            yield from [Notice(jump)] if jump is not None else []
         elif scheduler is not None and "progress" in saved.tree:
             yield Notice("no scheduler state was loaded: the scheduler starts fresh, so the resume is not exact")
         elif state is not None:

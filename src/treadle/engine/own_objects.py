@@ -50,7 +50,8 @@ class OwnObjects:
         known: ids of objects to leave out.
         model: model of the run, whose parts attributes may refer to.
         whole: paths of roots that are searched although they have state dicts.
-        hidden: further roots, whose attributes are kept elsewhere: only objects with a state dict are taken from them.
+        hidden: further roots, whose attributes are kept elsewhere: objects that can be written as parts of these, and
+            have no state dict, are left out.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class OwnObjects:
         self._roots = dict(roots)
         self.functions: list[types.FunctionType] = []  # the user's, for the variables that they use
         self._search(self._roots)
-        self._search(hidden or {}, plain_too=False)
+        self._search(hidden or {}, parts_too=False)
 
     def add(self, path: str, owner: Any) -> None:
         """Search one more root, and restore it from the checkpoint that was loaded before it was added."""
@@ -118,12 +119,12 @@ class OwnObjects:
             if entry.get("late") and path not in self.owners:
                 raise _missing(path)
 
-    def _search(self, roots: Mapping[str, Any], *, plain_too: bool = True, late: bool = False) -> set[str]:
+    def _search(self, roots: Mapping[str, Any], *, parts_too: bool = True, late: bool = False) -> set[str]:
         """Return the paths of objects newly found from some roots.
 
         Args:
             roots: roots of the search.
-            plain_too: whether to include objects without a state dict.
+            parts_too: whether to include plain objects that can be written as parts of what holds them.
             late: whether they may be created after a checkpoint is loaded, so that nothing in it can refer to them, and
                 plain objects that are written as parts of others are left out.
         """
@@ -132,10 +133,10 @@ class OwnObjects:
             search.walk(path, owner)
         self.functions += search.functions
         owners, plain = search.owners, search.plain
-        if not plain_too:
-            plain.clear()
-        elif late and roots is self._roots:  # again: what has appeared is a part of what held nothing there
-            plain = {path: owner for path, owner in plain.items() if path in roots or not self._is_part(owner)}
+        is_again = late and roots is self._roots  # then what has appeared is a part of what held nothing there
+        if is_again or not parts_too:
+            kept = roots if is_again else ()
+            plain = {path: owner for path, owner in plain.items() if path in kept or not self._is_part(owner)}
         self._kept |= {id(owner) for owner in (*owners.values(), *plain.values())}
         for path, owner in (owners | plain).items() if not late else ():
             self._references.add(f"object {path}", owner)
@@ -150,7 +151,7 @@ class OwnObjects:
         for path, owner in plain.items():
             self._attributes[path] = self._attributes_of(owner, OF_TRAINERS if path in self._whole else ())
         inside = [held for path, owner in owners.items() if (held := _left_out_of(path, owner))]
-        deeper = [self._search(held, plain_too=False, late=late) for held in inside]
+        deeper = [self._search(held, parts_too=False, late=late) for held in inside]
         return {*owners, *plain}.union(*deeper)
 
     def _is_part(self, owner: Any) -> bool:
@@ -245,6 +246,8 @@ class OwnObjects:
         tensors, built = _tensors_of(module), self._marks[path]
         unchanged = len(tensors) == len(built) and all(one.is_of(now) for one, now in zip(built, tensors, strict=True))
         parameters = list(module.parameters())
+        if any(value.is_meta for value in tensors):
+            return {}  # such as the form of an ensemble, which has no values
         if other:
             return {path: {"state": state, "modules": other}}
         if not state or (unchanged and not parameters):
@@ -342,7 +345,7 @@ class OwnObjects:
                 names = (f"{prefix}.{name}".lstrip(".") for name in attributes.lost())
                 yield from (name for name in names if name not in self.owners)
         for path, modules in self._modules.items():
-            yield from (f"{path}.{name}" for name in modules.lost())
+            yield from (f"{path}.{name}" for name in (*modules.lost(), *modules.replaced(self.owners[path])))
 
 
 def _left_out_of(path: str, owner: Any) -> dict[str, Any]:

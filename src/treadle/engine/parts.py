@@ -44,7 +44,7 @@ class FormatPart(StatePart):
             "face": engine.face,
             "scored": engine.state.scored,
         }
-        tree["config"] = engine.config
+        tree["config"] = engine._recorded_config
         tree["versions"] = versions()
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:

@@ -93,6 +93,21 @@ class PreparedParts:
                     "the new one. Change it in place, or build the new one from the start"
                 )
 
+    def refuse_lost_parameters(self, engine: Engine) -> None:
+        """Raise if parameters were taken out of the optimizer's groups since the run was prepared.
+
+        Raises:
+            CheckpointError: fewer parameters are in the groups.
+        """
+        held = {id(one) for group in engine.optimizer.param_groups for one in group["params"]}
+        if len(held) < len(self._held):
+            gone = [name for name, one in self._by_name.items() if id(one) in self._held - held]
+            raise CheckpointError(
+                f"optimizer: {_listed(gone)} was taken out of its groups; a resumed run builds them whole, and would "
+                "not take the state. Leave the parameters in their groups and freeze them with requires_grad_(False): "
+                "the optimizer passes over those without a gradient"
+            )
+
     def unloadable(self, engine: Engine) -> Iterator[str]:
         """Yield warnings about parameters that a run with the original model cannot load from a checkpoint."""
         names = set(_saved_names(engine.model))
@@ -157,7 +172,7 @@ def _name_of(value: Any) -> str:
 def _saved_names(model: nn.Module) -> Iterator[str]:
     """Yield the names of parameters and persistent buffers."""
     for prefix, module in unwrap(model).named_modules(remove_duplicate=False):
-        names = [*module._parameters, *(name for name in module._buffers
+        names = [*module._parameters.keys(), *(name for name in module._buffers.keys()  # noqa: SIM118  (of TorchScript)
                                         if name not in module._non_persistent_buffers_set)]  # fmt: skip
         yield from (clean_name(f"{prefix}.{name}".lstrip(".")) for name in names)
 

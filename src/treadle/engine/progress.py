@@ -177,10 +177,12 @@ class LearningRates:
             ConfigError: one is not finite.
         """
         rates = [group["lr"] for group in optimizer.param_groups]
-        for rate in rates:
+        for number, rate in enumerate(rates):
             if isinstance(rate, Tensor):
                 break
-            if not math.isfinite(rate):
+            if rate is None:  # the optimizer computes it
+                rates[number] = math.nan
+            elif not math.isfinite(rate):
                 raise ConfigError(
                     "a learning rate must be finite; the weights are still those of the previous step. Check the "
                     "optimizer's arguments and the schedule", argument="lr", value=rate,

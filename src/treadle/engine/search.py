@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import random
 import types
 import weakref
 from collections import deque
@@ -25,7 +26,7 @@ from treadle.checkpoint.introspection import (
     is_user_object,
 )
 from treadle.checkpoint.library_values import is_library_value
-from treadle.checkpoint.plain_values import OPAQUE, encode, is_plain_object
+from treadle.checkpoint.plain_values import OPAQUE, encode, is_of_a_library_of_values, is_plain_object
 from treadle.distributed.state_names import clean_name
 
 _DEEPEST = 6
@@ -35,11 +36,11 @@ _MOST = 256  # items of a container that are searched
 _WITHOUT_OBJECTS = ("builtins", "logging", "pathlib", "collections", "functools")  # modules of the standard library
 
 OF_TRAINERS = frozenset({
-    "model", "optimizer", "lr_scheduler", "scheduler", "task", "precision", "settings", "logger", "config", "hooks",
+    "model", "optimizer", "lr_scheduler", "task", "precision", "settings", "logger", "hooks",
     "workspace", "should_stop", "target", "cursor", "eval_cursor", "progress", "attempt", "state", "num_ranks",
     "declared", "events", "signals", "exchange", "guard", "steps", "stray_parameters", "max_steps", "trackers",
     "compile_setting", "state_dict_options", "grad_scaler", "data_loader", "_given_hooks", "_engine", "_epochs",
-    "_folder", "_history_file", "device",
+    "_folder", "_history_file", "device", "_own_config",
 })  # fmt: skip
 """Attributes of trainers that are parts of a run, or say how it is run."""
 
@@ -165,9 +166,13 @@ def _is_searched(owner: Any) -> bool:
         return False
     if isinstance(owner, (Dataset, Sampler)):
         return is_user_object(owner)
-    foreign = (type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict)
+    foreign = (
+        type, enum.Enum, types.ModuleType, types.MethodType, Tensor, DataLoader, Optimizer, dict, random.SystemRandom,
+    )  # fmt: skip
     has_slots = is_user_object(owner) and hasattr(type(owner), "__slots__")
     if isinstance(owner, foreign) or not (has_slots or hasattr(owner, "__dict__")):
         return False
+    if is_of_a_library_of_values(type(owner)):
+        return is_plain_object(owner) and encode(owner, deep=True) is OPAQUE  # else its holder's attributes have it
     root = type(owner).__module__.partition(".")[0]
     return is_treadle_object(owner) or root not in (*LIBRARIES, *_WITHOUT_OBJECTS)

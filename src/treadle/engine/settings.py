@@ -112,16 +112,20 @@ def check_capture(capture: Any) -> Capture:
 _ACCUMULATION = ("accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps")
 _OF_A_STEP = (
     "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", *_ACCUMULATION,
-    "scheduler_interval", "scheduler_step_per_batch", "ema_decay",
+    "scheduler_interval", "scheduler_step_per_batch", "ema_decay", "enable_tf32", "n_mask", "augmenter",
 )  # fmt: skip
 """Settings of the faces that change what a step computes, and that nothing else compares."""
 
 
 def other_settings(saved: Any, given: Any) -> list[str]:
-    """Return the settings of a step that a checkpoint has in another value than this run."""
+    """Return the settings of a step that a checkpoint has in another value than this run.
+
+    One that the checkpoint does not have, since an earlier version or another library wrote it, is not compared.
+    """
     if not isinstance(saved, Mapping) or not isinstance(given, Mapping):
         return []
-    names = [name for name in _OF_A_STEP if saved.get(name) != given.get(name)]
+    both = [name for name in _OF_A_STEP if name in saved and name in given]
+    names = [name for name in both if saved[name] != given[name]]
     if None in (saved.get("ema_decay"), given.get("ema_decay")):  # an average that starts or ends is named elsewhere
         names = [name for name in names if name != "ema_decay"]
     return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in names]

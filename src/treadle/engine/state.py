@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
 from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
@@ -112,6 +110,7 @@ class RunState:
         self.closed: str | None = None
         self.schedule = ScheduleMoves()
         self.objects = OwnObjects({})
+        self.registered: frozenset[str] = frozenset()
         self.hooks = HookStates()
         self._trial: Callable[[], None] | None = None
         self._loading_tested = False
@@ -174,15 +173,6 @@ class RunState:
         self.modules.restore(engine.model, modules, ready=False)
         self.objects.restore_attributes(objects)
 
-    def signature(self, engine: Engine) -> Any:
-        """Return the state that the user's code may change between steps, as a plain tree for comparison."""
-        groups = [{key: value for key, value in group.items() if key != "params"}
-                  for group in engine.optimizer.param_groups]  # fmt: skip
-        written = [value._version for value in engine.model.state_dict().values() if isinstance(value, Tensor)]
-        settings = [getattr(engine.settings, name) for name in MOVABLE]
-        modules = self.modules.collect(engine.model)
-        return to_plain([self.objects.collect(), modules, groups, written, settings], encoding="odd")
-
     def record_length_checked(self) -> None:
         """Record that the length of the schedule was checked for this run."""
         self.length_checked = True
@@ -222,6 +212,7 @@ class RunState:
         """
         wait_for_work(engine.device)
         tree: dict[str, Any] = dict.fromkeys(KEYS)
+        self.built.refuse_lost_parameters(engine)
         if self.training:
             self.schedule.compare(engine)
             self.built.refuse_replaced(engine)

@@ -49,7 +49,10 @@ class Saved:
             CheckpointError: it has no model, or its frozen weights differ from the model's.
         """
         if "model" not in tree:
-            raise CheckpointError(f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}")
+            raise CheckpointError(
+                f"the checkpoint has no 'model' entry; its keys are {sorted(tree)}. Weights and optimizer state that "
+                "another library saved: load_foreign(model, path, optimizer=optimizer)"
+            )
         kept = engine.state.base.check(engine.model, tree.get("base"))
         if engine.state.options.strict:
             return cls(tree, kept)

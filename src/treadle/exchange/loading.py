@@ -59,6 +59,20 @@ def load_foreign(
         >>> load_foreign(nn.Linear(2, 1), "old.pt").prefix
         'module.'
     """
+    found = take_over(model, path, optimizer=optimizer, prefix=prefix)
+    if found.not_taken:
+        _log.warning("%r: not taken over: %s", os.fspath(path), "; ".join(found.not_taken))
+    return found
+
+
+def take_over(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    prefix: str | None = None,
+) -> ForeignCheckpoint:
+    """Load like :func:`load_foreign`, leaving the warning about ``not_taken`` to the caller."""
     found = _named_as_in(model, adapted(model, read_as_named(path), optimizer), prefix)
     where = repr(os.fspath(path))
     weights = _with_tied(model, found.model, where)
@@ -73,8 +87,6 @@ def load_foreign(
         load_model_state(model, weights)
         if found.optimizer is not None:
             found = replace(found, not_taken=["optimizer: pass optimizer= to take it too", *found.not_taken])
-    if found.not_taken:
-        _log.warning("%s: not taken over: %s", where, "; ".join(found.not_taken))
     return found
 
 

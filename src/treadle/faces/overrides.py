@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from treadle.data.cursor import Cursor
 from treadle.engine import Engine
@@ -17,12 +19,13 @@ from treadle.engine.signals import SignalListener
 from treadle.engine.state import RunState
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
+from treadle.optim.nonfinite import FiniteGuard
 from treadle.optim.precision import Precision
 
-_PARTS: dict[str, type] = {
+_PARTS: dict[str, Any] = {
     "settings": EngineSettings, "progress": Progress, "attempt": Attempt, "state": RunState, "events": Events,
     "signals": SignalListener, "cursor": Cursor, "eval_cursor": Cursor, "target": Target, "declared": HookDeclarations,
-    "precision": Precision,
+    "precision": Precision, "guard": FiniteGuard, "steps": Callable,
 }  # fmt: skip
 """Parts of the engine that a subclass could replace by mistake."""
 _OVERRIDABLE = (

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing, checkpoint_model
 from treadle.capture.compile import Compile, check_compile, compile_model
+from treadle.checkpoint.schema import to_plain
 from treadle.data.amount import Amount
 from treadle.distributed import unwrap
 from treadle.engine import Engine
@@ -26,7 +27,7 @@ from treadle.engine.observers import announce_building
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.settings import Capture, EngineSettings, check_accumulation
 from treadle.engine.state_options import state_options
-from treadle.errors import ConfigError
+from treadle.errors import CheckpointError, ConfigError
 from treadle.errors.arguments import check_whole, checked
 from treadle.faces.epoch_face import save_state
 from treadle.faces.overrides import check_overrides, refuse_own_loop, refuse_replaced_parts
@@ -158,7 +159,7 @@ class BaseTrainer(Engine):
         self.state_dict_options = state_dict_options
         self.task = _ForwardTask(self)
         self._clear_parts()
-        self.config = self._described(
+        self.config = self._own_config = self._described(
             mixed_precision=mixed_precision, max_non_finite_grad_retries=max_non_finite_grad_retries,
             gradient_checkpointing=gradient_checkpointing, compile=compile,
         )  # fmt: skip
@@ -174,6 +175,15 @@ class BaseTrainer(Engine):
             "scheduler_interval": own.scheduler_interval, "capture": own.capture, "compile": given["compile"],
             **{name: value for name, value in later.items() if value}, **own.limits.given(),
         }  # fmt: skip
+
+    @property
+    def _recorded_config(self) -> Any:
+        """Configuration that a checkpoint records: the trainer's, where a subclass put an object in its place."""
+        try:
+            to_plain(self.config, "config")
+        except CheckpointError:
+            return self._own_config
+        return self.config
 
     def _clear_parts(self) -> None:
         """Set the parts that :meth:`prepare` builds to None."""

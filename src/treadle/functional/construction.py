@@ -67,7 +67,8 @@ def optimizer_for(model: nn.Module, optimizer: Optimizer | None, *, settings: Tr
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         wanted = getattr(settings, name)
         # A scheduler has already changed the learning rate; compare the initial rate.
-        own = {float(group.get(f"initial_{key}", group.get(key, 0.0))) for group in optimizer.param_groups}
+        held = [group.get(f"initial_{key}", group.get(key, 0.0)) for group in optimizer.param_groups]
+        own = {float(value) for value in held if value is not None}  # None where the optimizer computes the rate
         if wanted is not None and wanted not in own:
             _log.warning(
                 "config.training.%s=%s has no effect: the given optimizer keeps its %s; pass optimizer=None to build "

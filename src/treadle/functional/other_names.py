@@ -45,7 +45,7 @@ def hint_for_unknown(name: str, known: Sequence[str]) -> str:
 
     Example:
         >>> hint_for_unknown("gradient_clip_val", []), hint_for_unknown("batch_size", [])
-        ('here it is max_grad_norm', 'pass it to the DataLoader')
+        ('did you mean max_grad_norm?', 'pass it to the DataLoader')
         >>> hint_for_unknown("seed", []), hint_for_unknown("min_dleta", ["min_delta"])
         ('call treadle.set_seed(...) before building the model', "did you mean 'min_delta'?")
     """

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from treadle.engine.best import Mode
 from treadle.errors import ConfigError
-from treadle.exchange import load_foreign
 from treadle.exchange.foreign import is_own
+from treadle.exchange.loading import take_over
 from treadle.functional import trainer as ours
 from treadle.functional.files import as_columns
 from treadle.functional.settings import EVERY_EPOCH, read_settings
@@ -84,6 +84,7 @@ class Trainer(ours.Trainer):
     """
 
     _face: ClassVar[type[ours.Trainer]]
+    _first_epoch = 1
 
     def __init__(
         self,
@@ -159,8 +160,8 @@ class Trainer(ours.Trainer):
             eval_dataloader: loader to evaluate after each epoch.
             best_model_metric: as in :meth:`treadle.Trainer.train`.
             early_stopping_patience: epochs without improvement until training stops.
-            callbacks: called as ``callback(trainer, epoch, metrics)``.
-            save_dir: None takes ``checkpoint_dir`` of the config.
+            callbacks: called as ``callback(trainer, epoch, metrics)``, ``epoch`` counted from 1.
+            save_dir: None takes ``checkpoint_dir`` of the config, inside ``run.run_path`` if the run has one.
             save_freq: ``save_interval`` of the config by default.
             best_mode: as in :meth:`treadle.Trainer.train`.
             resume_from: as in :meth:`treadle.Trainer.train`.
@@ -170,7 +171,7 @@ class Trainer(ours.Trainer):
         """
         started, before = time.perf_counter(), len(self._epochs.history)
         if save_dir is None:
-            save_dir = self._run_defaults.checkpoint_dir or _paths_of(self.config)
+            save_dir = self._run_defaults.checkpoint_dir or _paths_of(self.config, self.run)
         target = num_epochs if resume_from is not None else self.epoch + num_epochs
         super().train(
             train_dataloader, target, eval_dataloader, save_dir, save_freq, best_model_metric,
@@ -219,9 +220,13 @@ class Trainer(ours.Trainer):
         where = self._folder.find(path)
         if not where.exists() or is_own(tree := torch.load(where, map_location="cpu", weights_only=True)):
             return int(super().load_checkpoint(path, load_optimizer, load_scheduler)["epoch"])
-        found = load_foreign(self.model, where, optimizer=self.optimizer if load_optimizer else None)
+        found = take_over(self.model, where, optimizer=self.optimizer if load_optimizer else None)
+        left = found.not_taken
         if load_scheduler and self.scheduler is not None and "scheduler_state_dict" in tree:
             self.scheduler.load_state_dict(tree["scheduler_state_dict"])
+            left = [reason for reason in left if not reason.startswith("scheduler_state_dict:")]
+        if left:
+            self._engine.logger.warning("%s: not taken over: %s", where, "; ".join(left))
         self._engine.progress.load_state_dict({}, step=found.step or 0, device=self.device)
         self.epoch = int(found.epoch or 0)
         return self.epoch
@@ -239,11 +244,11 @@ def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
     return found if tree["best_metric"] is None else {**found, "metric_value": tree["best_metric"]}
 
 
-def _paths_of(config: Any) -> str | Path | None:
-    """Return ``config.paths.checkpoint_dir``, of a mapping or an object, or None."""
+def _paths_of(config: Any, run: Any) -> Path | None:
+    """Return ``config.paths.checkpoint_dir``, of a mapping or an object, inside the run's folder if any; or None."""
     part = config.get("paths") if isinstance(config, dict) else getattr(config, "paths", None)
     found = part.get("checkpoint_dir") if isinstance(part, dict) else getattr(part, "checkpoint_dir", None)
-    return found if isinstance(found, (str, Path)) else None
+    return Path(getattr(run, "run_path", None) or "", found) if isinstance(found, (str, Path)) else None
 
 
 Trainer._face = Trainer

@@ -21,6 +21,7 @@ from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
+from treadle.engine.movable_state import movable_state
 from treadle.engine.names import replaces, takes
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
@@ -94,6 +95,7 @@ class Trainer(EpochFace):
     """
 
     _face: ClassVar[type[Trainer]]  # the library's class whose methods a subclass overrides
+    _first_epoch: ClassVar[int] = 0  # number of the first epoch for callbacks
     _epochs: FaceEpochs
     _folder: NumberedFolder
 
@@ -387,12 +389,12 @@ class Trainer(EpochFace):
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
         self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights)
-        before = self._engine.state.signature(self._engine) if callbacks else None
+        before = movable_state(self._engine) if callbacks else None
         if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else train_epoch logs the line itself
             log_epoch(self.epoch - 1, record)
         for callback in callbacks:
-            callback(self, self.epoch - 1, in_order(record))
-        if before is not None and not same(before, self._engine.state.signature(self._engine)):
+            callback(self, self.epoch - 1 + self._first_epoch, in_order(record))
+        if before is not None and not same(before, movable_state(self._engine)):
             self._folder.write_changed(self.best_metric)
 
     # -- evaluation -----------------------------------------------------------------------------------------------

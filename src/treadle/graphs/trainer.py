@@ -21,6 +21,7 @@ from treadle.checkpoint.store import copy_checkpoint, load_checkpoint, save_chec
 from treadle.distributed import unwrap
 from treadle.engine.hook import BaseHook
 from treadle.engine.limits import Limits
+from treadle.engine.movable_state import movable_state
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
 from treadle.errors.arguments import checked
@@ -266,14 +267,14 @@ class GraphTrainer(EpochFace):
     def _end_epoch(self, record: Mapping[str, Any]) -> None:
         if self._folder.path is not None:
             self._folder.write_epoch(improved=self._epochs.improved)
-        before = self._engine.state.signature(self._engine) if self._log_hooks.hooks else None
+        before = movable_state(self._engine) if self._log_hooks.hooks else None
         train, val = train_part(record), val_part(record)
         _epoch_log.info("%s: epoch %d", self.experiment_name, self.epoch)
         for prefix, part in (("train", train), ("val", val)):
             if part:
                 _epoch_log.info("  %-5s %s", prefix, described(part))
                 self._log_hooks.tell(part, self.global_step, prefix)
-        changed = before is not None and not same(before, self._engine.state.signature(self._engine))
+        changed = before is not None and not same(before, movable_state(self._engine))
         if changed and self._folder.path is not None:  # the state of functions is in the file, too
             self._folder.write_epoch(improved=self._epochs.improved)
 

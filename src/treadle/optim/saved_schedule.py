@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
+from treadle.checkpoint.variables import Variables
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import is_same_setting
 
@@ -19,9 +20,11 @@ _MOVING = {
 }  # fmt: skip
 
 
-def rate_jump(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
+def rate_jump(scheduler: Any, saved: Mapping[str, Any], objects: Mapping[str, Any]) -> str | None:
     """Return a warning if a LambdaLR's function, which no checkpoint holds, returns a different rate than before."""
     if type(scheduler) is not LambdaLR or any(saved.get("lr_lambdas") or ()):  # the state of callables is loaded
+        return None
+    if _loads_its_functions(scheduler, objects):
         return None
     moves, bases, old = saved["last_epoch"], saved["base_lrs"], saved.get("_last_lr") or ()
     rates = [float(base * factor(moves)) for base, factor in zip(bases, scheduler.lr_lambdas, strict=False)]
@@ -33,6 +36,19 @@ def rate_jump(scheduler: Any, saved: Mapping[str, Any]) -> str | None:
                 "the schedule as it was, with the same length"
             )
     return None
+
+
+def _loads_its_functions(scheduler: Any, objects: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint sets what the functions of a LambdaLR use, once it is loaded.
+
+    Args:
+        scheduler: of this run.
+        objects: entries of the checkpoint with the attributes and variables that have changed.
+    """
+    if any(path.startswith("scheduler.lr_lambdas") for path in objects):
+        return True
+    moved = objects.get("variables", {}).get("attributes", {})
+    return bool(moved) and not moved.keys().isdisjoint(Variables(getattr(scheduler, "lr_lambdas", ())).values())
 
 
 def overridden_schedule(

@@ -22,7 +22,7 @@ from treadle.engine import Engine
 from treadle.engine.best import BestRule
 from treadle.errors import CheckpointError
 from treadle.exchange.adapters import register_adapter, shaped_like, state_in_groups
-from treadle.exchange.foreign import ForeignCheckpoint
+from treadle.exchange.foreign import ForeignCheckpoint, cleaned
 from treadle.seed import RngState
 from treadle.spectra.model import ChemoMAE
 
@@ -147,7 +147,7 @@ def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, ext
     Raises:
         CheckpointError: the weights are of a different model, or the optimizer groups are not chemomae's.
     """
-    model, weights = unwrap(engine.model), tree["model"]
+    model, weights = unwrap(engine.model), cleaned(tree["model"])
     check_model_state(model, own_weights(model, weights))
     order = [name for name in weights if own_name(name) in dict(model.named_parameters()) or name in model.state_dict()]
     names = [name if name in model.state_dict() else own_name(name) for name in order]
@@ -159,7 +159,7 @@ def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, ext
         "optimizer": by_live_groups(tree["optimizer"], names, decays_0(order), engine.optimizer, model),
         "scheduler": _own_schedule(tree.get("scheduler"), engine.lr_scheduler),
         "scaler": tree.get("scaler"),
-        "ema": _own_average(tree, model, applied),
+        "ema": _own_average(tree, weights, model, applied),
         "epoch": int(tree["epoch"]),
         "global_step": int(progress.get("attempted_steps", applied)),
         "progress": {"applied_steps": applied, "micro_steps": int(progress.get("attempted_steps", applied))},
@@ -167,7 +167,7 @@ def own_tree(tree: Mapping[str, Any], engine: Engine, rule: BestRule | None, ext
         "metrics": None,
         "history": history,
         "hooks": {extension_key: tree["extension_state"]} if tree.get("extension_state") else {},
-        "config": {key: tree[key] for key in ("loss_type", "loss_region", "reduction") if key in tree},
+        "config": _own_settings(tree),
     }
     if tree.get("rng_state"):
         own["rng"] = [own_rng(tree["rng_state"])]
@@ -197,12 +197,27 @@ def _own_record(record: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _own_average(tree: Mapping[str, Any], model: nn.Module, applied: int) -> dict[str, Any] | None:
+def _own_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a file of chemomae has, under the names of ``TrainerConfig``; 0.1 stores few of them."""
+    contract, amp = tree.get("resume_contract") or {}, tree["amp"]
+    own = {key: tree[key] for key in ("loss_type", "loss_region", "reduction", "ema_decay") if key in tree}
+    own |= {key: contract[key] for key in ("grad_clip", "enable_tf32") if key in contract}
+    own["amp"] = bool(amp["enabled"]) and tree.get("device") == "cuda"  # no effect there on other devices
+    if own["amp"]:
+        own["amp_dtype"] = amp["dtype"]
+    if contract.get("model_config"):
+        own["n_mask"] = contract["model_config"]["n_mask"]
+    return own
+
+
+def _own_average(
+    tree: Mapping[str, Any], weights: Mapping[str, Tensor], model: nn.Module, applied: int
+) -> dict[str, Any] | None:
     average = tree.get("ema")
     if not average:
         return None
     # chemomae does not average non-floating entries; here they come from the model.
-    shadow = own_weights(model, {**tree["model"], **average["shadow"]})
+    shadow = own_weights(model, {**weights, **cleaned(average["shadow"])})
     return {
         "ema": {"decay": float(average["decay"]), "update_interval": 1, "num_updates": applied, "shadow": shadow},
     }

@@ -121,6 +121,20 @@ def test_objects_in_numpy_files_are_never_unpickled(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_pickled_arrays_next_to_a_codebook_are_not_read(tmp_path):
+    """As in the tokenizer files of astromodal."""
+    bands = np.array([Bomb(tmp_path / "ran")], dtype=object)
+    np.savez(tmp_path / "image.npz", bands=bands, codebook=CODEBOOK, bin_centers=CODEBOOK[0])
+    assert np.array_equal(load_codebook(tmp_path / "image.npz"), CODEBOOK)
+    assert np.array_equal(load_npz_key(tmp_path / "image.npz", ("centers", "codebook")), CODEBOOK)
+    assert np.array_equal(load_scalar_centers(tmp_path / "image.npz"), CODEBOOK[0])
+    with pytest.raises(KeyError, match="it has bands, codebook, bin_centers"):
+        load_codebook(tmp_path / "image.npz", ("clusters",))
+    with pytest.raises(ConfigError, match="does not hold plain numbers"):
+        load_npz_key(tmp_path / "image.npz", ("bands",))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_pickled_object_without_a_codebook_lists_what_it_has(tmp_path):
     file = tmp_path / "book.pkl"
     file.write_bytes(pickle.dumps(KMeansLike()))

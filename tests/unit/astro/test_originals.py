@@ -174,8 +174,32 @@ def test_a_folder_of_astromodal_goes_on_with_its_losses(trained, caplog):
         assert gap.max() < 1e-4, name
     said = "\n".join(record.message for record in caplog.records if record.levelno >= logging.WARNING)
     assert "is a checkpoint of astromodal" in said
+    assert "resumed with other settings" not in said  # the file has none of those
     assert load_checkpoint(folder / "ckpt_epoch_003.pt")["format"]["name"] == "treadle"
     assert (folder / "ckpt_epoch_002.pt").exists()  # the original's file stays
+
+
+def test_a_folder_of_a_compiled_model_goes_on(trained):
+    folder, _, theirs = trained
+    tree = torch.load(folder / "ckpt_epoch_002.pt", weights_only=True)
+    tree["model"] = {f"_orig_mod.{name}": value for name, value in tree["model"].items()}
+    torch.save(tree, folder / "ckpt_epoch_002.pt")
+    trainer = trainer_of(folder, norm_first=False)
+    trainer.train(resume_from="auto")
+    assert (trainer.global_step, trainer.epoch) == (12, 3)
+    state = trainer.model.state_dict()
+    assert all((state[own(name)] - value).abs().max() < 1e-4 for name, value in theirs.state_dict().items()
+               if "in_proj_bias" not in name)  # fmt: skip
+
+
+def test_a_single_step_after_loading_has_the_rate_of_the_schedule(trained):
+    """The file's own is that of its last micro-batch."""
+    folder, _, _ = trained
+    trainer = trainer_of(folder, norm_first=False)
+    trainer.load_checkpoint("ckpt_epoch_002.pt")
+    rate = SETTINGS["learning_rate"] * 9 / SETTINGS["warmup_steps"]
+    assert trainer.get_lr() == pytest.approx(rate)
+    assert trainer.train_step(batches()[0])["lr"] == pytest.approx(rate)
 
 
 def own(name):
@@ -283,6 +307,7 @@ def survey(tmp_path):
         np.savez(
             tmp_path / f"scalar_{field}.npz", ids=np.array([f"obj{first + i}" for i in range(3)]), N_BINS=4,
             scalar_tokens=np.array([[0, 1], [2, 2], [3, 3]], dtype=np.uint16),
+            scalar_cols=np.array(["a", "b"], dtype=object),  # pickled, as astromodal writes it, and not needed
         )  # fmt: skip
     np.savez(
         tmp_path / "spectrum_A.npz", ids=np.array(["obj0", "obj2"]), tokens_red_flat=np.array([1, 2, 3], np.uint16),

@@ -9,7 +9,7 @@ from torch import nn
 import treadle
 from functional_kit import loader, net, same_weights
 from treadle.checkpoint import load_checkpoint
-from treadle.errors import ConfigError
+from treadle.errors import CheckpointError, ConfigError
 from treadle.functional.qurious import Trainer
 
 TRAINING = {
@@ -66,7 +66,7 @@ def test_a_misspelt_key_is_refused_where_the_keys_can_be_seen_and_an_object_with
 def test_the_keys_of_its_yaml_are_read_or_named(tmp_path, caplog):
     config = {"training": {**TRAINING, "checkpoint_dir": str(tmp_path)}}
     trainer = treadle.Trainer(net(), None, nn.MSELoss(), config, device="cpu")
-    assert "config.training.eval_interval=500 is not read" in caplog.text
+    assert "config.training.eval_interval=500 has no effect" in caplog.text
     trainer.train(loader(), 5)
     written = {path.name for path in tmp_path.glob("checkpoint_*")}
     assert {"checkpoint_epoch_2.pt", "checkpoint_epoch_4.pt"} <= written
@@ -174,6 +174,44 @@ def test_a_checkpoint_of_the_package_is_taken_over_and_its_next_losses_are_the_s
     assert (trainer.epoch, trainer.step) == (2, 6)
     found = [trainer.train_step(batch)["train_loss"] for batch in loader(seed=1)]
     assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_its_scheduler_is_taken_over_without_a_warning(tmp_path, caplog):
+    def schedule(trainer):
+        return torch.optim.lr_scheduler.StepLR(trainer.optimizer, 2, 0.5)
+
+    first = Trainer(net(), nn.MSELoss(), device="cpu")
+    scheduler = schedule(first)
+    for _ in range(3):
+        first.optimizer.step()
+        scheduler.step()
+    state = {
+        "model_state_dict": first.model.state_dict(), "optimizer_state_dict": first.optimizer.state_dict(), "epoch": 3,
+        "step": 9, "scheduler_state_dict": scheduler.state_dict(),
+    }  # fmt: skip
+    torch.save(state, tmp_path / "theirs.pt")
+    second = Trainer(net(), nn.MSELoss(), device="cpu")
+    second.scheduler = schedule(second)
+    second.load_checkpoint(tmp_path / "theirs.pt")
+    assert second.scheduler.last_epoch == 3
+    assert second.optimizer.param_groups[0]["lr"] == 5e-5
+    assert "not taken over" not in caplog.text
+    second.load_checkpoint(tmp_path / "theirs.pt", load_scheduler=False)
+    assert "not taken over: scheduler_state_dict" in caplog.text
+    with pytest.raises(CheckpointError, match="load_foreign"):
+        treadle.Trainer(net(), None, nn.MSELoss(), device="cpu").load_checkpoint(tmp_path / "theirs.pt")
+
+
+def test_files_are_in_the_folder_of_the_run(tmp_path):
+    class Run:
+        run_path = str(tmp_path / "run")
+
+        def log_metrics(self, metrics):
+            pass
+
+    config = {"training": {}, "paths": {"checkpoint_dir": "checkpoints"}}
+    Trainer(net(), nn.MSELoss(), config=config, device="cpu", run=Run()).train(loader(), 1)
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint_epoch_1.pt").exists()
 
 
 def test_a_subclass_by_the_keys_of_the_package_acts():

@@ -16,7 +16,10 @@ from original_kit import DATA, SIZES, UNITS, make, spectra
 from spectra_kit import make as make_run
 from treadle import NonFiniteError
 from treadle.checkpoint import load_checkpoint
-from treadle.spectra import ChemoMAE, CosineKMeans, SpectraTrainer, TrainerConfig, make_block_mask
+from treadle.spectra import ChemoMAE, CosineKMeans, SpectraTrainer, TrainerConfig, VMFMixture, make_block_mask
+from treadle.spectra.originals import decays_0, own_name
+
+OF_0_1 = list(load_checkpoint(DATA / "0.1" / "checkpoints" / "last.pt")["model"])
 
 
 def small(out_dir, *, batches=None, **settings):
@@ -85,10 +88,23 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
         trainer.fit(1)
 
 
-def test_files_of_clusterings_are_our_own(tmp_path):
-    torch.save({"centroids": torch.eye(3), "n_clusters": 3}, tmp_path / "theirs.pt")
-    with pytest.raises(ValueError):
-        CosineKMeans(3, device="cpu").load_centroids(tmp_path / "theirs.pt")
+def test_files_of_chemomae_clusterings_load(tmp_path):
+    """Those written here are of another format."""
+    torch.save({"centroids": torch.eye(3), "inertia_": 0.25}, tmp_path / "centroids.pt")
+    rows = torch.eye(3)[[2, 0]]
+    loaded = CosineKMeans(3, device="cpu").load_centroids(tmp_path / "centroids.pt")
+    assert (loaded.predict(rows).tolist(), loaded.inertia_) == ([2, 0], 0.25)
+    mixture = {
+        "K": 3, "d": 3, "device": "cuda:0", "mus": torch.eye(3), "kappas": torch.full((3,), 5.0),
+        "logpi": torch.full((3,), 1 / 3).log(), "_logC": torch.zeros(3), "n_iter_": 1, "lower_bound_": 0.0,
+        "_fitted": True, "random_state": 42, "rng_state": torch.get_rng_state(), "tol": 1e-4, "max_iter": 200,
+        "init": "kmeans++",
+    }  # fmt: skip
+    torch.save(mixture, tmp_path / "mixture.pt")
+    assert VMFMixture.load(tmp_path / "mixture.pt", map_location="cpu").predict(rows).tolist() == [2, 0]
+    torch.save({"centroids": torch.eye(3), "n_clusters": 3}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="must hold"):
+        CosineKMeans(3, device="cpu").load_centroids(tmp_path / "other.pt")
 
 
 def test_what_is_written_here_has_the_format_of_this_library(tmp_path):
@@ -114,6 +130,15 @@ def test_no_bias_decays_in_our_own_optimizer():
         build(model).param_groups[0]["params"] for build in (spectra_pack.build_optimizer, names.build_optimizer)
     )
     assert [any(parameter is bias for parameter in group) for group in (own, theirs)] == [False, True]
+
+
+def test_the_optimizer_of_chemomae_decays_the_same_of_both_models():
+    model = ChemoMAE(**SIZES, **UNITS["0.1"])
+    names_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    group = names.build_optimizer(model).param_groups[0]["params"]
+    expected = {own_name(name) for name, decays in zip(OF_0_1, decays_0(OF_0_1), strict=True) if decays}
+    assert {names_of[id(parameter)] for parameter in group} == expected & set(names_of.values())
+    assert any(name.endswith("in_proj.bias") for name in expected)
 
 
 def test_early_stopping_is_called_with_a_value():
@@ -165,3 +190,17 @@ def test_other_settings_than_the_checkpoints_are_a_warning(tmp_path, caplog):
     small(tmp_path).fit(1)
     small(tmp_path, loss_region="all", grad_clip=None).fit(2)
     assert "was trained with another loss: loss_region='masked' (here 'all')" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["augmenter", "n_mask", "enable_tf32"])
+def test_another_input_or_precision_than_the_checkpoints_is_a_warning(tmp_path, caplog, other):
+    for changed in (False, True):
+        model = names.ChemoMAE(**{**SIZES, "n_mask": 1 if changed and other == "n_mask" else 2}, **UNITS["0.2"])
+        augmenter = names.SpectraAugmenter(names.SpectraAugmenterConfig()) if changed and other == "augmenter" else None
+        trainer = names.Trainer(
+            model, names.build_optimizer(model), [spectra(4)], augmenter=augmenter,
+            cfg=names.TrainerConfig(out_dir=tmp_path, enable_tf32=changed and other == "enable_tf32"),
+        )  # fmt: skip
+        assert "settings that differ" not in caplog.text
+        trainer.fit(2 if changed else 1)
+    assert f"resumed with settings that differ from the checkpoint's: {other}=" in caplog.text

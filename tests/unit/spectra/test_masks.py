@@ -82,3 +82,12 @@ def test_one_seed_gives_the_same_mask_on_the_gpu() -> None:
     assert torch.equal(cpu, gpu.cpu())
     with pytest.raises(ValueError, match=r"generator is on cuda"):
         make_block_mask(9, 64, 16, 8, generator=torch.Generator(device="cuda"))
+
+
+@pytest.mark.parametrize(("blocks", "hidden"), [(16, 4), (4, 0), (4, 4), (32, 24), (1, 1)])
+@pytest.mark.parametrize("rows", [0, 1, 64])
+def test_the_smallest_draws_of_a_row_are_hidden(rows, blocks, hidden):
+    mask = make_block_mask(rows, 64, blocks, hidden, generator=torch.Generator().manual_seed(3))
+    draws = torch.rand(rows, blocks, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    chosen = torch.zeros(rows, blocks, dtype=torch.bool).scatter_(1, draws.argsort(dim=1)[:, :hidden], True)
+    assert torch.equal(mask, chosen.repeat_interleave(64 // blocks, dim=1))

@@ -68,6 +68,7 @@ def test_a_folder_of_the_original_goes_on(folder, caplog):
     said = "\n".join(record.message for record in caplog.records if record.levelno >= logging.WARNING)
     assert "is a checkpoint of chemomae" in said
     assert "continues with the checkpoint's" not in said  # no setting is overruled
+    assert "resumed with other settings" not in said  # what the file does not store is not compared
     # What the original wrote stays beside the file that replaced it.
     assert is_original(load_checkpoint(out_dir / "checkpoints" / "last.chemomae.pt"))
     assert load_checkpoint(out_dir / "checkpoints" / "last.pt")["global_step"] == 8
@@ -90,6 +91,26 @@ def test_going_on_is_exact_from_there(folder, tmp_path):
         parted.fit(epochs)
     for name, value in straight.model.state_dict().items():
         assert torch.equal(value, parted.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("folder", LINES, indirect=True)
+def test_a_folder_of_a_compiled_model_goes_on(folder):
+    line, out_dir = folder
+    file = out_dir / "checkpoints" / "last.pt"
+    tree = torch.load(file, weights_only=True)
+    for weights in (tree, tree["ema"]):
+        key = "model" if weights is tree else "shadow"
+        weights[key] = {f"_orig_mod.{name}": value for name, value in weights[key].items()}
+    torch.save(tree, file)
+    trainer = make(line, OWN[line], out_dir, seed=5)
+    trainer.fit(4)
+    check_is_the_rest(line, trainer)
+
+
+def test_settings_that_differ_from_those_of_a_file_of_0_2_are_named(tmp_path, caplog):
+    shutil.copytree(DATA / "0.2", tmp_path / "run")
+    make("0.2", OWN["0.2"], tmp_path / "run", sizes={"n_mask": 1}, grad_clip=0.5).fit(3)
+    assert "grad_clip=1.0 (here 0.5), n_mask=2 (here 1)" in caplog.text
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -256,7 +277,7 @@ def test_arguments_and_defaults_are_the_originals(line):
         "SpectraAugmenter": {"config"},  # may be left out
         "enable_deterministic": set(),
     }  # fmt: skip
-    differences = {}
+    differences, moved = {}, set()
     with original(line) as chemomae:
         for part in ("models", "training", "utils", "preprocessing", "clustering"):
             module = getattr(chemomae, part)
@@ -265,6 +286,9 @@ def test_arguments_and_defaults_are_the_originals(line):
                 if not callable(theirs) or name == "RNGState":
                     continue
                 own = inspect.signature(ours).parameters
+                order = [key for key, p in inspect.signature(theirs).parameters.items() if p.kind < p.VAR_POSITIONAL]
+                if [key for key in own if key in order] != order:
+                    moved.add(name)
                 for key, parameter in inspect.signature(theirs).parameters.items():
                     same = key in own and (
                         own[key].default == parameter.default or repr(own[key].default) == repr(parameter.default)
@@ -272,6 +296,7 @@ def test_arguments_and_defaults_are_the_originals(line):
                     if not same and key not in ("kwargs", "self"):
                         differences.setdefault(name, set()).add(key)
     assert {name: keys for name, keys in differences.items() if keys - other.get(name, set())} == {}
+    assert moved - set(other) == {"TesterConfig"}
 
 
 @pytest.mark.parametrize("line", INSTALLED)
@@ -311,6 +336,23 @@ def test_artifacts_and_random_states_go_both_ways(line, tmp_path):
         line_0_2.restore_rng_state(state)
         assert torch.equal(torch.rand(2), first)
         chemomae.utils.restore_rng_state(line_0_2.capture_rng_state())
+
+
+@pytest.mark.parametrize("line", INSTALLED)
+def test_files_of_clusterings_load(line, tmp_path):
+    x = torch.cat([spectra(30), -spectra(30)])
+    with original(line) as chemomae:
+        theirs = chemomae.clustering.CosineKMeans(3, device="cpu")
+        mixture = chemomae.clustering.VMFMixture(3, device="cpu")
+        theirs.fit(x)
+        mixture.fit(x)
+        theirs.save_centroids(tmp_path / "centroids.pt")
+        mixture.save(tmp_path / "mixture.pt")
+        expected = theirs.predict(x), mixture.predict(x)
+    own = line_0_1.CosineKMeans(3, device="cpu").load_centroids(tmp_path / "centroids.pt")
+    assert torch.equal(own.predict(x), expected[0])
+    loaded = line_0_1.VMFMixture.load(tmp_path / "mixture.pt", map_location="cpu")
+    assert torch.equal(loaded.predict(x), expected[1])
 
 
 @pytest.mark.parametrize("line", [needs("0.2")])

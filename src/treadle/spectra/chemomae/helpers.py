@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from treadle.distributed import unwrap
 from treadle.engine.best import BestRule
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_within, checked
 from treadle.spectra.encoder import sine_positions
+from treadle.spectra.model import ChemoMAE
 from treadle.spectra.originals import decays_0
 
 
@@ -37,11 +39,13 @@ def build_optimizer(
         [1, 1]
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    channels = isinstance(unwrap(model), ChemoMAE)
     norms = {f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
     decayed: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for (name, parameter), decays in zip(named, decays_0([name for name, _ in named]), strict=True):
         spared = not decays or name == "bias" or any(name.startswith(norm) for norm in norms)
+        spared = spared and not (channels and name.endswith(".in_proj.bias"))  # in_proj_bias in chemomae 0.1
         (rest if spared else decayed).append(parameter)
     if not named:
         raise ConfigError("has no parameter that requires a gradient", argument="model")

@@ -27,9 +27,23 @@ def save_atomic(payload: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
         temporary.unlink(missing_ok=True)
 
 
-def load_plain(path: str | os.PathLike[str], *, kind: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """Load a file written by `save_atomic`; raise ValueError if it is of another kind or lacks one of `keys`."""
+def load_plain(
+    path: str | os.PathLike[str], *, kind: str, keys: tuple[str, ...], chemomae: Mapping[str, str]
+) -> dict[str, Any]:
+    """Load a file written by `save_atomic` or by chemomae.
+
+    Args:
+        path: the file.
+        kind: the kind of object that it must hold.
+        keys: entries that it must have.
+        chemomae: entry -> its name in the files of chemomae, for those that differ.
+
+    Raises:
+        ConfigError: the file is of another kind, or lacks one of `keys`.
+    """
     payload = torch.load(Path(path), map_location="cpu", weights_only=True)
+    if isinstance(payload, dict) and "kind" not in payload and set(chemomae.values()) <= set(payload):
+        payload = {**payload, **{own: payload[theirs] for own, theirs in chemomae.items()}, "kind": kind}
     found = payload.get("kind") if isinstance(payload, dict) else type(payload).__name__
     if not isinstance(payload, dict) or found != kind:
         raise ConfigError(

@@ -169,13 +169,13 @@ class CosineKMeans(Directions):
         """Load the centroids saved at `path`; return self.
 
         Args:
-            path: a file written by `save_centroids`.
+            path: a file written by `save_centroids`, here or in chemomae.
             strict_k: True rejects a file whose K differs from `n_components`; False adopts its K.
 
         Raises:
             ValueError: the file is of another kind, the centroids are not finite (K, D), or K differs with `strict_k`.
         """
-        payload = load_plain(path, kind=_KIND, keys=("centroids", "inertia"))
+        payload = load_plain(path, kind=_KIND, keys=("centroids", "inertia"), chemomae={"inertia": "inertia_"})
         centroids_KD = payload["centroids"]
         if centroids_KD.ndim != 2 or not bool(torch.isfinite(centroids_KD).all()):
             raise ConfigError(

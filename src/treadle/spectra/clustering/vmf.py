@@ -242,13 +242,14 @@ class VMFMixture(Directions):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], map_location: DeviceLike = None) -> VMFMixture:
-        """Load the mixture saved at `path` on `map_location` (None: CUDA, then MPS, then CPU).
+        """Load the mixture saved at `path`, here or in chemomae, on `map_location` (None: CUDA, then MPS, then CPU).
 
         Raises:
             ValueError: the file is of another kind, or lacks an entry.
         """
         names = ("n_components", "d", "random_state", "tol", "max_iter", "init")
-        payload = load_plain(path, kind=_KIND, keys=(*names, "mus", "kappas", "logpi"))
+        keys = (*names, "mus", "kappas", "logpi")
+        payload = load_plain(path, kind=_KIND, keys=keys, chemomae={"n_components": "K"})
         model = cls(**{name: payload[name] for name in names}, device=map_location)
         tensors = [payload[name] for name in ("mus", "kappas", "logpi")]
         if compute_dtype(model.device) == torch.float32:
