@@ -174,7 +174,7 @@ def test_a_folder_of_astromodal_goes_on_with_its_losses(trained, caplog):
         assert gap.max() < 1e-4, name
     said = "\n".join(record.message for record in caplog.records if record.levelno >= logging.WARNING)
     assert "is a checkpoint of astromodal" in said
-    assert "resumed with other settings" not in said  # the file has none of those
+    assert "resumed with settings that differ" not in said  # the file has none of those
     assert load_checkpoint(folder / "ckpt_epoch_003.pt")["format"]["name"] == "treadle"
     assert (folder / "ckpt_epoch_002.pt").exists()  # the original's file stays
 

@@ -164,7 +164,7 @@ def test_items_beyond_the_second_are_named_once(caplog):
     trainer = make()
     for _ in range(2):
         trainer.train_step((X, Y, Z))
-    assert caplog.text.count("a batch of 3 items") == 1
+    assert caplog.text.count("a batch has 3 items") == 1
 
 
 @pytest.mark.parametrize("batch", [(), []])

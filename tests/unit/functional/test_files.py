@@ -166,7 +166,7 @@ def test_an_explicit_path_must_be_there(tmp_path):
 def test_a_path_for_a_trainer_that_has_trained_already_is_warned_about(tmp_path, caplog):
     trainer = run(tmp_path)
     trainer.train(loader(shuffle=True), 3, loader(seed=6), resume_from=tmp_path / "checkpoint_epoch_1.pt")
-    assert "is at step 6 already" in caplog.text
+    assert "is already at step 6" in caplog.text
     assert trainer.step == 9
 
 

@@ -235,7 +235,7 @@ def test_a_loss_that_is_not_reduced_is_refused_unless_a_subclass_reduces_it():
 def test_a_model_without_a_loss_and_no_loss_fn_says_so_at_the_first_step():
     with pytest.raises(ConfigError, match="loss_fn=None"):
         make(loss_fn=None).train(loader(), 1)
-    with pytest.raises(ConfigError, match="has none"):
+    with pytest.raises(ConfigError, match="has no targets"):
         make().train([torch.ones(2, 4)], 1)
 
 
@@ -246,7 +246,7 @@ def test_a_loss_with_parameters_of_its_own_is_warned_about(caplog):
             self.scale = nn.Parameter(torch.ones(1))
 
     make(loss_fn=Learned())
-    assert "Learned has parameters" in caplog.text
+    assert "the parameters of Learned require gradients" in caplog.text
 
 
 def test_the_loss_is_computed_in_full_precision_under_autocast():

@@ -349,7 +349,7 @@ def test_one_name_with_the_prefix_and_without_is_refused():
         def evaluate(self, dataloader):
             return {"loss": 1.0, "eval_loss": 2.0}
 
-    with pytest.raises(ConfigError, match="one name"):
+    with pytest.raises(ConfigError, match="become one key"):
         make(Both).train(loader(), 1, loader())
 
 

@@ -68,7 +68,7 @@ def test_a_folder_of_the_original_goes_on(folder, caplog):
     said = "\n".join(record.message for record in caplog.records if record.levelno >= logging.WARNING)
     assert "is a checkpoint of chemomae" in said
     assert "continues with the checkpoint's" not in said  # no setting is overruled
-    assert "resumed with other settings" not in said  # what the file does not store is not compared
+    assert "resumed with settings that differ" not in said  # what the file does not store is not compared
     # What the original wrote stays beside the file that replaced it.
     assert is_original(load_checkpoint(out_dir / "checkpoints" / "last.chemomae.pt"))
     assert load_checkpoint(out_dir / "checkpoints" / "last.pt")["global_step"] == 8
