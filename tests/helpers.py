@@ -228,6 +228,12 @@ def _is_far(device):
     return device is not None and torch.device(device).type == "meta"
 
 
+def accept_meta(monkeypatch):
+    """Let models be on ``"meta"``, where a user's model is refused."""
+    for module in ("treadle.engine.preflight", "treadle.faces.build"):
+        monkeypatch.setattr(f"{module}.refuse_meta", lambda model: None)
+
+
 @contextlib.contextmanager
 def no_waits_for_meta():
     """Let ``"meta"`` stand in for a GPU: inside the block, anything that would wait for a GPU is an error.

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import treadle
-from helpers import no_waits_for_meta
+from helpers import accept_meta, no_waits_for_meta
 from treadle.hooks import BaseHook
 from treadle.optim.nonfinite import FiniteGuard, Verdict
 
@@ -41,6 +41,7 @@ def strict(monkeypatch):
         assert not isinstance(weight, torch.Tensor), "the weight lies on the device, and the step would read it"
         return Verdict(finite=True, counted=True)
 
+    accept_meta(monkeypatch)
     monkeypatch.setattr(FiniteGuard, "judge", judge)  # on a GPU its verdict comes a step late
     hook = Strict()
     yield hook

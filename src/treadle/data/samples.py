@@ -94,7 +94,8 @@ def unjoined(error: Exception, samples: Sequence[Any]) -> Exception:
     """
     if isinstance(error, TreadleError):
         return error
-    graphs = any(type(sample).__module__.startswith("torch_geometric.") for sample in samples)
+    library: Any = sys.modules.get("torch_geometric.data")
+    graphs = library is not None and any(isinstance(sample, library.data.BaseData) for sample in samples)
     fix = "pass collate_fn= to the DataLoader, or return tensors of one shape, numbers or strings"
     text = str(error).strip().rstrip(".")
     return ConfigError(

@@ -78,7 +78,7 @@ def _note_batches(engine: Engine, error: BaseException) -> None:
 def _note_groups(engine: Engine, error: BaseException) -> None:
     """Add a note to an error of torch's if the optimizer has groups that its schedule was not built with."""
     covered = len(getattr(engine.lr_scheduler, "base_lrs", ()))
-    groups = len(engine.optimizer.param_groups) if engine.optimizer is not None else 0
+    groups = len(getattr(engine.optimizer, "param_groups", ()))  # build_optimizer may have returned anything
     if covered and groups > covered and isinstance(error, (ValueError, IndexError)) and hasattr(error, "add_note"):
         error.add_note(
             f"{type(engine.lr_scheduler).__name__} was built for {covered} parameter groups, and the optimizer has "

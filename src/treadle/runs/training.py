@@ -46,6 +46,7 @@ class TrainingRun(Generic[Config, Data, Trainer]):
         self._pack = pack
         self._run = run
         self._values = pack.values(run.config)
+        self._move_aside: Callable[[], None] = lambda: None  # on rank 0, set by the check of the folder
 
     def execute(self, show: Show) -> dict[str, Any] | None:
         """Train and evaluate, unless the run is finished; show the results.
@@ -67,11 +68,11 @@ class TrainingRun(Generic[Config, Data, Trainer]):
 
     def _train(self, run: Run[Config]) -> dict[str, Any] | None:
         pack = self._pack
-        resumes, move_aside = by_rank_0(self._check_folder)
+        resumes = by_rank_0(self._check_folder)
         run = dataclasses.replace(run, home=run.out if resumes else None)
         data = pack.prepare(run)
         trainer = pack.build(run, data)
-        by_rank_0(lambda: self._prepare_folder(data, move_aside))
+        by_rank_0(lambda: self._prepare_folder(data))
         weights = "" if run.weights is None else f", with the weights of {run.weights}"
         start = pack.resume(run, trainer) if resumes else f"fresh{weights}"
         with pack.held(run):
@@ -109,8 +110,8 @@ class TrainingRun(Generic[Config, Data, Trainer]):
 
     # -- the run folder ---------------------------------------------------------------------------------------------
 
-    def _check_folder(self) -> tuple[bool, Callable[[], None]]:
-        """Return whether the folder's run resumes, and what moves files aside; warn of changes, and write nothing."""
+    def _check_folder(self) -> bool:
+        """Return whether the folder's run resumes; warn of changes, plan which files move aside, and write nothing."""
         pack, run, out = self._pack, self._run, self._run.out
         folders.refuse_other_run(out, pack.name)
         for place in (out, out / "checkpoints"):
@@ -120,12 +121,14 @@ class TrainingRun(Generic[Config, Data, Trainer]):
             states = out / "checkpoints"
             begun = states.is_dir() and any(not name.startswith(".") for name in os.listdir(states))
         if not (run.resume and begun):
-            return False, partial(folders.set_run_aside, out, parts=(*pack.made, *pack.results))
+            self._move_aside = partial(folders.set_run_aside, out, parts=(*pack.made, *pack.results))
+            return False
         differences = {} if record is None else changes(record.config, self._values)
         for sentence in folders.describe_changes(differences, str(out), free=pack.free):
             _log.warning("%s", sentence)
         outdated = () if record is None else pack.outdated(run, differences)
-        return True, partial(self._set_results_aside, outdated, changed=bool(differences))
+        self._move_aside = partial(self._set_results_aside, outdated, changed=bool(differences))
+        return True
 
     def _set_results_aside(self, outdated: Sequence[str], *, changed: bool) -> None:
         out = self._run.out
@@ -134,13 +137,13 @@ class TrainingRun(Generic[Config, Data, Trainer]):
         for name in outdated:
             folders.set_aside(out / name)
 
-    def _prepare_folder(self, data: Data, move_aside: Callable[[], None]) -> None:
+    def _prepare_folder(self, data: Data) -> None:
         """Write the settings, and move leftovers of an earlier run aside."""
         pack, run = self._pack, self._run
         with folders.writable(run.out):
             run.out.mkdir(parents=True, exist_ok=True)
             # Otherwise a killed fresh start would be taken for the earlier finished run.
-            move_aside()
+            self._move_aside()
             folders.write_record(run.out, {"face": pack.name, "config": self._values, **pack.identity(data)})
             pack.keep(run, data)
 

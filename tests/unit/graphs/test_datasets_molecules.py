@@ -80,8 +80,9 @@ def test_wrong_molecules_are_left_out_counted_and_named_in_one_line(caplog, capf
     assert len(unusable) == 4
     (line,) = caplog.messages
     assert line.startswith(f"these: 4 of {len(smiles)} SMILES left out: number 2, {WRONG[0]!r}: RDKit cannot read it")
-    for wrong in (*WRONG, FERROCENE, ""):
+    for wrong in (*WRONG, FERROCENE):
         assert repr(wrong) in line
+    assert line.endswith("; and 1 more")
     assert capfd.readouterr().err == "", "RDKit's own complaints go past logging"
 
 
@@ -90,7 +91,7 @@ def test_of_very_many_wrong_molecules_the_line_names_the_first_and_the_list_name
         _, unusable = graphs_from_smiles([GOOD[0], *[WRONG[0]] * 30], source="these", num_workers=0)
     (line,) = caplog.messages
     assert "30 of 31 SMILES left out" in line
-    assert line.endswith("and 10 more")
+    assert line.endswith("and 27 more")
     assert len(unusable) == 30
 
 

@@ -11,7 +11,7 @@ import torch
 import treadle.graphs.task as task_module
 from graph_batches import GraphBatch, collate, with_changes
 from graph_kit import graphs, make, model_of
-from helpers import no_waits_for_meta
+from helpers import accept_meta, no_waits_for_meta
 from treadle.data.graph_sizes import count_sizes, record_sizes, recorded_sizes
 from treadle.graphs import get_loss_fn, get_metrics
 from treadle.graphs.attention import batch_layout
@@ -132,6 +132,7 @@ def test_a_whole_training_asks_nothing_of_its_device_before_the_epoch_ends(monke
         return Verdict(finite=True, counted=True)
 
     weights = []
+    accept_meta(monkeypatch)
     monkeypatch.setattr(FiniteGuard, "judge", judge)  # on a GPU its verdict comes a step late
     data = torch.utils.data.DataLoader(graphs(8), batch_size=4, collate_fn=collate)
     trainer = make(model=model_of().to(FAR), device="meta", grad_clip=1.0)
