@@ -152,7 +152,7 @@ def test_out_of_memory_says_what_to_change_and_saves(project, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: out of memory at step 2 on cpu with micro-batches of 4")
     assert "a batch size of 2 and gradient_accumulation_steps=2" in error
-    assert "Step 1 is saved" in error
+    assert "Step 1 was saved" in error
     assert (project / "runs/checkpoints/checkpoint_step_1.pt").is_file()
     assert treadle("train", "run.yaml") == 0
     assert "checkpoint_step_1.pt" in capsys.readouterr().err

@@ -408,7 +408,7 @@ def test_a_name_without_a_direction_needs_one():
         def compute(self):
             return {"own": 1.0}
 
-    with pytest.raises(ConfigError, match="direction"):
+    with pytest.raises(ConfigError, match="lower or higher"):
         make(metrics=Own()).fit(loader(graphs(4)), epochs=1, metric_for_best="own")
 
 
