@@ -10,6 +10,7 @@ import pytest
 
 from treadle.checkpoint.comparison import same, unequal
 from treadle.checkpoint.plain_values import decode, encode
+from treadle.errors import CheckpointError
 
 LARGE = {"a dict": {number: str(number) for number in range(5000)}, "a list": [float(number) for number in range(5000)]}
 
@@ -49,3 +50,30 @@ def test_arrays_keep_the_byte_order_of_their_file(kind):
         assert found.dtype == array.dtype
         assert np.array_equal(found, array)
         assert found is not array
+
+
+class Opened:
+    calls = 0
+
+    def __init__(self, *args):
+        Opened.calls += 1
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"flag": 1, "of": f"{__name__}:Opened"},
+        {"enum": "x", "of": f"{__name__}:Opened"},
+        {"bits": {"bit_generator": "PCG64"}, "of": "seed"},
+        {"generator": {"bit_generator": "seed"}},
+        {"object": {"args": [1]}, "of": "subprocess:Popen"},
+        {"record": [1], "of": "subprocess:Popen"},
+    ],
+    ids=lambda tree: next(iter(tree)),
+)
+def test_a_file_cannot_choose_what_is_called(tree):
+    state = np.random.get_state()[1].tolist()
+    with pytest.raises(CheckpointError):
+        decode(tree)
+    assert Opened.calls == 0
+    assert np.random.get_state()[1].tolist() == state

@@ -291,7 +291,7 @@ class Mark:
 
     def __init__(self, value: Any):
         self.detects_every_change = type(value) is Tensor and not value.is_inference()
-        self._fingerprint_of = _fingerprint_of(value)
+        self._fingerprint = _fingerprint_of(value)
         try:
             self._value: Any = weakref.ref(value)
         except TypeError:
@@ -299,7 +299,7 @@ class Mark:
 
     def is_of(self, value: Any) -> bool:
         """Return whether a value is the marked one, unchanged."""
-        return self._value() is value and self._fingerprint_of == _fingerprint_of(value)
+        return self._value() is value and self._fingerprint == _fingerprint_of(value)
 
 
 def _fingerprint_of(value: Any) -> Any:

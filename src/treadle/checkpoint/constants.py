@@ -78,9 +78,9 @@ def decode_constant(value: Mapping[str, Any], held: Any) -> Any:
     if kind == "class":
         return class_at(inner)
     if kind == "flag":
-        return class_at(value["of"], held)(inner)
+        return class_at(value["of"], held, base=enum.Flag)(inner)
     if kind == "enum":
-        return class_at(value["of"], held)[inner]
+        return class_at(value["of"], held, base=enum.Enum)[inner]
     return _FROM_TEXT[kind](inner)
 
 
@@ -107,8 +107,13 @@ def has_path(kind: type) -> bool:
     return _found(class_path(kind)) is kind
 
 
-def class_at(path: str, held: Any = None) -> Any:
+def class_at(path: str, held: Any = None, *, base: type = object) -> Any:
     """Return a class of an imported module, or the class of ``held`` if its name matches.
+
+    Args:
+        path: the class, as :func:`class_path` writes it.
+        held: current value.
+        base: the class must be a subclass: a file must not choose what is called.
 
     Raises:
         CheckpointError: there is no such class; loading a checkpoint imports nothing.
@@ -116,7 +121,7 @@ def class_at(path: str, held: Any = None) -> Any:
     if held is not None and type(held).__qualname__ == path.partition(":")[2]:
         return type(held)
     found = _found(path)
-    if not isinstance(found, type):
+    if not isinstance(found, type) or not issubclass(found, base):
         raise CheckpointError(
             f"the checkpoint holds an object of the class {path.replace(':', '.')}, which this run does not have; "
             "import its module before the run is resumed, under the same name"

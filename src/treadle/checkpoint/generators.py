@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treadle.errors import CheckpointError
+
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -31,7 +33,23 @@ def generator_like(state: Any) -> Any:
         return random.Random()
     if "has_gauss" in state:
         return np.random.RandomState()
-    return np.random.Generator(getattr(np.random, state["bit_generator"])())
+    return np.random.Generator(new_bit_generator(state["bit_generator"]))
+
+
+def new_bit_generator(name: str) -> np.random.BitGenerator:
+    """Return a new bit generator of NumPy.
+
+    Raises:
+        CheckpointError: NumPy has no bit generator of this name.
+
+    Example:
+        >>> type(new_bit_generator("PCG64")).__name__
+        'PCG64'
+    """
+    kind = getattr(np.random, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, np.random.BitGenerator):
+        raise CheckpointError(f"the checkpoint holds a NumPy bit generator {name!r}, which this NumPy does not have")
+    return kind()
 
 
 def state_of(generator: Any) -> Any:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from treadle.checkpoint.generators import set_state, state_of
+from treadle.checkpoint.generators import new_bit_generator, set_state, state_of
 
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -175,7 +175,7 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
             held.set(decode(inner))
         return held
     if kind == "bits":
-        generator = held if isinstance(held, np.random.BitGenerator) else getattr(np.random, value["of"])()
+        generator = held if isinstance(held, np.random.BitGenerator) else new_bit_generator(value["of"])
         set_state(np.random.Generator(generator), inner)
         return generator
     if kind == "seeds":

@@ -330,9 +330,11 @@ def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
 def _decoded_object(value: Mapping[str, Any], held: Any) -> Any:
     """Return an object of a user's class, created without ``__init__`` if it does not exist yet."""
     (kind, inner), *_ = value.items()
-    if kind == "record":
-        return class_at(value["of"], held)._make(_decoded_items(inner, held))
     of = class_at(value["of"], held)
+    if not _is_of_values(of):  # objects of other classes are never written
+        raise CheckpointError(f"the checkpoint holds an object of {value['of']}, a class that checkpoints cannot hold")
+    if kind == "record":
+        return of._make(_decoded_items(inner, held))
     found = held if type(held) is of else object.__new__(of)
     before = attributes_of(found)
     for name, item in inner.items():

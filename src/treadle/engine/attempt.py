@@ -21,7 +21,7 @@ from treadle.engine.masks import warn_of_masks
 from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_after_step
-from treadle.engine.skips import follow_on_device, note_whether_told
+from treadle.engine.skips import decide_wait, follow_on_device
 from treadle.means import RunningMeans, Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
@@ -311,7 +311,7 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     engine.events.emit(engine, "on_after_step")
     engine.events.write_requested()
     if engine.guard.skips is not None:
-        note_whether_told(engine, engine.guard.skips)
+        decide_wait(engine, engine.guard.skips)
     if engine.signals.plans:
         exit_after_step(engine)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from treadle.engine.attempt import Attempt
 from treadle.engine.signal_exit import exit_after_step
-from treadle.engine.skips import note_whether_told, steps_until_hook
+from treadle.engine.skips import decide_wait, steps_until_hook
 from treadle.optim.nonfinite import StepLocation
 from treadle.task import StepOutput, add_output
 
@@ -126,7 +126,7 @@ def run_ahead(engine: Engine) -> bool:
         hook.on_after_steps(engine, block)
     engine.events.write_requested()
     if engine.guard.skips is not None:
-        note_whether_told(engine, engine.guard.skips)
+        decide_wait(engine, engine.guard.skips)
     if engine.signals.plans:
         exit_after_step(engine)
     return True

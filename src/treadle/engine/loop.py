@@ -290,7 +290,7 @@ class Engine(EngineBase):
         self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
         begin_step(self)
         if self.guard.skips is not None:
-            self.guard.skips.told_now = True
+            self.guard.skips.wait_for_next(True)
         with contextlib.closing(self.exchange):
             outcome = self.steps(Group(list(batches), [0.0] * len(batches)))
         if outcome == "refused":

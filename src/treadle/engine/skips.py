@@ -41,23 +41,21 @@ def steps_until_hook(engine: Engine) -> int | None:
     return min((due for due in dues if due is not None), default=None)
 
 
-def note_whether_told(engine: Engine, late: LateSkips) -> None:
+def decide_wait(engine: Engine, late: LateSkips) -> None:
     """Decide whether the host waits for the result of the next step, because something on it needs it at once."""
     if engine.num_ranks > 1 or _host_follows(engine, late):  # ranks must end in the same step, whatever their hooks
-        late.told_now = True
+        late.wait_for_next(True)
         return
     due = steps_until_hook(engine)
-    late.told_now = (due is not None and due <= 1) or engine.target.max_steps == engine.progress.step + 1
+    is_last = engine.target.max_steps == engine.progress.step + 1
+    late.wait_for_next(is_last or (due is not None and due <= 1))
 
 
 def _host_follows(engine: Engine, late: LateSkips) -> bool:
     """Return whether the schedule or an average follows an applied step on the host."""
-    if late.averages_follow is None:
-        averages = engine.averages.values()
-        late.averages_follow = all(each.recordable and each.shares_devices_with(engine.model) for each in averages)
     interval, scheduler = engine.settings.scheduler_interval, engine.lr_scheduler
     moves = interval == "step" and scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
-    return moves or not late.averages_follow
+    return moves or not late.moves_averages(engine.averages.values(), engine.model)
 
 
 def follow_on_device(engine: Engine, late: LateSkips, moved: Collection[Ema]) -> Collection[Ema] | None:
@@ -71,7 +69,7 @@ def follow_on_device(engine: Engine, late: LateSkips, moved: Collection[Ema]) ->
     Raises:
         NonFiniteError: the scale cannot be lowered any more.
     """
-    if late.told_now or _host_follows(engine, late):
+    if late.host_waits or _host_follows(engine, late):
         engine.raise_if_refused()
         return None if late.close(engine.optimizer) else moved
     late.close(engine.optimizer)

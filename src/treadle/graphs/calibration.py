@@ -10,6 +10,7 @@ Shapes: M = molecules, T = targets, S = models.
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treadle.checkpoint.store import write_bytes
+from treadle.errors import CheckpointError
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -52,15 +54,23 @@ class HeldOut:
 
     @classmethod
     def read(cls, path: Path, epoch: int) -> HeldOut | None:
-        """Return the arrays, or None if there are none for the weights of this epoch."""
+        """Return the arrays, or None if there are none for the weights of this epoch.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
+        if not path.exists():
+            return None
         try:
             with np.load(path) as file:
                 arrays = dict(file)
-        except (OSError, ValueError):
-            return None
-        if int(arrays.pop("epoch")) != epoch:
-            return None
-        return cls(**arrays)
+            if int(arrays.pop("epoch")) != epoch:
+                return None
+            return cls(**arrays)
+        except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}); delete it to predict without calibration"
+            ) from error
 
 
 @dataclass(frozen=True)

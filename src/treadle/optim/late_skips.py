@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from treadle.optim.ema import Ema
 from treadle.optim.nonfinite import LateFlags, LateRefusal, StepLocation, Steps, skips_on_device, step_unless
 from treadle.optim.precision import Precision
 
@@ -41,9 +42,8 @@ class LateSkips(LateFlags):
     Attributes:
         skips: flag of the latest step, 0-d on the device: 1.0 if the step changes nothing.
         open: whether the latest step was launched, but is not counted on the host yet.
-        told_now: whether the host waits for the result of the next step.
+        host_waits: whether the host waits for the result of the next step.
         latest_skipped: whether the latest step is known to be skipped.
-        averages_follow: whether the device can leave the averages unchanged too; None if not looked up yet.
     """
 
     def __init__(self, device: torch.device, precision: Precision, tell: Tell):
@@ -51,14 +51,24 @@ class LateSkips(LateFlags):
         self.refused = torch.zeros((), device=device)  # skipped steps that the host does not know of
         self.skips = self.refused
         self.open = False
-        self.told_now = True
+        self.host_waits = True
         self.latest_skipped = False
-        self.averages_follow: bool | None = None
+        self._moves_averages: bool | None = None  # not looked up yet
         self._precision = precision
         self._tell = tell
         self._ended = torch.zeros((), device=device)
         self._ended_steps = torch.zeros((), device=device)
         self._num_states = -1  # of the optimizer before the latest step, if the step created some
+
+    def wait_for_next(self, needed: bool) -> None:
+        """Set whether the host waits for the result of the next step, because something on it needs it at once."""
+        self.host_waits = needed
+
+    def moves_averages(self, averages: Iterable[Ema], model: nn.Module) -> bool:
+        """Return whether the device can leave all averages of the run unchanged in a skipped step."""
+        if self._moves_averages is None:
+            self._moves_averages = all(each.recordable and each.shares_devices_with(model) for each in averages)
+        return self._moves_averages
 
     @property
     def moved(self) -> list[Tensor]:
@@ -84,7 +94,7 @@ class LateSkips(LateFlags):
     def step(self, optimizer: Optimizer, norm: Tensor, place: StepLocation) -> None:
         """Step an optimizer, unless the gradient is not finite, and move the scale."""
         flag = self.raise_for(norm)
-        early = self._sent() if self.told_now else None  # so that the host waits for the gradient, not for the update
+        early = self._sent() if self.host_waits else None  # so that the host waits for the gradient, not for the update
         num_states = len(optimizer.state)
         step_unless(flag, optimizer)
         self.move_scale()
@@ -92,7 +102,7 @@ class LateSkips(LateFlags):
         self._early = early
         created = len(optimizer.state) != num_states
         self._num_states = num_states if created else -1
-        self.told_now |= created
+        self.host_waits |= created
 
     def note(self, place: StepLocation, norm: Tensor) -> None:
         """Record a step that the host has not counted yet."""

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from treadle.errors import CheckpointError
 from treadle.graphs.calibration import COVERAGE, HeldOut, calibrate
 
 
@@ -58,3 +59,12 @@ def test_a_file_is_that_of_its_epoch(tmp_path):
     assert np.array_equal(HeldOut.read(tmp_path / "held_out.npz", 3).val_target, one.val_target)
     assert HeldOut.read(tmp_path / "held_out.npz", 4) is None
     assert HeldOut.read(tmp_path / "absent.npz", 3) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"damaged", None], ids=["empty", "other bytes", "cut"])
+def test_a_damaged_file_is_named(tmp_path, content):
+    file = tmp_path / "held_out.npz"
+    members(20, scale=1.0)[0].write(file, 3)
+    file.write_bytes(file.read_bytes()[:-30] if content is None else content)
+    with pytest.raises(CheckpointError, match=r"held_out\.npz is damaged .*; delete it"):
+        HeldOut.read(file, 3)
