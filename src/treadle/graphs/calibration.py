@@ -62,7 +62,7 @@ class HeldOut:
         if not path.exists():
             return None
         try:
-            with np.load(path) as file:
+            with path.open("rb") as opened, np.load(opened) as file:  # NumPy leaves a damaged file open
                 arrays = dict(file)
             if int(arrays.pop("epoch")) != epoch:
                 return None
