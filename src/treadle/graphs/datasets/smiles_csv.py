@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from treadle.errors import ConfigError, nearest
-from treadle.graphs.datasets.base import Described, Source, repeats_first, scaffold_split, tenths
+from treadle.graphs.datasets.base import Described, Source, scaffold_split, split_molecules
 from treadle.graphs.datasets.molecules import (
     ATOM_COLUMNS,
     BOND_COLUMNS,
@@ -65,10 +65,16 @@ def load_smiles_csv(
     if file is None:
         raise ConfigError(f"{name!r} needs a file of molecules, such as file='new.csv'", argument="file", value=file)
     smiles, columns, rows, lines = _read_table(Path(file), smiles, "dataset.smiles")
-    chosen = _chosen(targets, [column for column in columns if column != smiles], f"{str(file)!r}", smiles)
+    chosen = _chosen(targets, [column for column in columns if column != smiles], Path(file), smiles)
     values = [
         [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
     ]
+    for column, known in zip(chosen, zip(*values, strict=True), strict=False):  # no values of no rows
+        if all(map(math.isnan, known)):
+            raise ConfigError(
+                f"targets: {str(file)!r} has no value of {column!r} in any row; name the columns to predict, such as "
+                "dataset.targets=logP"
+            )
     found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers, lines=lines)
     if unusable:
         _log.warning("%s: %s", file, describe_unusable(unusable, len(rows)))
@@ -77,6 +83,10 @@ def load_smiles_csv(
         if graph is not None:
             graph.y = torch.tensor([target], dtype=torch.float32)
             graphs.append(graph)
+    if not graphs:
+        raise ConfigError(
+            f"it has {len(rows)} rows and no molecule that can be read; add some", argument="file", value=str(file)
+        )
     described = Described(
         "graph", task, len(ATOM_COLUMNS), len(chosen), len(BOND_COLUMNS),  # type: ignore[arg-type]
         target_names=tuple(chosen),
@@ -86,20 +96,37 @@ def load_smiles_csv(
     if split == "scaffold":
         parts = scaffold_split([murcko_scaffold(text) for text in texts])
     else:
-        parts = tenths(repeats_first(np.random.default_rng(0).permutation(len(graphs)), numbered))
+        tenth, order = len(graphs) // 10, np.random.default_rng(0).permutation(len(graphs))
+        parts = split_molecules(order, numbered, (len(graphs) - 2 * tenth, tenth))
+    if not all(map(len, parts)):
+        other = ", or dataset.split=random" if split == "scaffold" else ""
+        raise ConfigError(
+            f"the {len(graphs)} molecules of {str(file)!r} do not fill a training, a validation and a test split, of "
+            f"which the last two have a tenth each; use more{other}",
+            argument="split",
+            value=split,
+        )
     return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
 
 
-def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: str, smiles: str) -> list[str]:
+def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: Path, smiles: str) -> list[str]:
     """Return the target columns, or raise ConfigError if one is missing or there are none."""
-    chosen = [targets] if isinstance(targets, str) else list(columns if targets is None else targets)
+    if targets is None:
+        chosen = [column for column in columns if column]
+        if len(chosen) < len(columns):
+            _log.warning("%s: a column without a name, such as the index that pandas writes, is no target", file)
+        if len(chosen) > 1:
+            text = "%s: the targets are all columns but %r: %s; dataset.targets names others"
+            _log.info(text, file, smiles, ", ".join(chosen))
+    else:
+        chosen = [targets] if isinstance(targets, str) else list(targets)
     for column in chosen:
         if column not in columns:
             raise ConfigError(
-                f"{file} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
+                f"{str(file)!r} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
             )
     if not chosen:
-        raise ConfigError(f"targets: {file} has no column but {smiles!r}; name a file with targets")
+        raise ConfigError(f"targets: {str(file)!r} has no column but {smiles!r}; name a file with targets")
     return chosen
 
 
@@ -156,13 +183,15 @@ def _read_table(
     try:
         with path.open(newline="", encoding="utf-8-sig") as opened:
             reader = csv.DictReader(opened)
-            columns = list(reader.fieldnames or ())
+            columns = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             for fields in reader:  # which skips empty lines
                 rows.append(fields)
                 lines.append(reader.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
+            f"cannot be read ({error}); name a file of comma-separated values in UTF-8",
+            argument="file",
+            value=str(path),
         ) from error
     if not columns:
         raise ConfigError("is empty; its first line has the names of the columns", argument="file", value=str(path))
@@ -171,14 +200,20 @@ def _read_table(
         raise ConfigError(
             f"its fields are separated by {other!r}, and must be by ','", argument="file", value=str(path)
         )
+    if twice := sorted({name for name in columns if name and columns.count(name) > 1}):
+        raise ConfigError(f"has two columns named {twice[0]!r}; rename one", argument="file", value=str(path))
     if smiles is not None and smiles not in columns:
         raise ConfigError(
             f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
         )
     for line, row in zip(lines, rows, strict=True):
         if None in row.values() or None in row:
+            found = sum(value is not None for value in row.values()) + len(row.get(None) or [1]) - 1
             raise ConfigError(
-                f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
+                f"line {line} has {found} fields, and the first line has {len(columns)}; quote a field with a comma "
+                "in it",
+                argument="file",
+                value=str(path),
             )
     return smiles or _smiles_among(columns, path, setting), columns, rows, lines
 
@@ -187,13 +222,15 @@ def _number(text: str, column: str, line: int, task: str) -> float:
     if not text.strip():
         return math.nan
     try:
-        value = float(text)
+        value = float(text if "_" not in text else "")  # Python alone reads 1_000
     except ValueError:
         raise ConfigError(
             f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty, or name the "
             "columns to predict, such as dataset.targets=logP"
         ) from None
-    if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
-        wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
+    if abs(value) > torch.finfo(torch.float32).max or (
+        task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)
+    ):
+        wanted = "0, 1 or empty" if task == "multilabel" else "empty or finite in float32"
         raise ConfigError(f"targets: {column!r} has {text!r} in line {line}; it must be {wanted}")
     return value
