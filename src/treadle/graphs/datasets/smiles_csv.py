@@ -69,8 +69,8 @@ def load_smiles_csv(
     values = [
         [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
     ]
-    for column, known in zip(chosen, zip(*values, strict=True), strict=False):  # no values of no rows
-        if all(map(math.isnan, known)):
+    for place, column in enumerate(chosen if rows else ()):
+        if all(math.isnan(row[place]) for row in values):
             raise ConfigError(
                 f"targets: {str(file)!r} has no value of {column!r} in any row; name the columns to predict, such as "
                 "dataset.targets=logP"
@@ -208,7 +208,8 @@ def _read_table(
         )
     for line, row in zip(lines, rows, strict=True):
         if None in row.values() or None in row:
-            found = sum(value is not None for value in row.values()) + len(row.get(None) or [1]) - 1
+            given = [item for value in row.values() for item in (value if isinstance(value, list) else [value])]
+            found = sum(item is not None for item in given)
             raise ConfigError(
                 f"line {line} has {found} fields, and the first line has {len(columns)}; quote a field with a comma "
                 "in it",
