@@ -187,7 +187,7 @@ def test_scaffolds_go_to_one_part_each_and_the_largest_to_training():
         ("smiles,y,y\nCCO,1,2\n", "two columns named 'y'"),
         ("smiles,y\nCCO,1,2\n", "line 2 has 3 fields, and the first line has 2"),
         ("smiles,y\nCCO\n", "line 2 has 1 fields, and the first line has 2"),
-        ("smiles,y,z\nCCO,1,\nCC,2,\n", "no value of 'z' in any row"),
+        ("smiles,y,z\nCCO,1,\nCC,2,\n", "'z' has no value in any row"),
         ("smiles,y\nCCO,1e39\n", "'1e39' in line 2; it must be empty or finite in float32"),
         ("smiles,y\nCCO,1_000\n", "'1_000' in line 2, which is not a number"),
     ],

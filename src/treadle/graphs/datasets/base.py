@@ -112,7 +112,7 @@ def split_molecules(order: Indices, molecules: Indices, sizes: tuple[int, int]) 
         [[0, 3], [1, 2], []]
     """
     moved = repeats_first(order, molecules)
-    begins = np.flatnonzero(np.r_[True, np.diff(molecules[moved]) != 0])  # of each molecule
+    begins = np.flatnonzero(np.r_[True, np.diff(molecules[moved]) != 0, True])  # of each molecule, and the end
     first, second = (begins[begins <= size].max() for size in (sizes[0], sum(sizes)))
     return moved[:first], moved[first:second], moved[second:]
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from treadle.errors import ConfigError, nearest
-from treadle.graphs.datasets.base import Described, Source, scaffold_split, split_molecules
+from treadle.graphs.datasets.base import Described, Indices, Source, scaffold_split, split_molecules
 from treadle.graphs.datasets.molecules import (
     ATOM_COLUMNS,
     BOND_COLUMNS,
@@ -66,22 +66,14 @@ def load_smiles_csv(
         raise ConfigError(f"{name!r} needs a file of molecules, such as file='new.csv'", argument="file", value=file)
     smiles, columns, rows, lines = _read_table(Path(file), smiles, "dataset.smiles")
     chosen = _chosen(targets, [column for column in columns if column != smiles], Path(file), smiles)
-    values = [
-        [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
-    ]
-    for place, column in enumerate(chosen if rows else ()):
-        if all(math.isnan(row[place]) for row in values):
-            raise ConfigError(
-                f"targets: {str(file)!r} has no value of {column!r} in any row; name the columns to predict, such as "
-                "dataset.targets=logP"
-            )
+    values = [_column(name, [row[name] for row in rows], lines, task) for name in chosen]
     found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers, lines=lines)
     if unusable:
         _log.warning("%s: %s", file, describe_unusable(unusable, len(rows)))
     graphs = []
-    for graph, target in zip(found, values, strict=True):
+    for place, graph in enumerate(found):
         if graph is not None:
-            graph.y = torch.tensor([target], dtype=torch.float32)
+            graph.y = torch.tensor([[column[place] for column in values]], dtype=torch.float32)
             graphs.append(graph)
     if not graphs:
         raise ConfigError(
@@ -93,20 +85,26 @@ def load_smiles_csv(
     )  # fmt: skip
     texts = [graph.smiles for graph in graphs]
     numbered = number_molecules(texts).numpy()
+    parts = _parts(texts, numbered, split, Path(file))
+    return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
+
+
+def _parts(smiles: Sequence[str], molecules: Indices, split: str, file: Path) -> tuple[Indices, Indices, Indices]:
+    """Return indices of a training, a validation and a test split, or raise ConfigError if one is empty."""
     if split == "scaffold":
-        parts = scaffold_split([murcko_scaffold(text) for text in texts])
+        parts = scaffold_split([murcko_scaffold(text) for text in smiles])
     else:
-        tenth, order = len(graphs) // 10, np.random.default_rng(0).permutation(len(graphs))
-        parts = split_molecules(order, numbered, (len(graphs) - 2 * tenth, tenth))
+        tenth, order = len(smiles) // 10, np.random.default_rng(0).permutation(len(smiles))
+        parts = split_molecules(order, molecules, (len(smiles) - 2 * tenth, tenth))
     if not all(map(len, parts)):
         other = ", or dataset.split=random" if split == "scaffold" else ""
         raise ConfigError(
-            f"the {len(graphs)} molecules of {str(file)!r} do not fill a training, a validation and a test split, of "
+            f"the {len(smiles)} molecules of {str(file)!r} do not fill a training, a validation and a test split, of "
             f"which the last two have a tenth each; use more{other}",
             argument="split",
             value=split,
         )
-    return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
+    return parts
 
 
 def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: Path, smiles: str) -> list[str]:
@@ -217,6 +215,16 @@ def _read_table(
                 value=str(path),
             )
     return smiles or _smiles_among(columns, path, setting), columns, rows, lines
+
+
+def _column(name: str, texts: Sequence[str], lines: Sequence[int], task: str) -> list[float]:
+    """Return the values of a target column, or raise ConfigError if a field is no number or all are empty."""
+    values = [_number(text, name, line, task) for text, line in zip(texts, lines, strict=True)]
+    if values and all(map(math.isnan, values)):
+        raise ConfigError(
+            f"targets: {name!r} has no value in any row; name the columns to predict, such as dataset.targets=logP"
+        )
+    return values
 
 
 def _number(text: str, column: str, line: int, task: str) -> float:
