@@ -6,15 +6,17 @@ import csv
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from treadle.errors import ConfigError, nearest
-from treadle.graphs.datasets.base import Described, Source, repeats_first, scaffold_split, tenths
+from treadle.graphs.datasets.base import Described, Indices, Source, repeats_first, scaffold_split, tenths
 from treadle.graphs.datasets.molecules import (
     ATOM_COLUMNS,
     BOND_COLUMNS,
@@ -69,6 +71,7 @@ def load_smiles_csv(
     values = [
         [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
     ]
+    _warn_of_odd(np.array(values, dtype=np.float64).reshape(len(rows), len(chosen)), chosen, task, targets is None)
     found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers, lines=lines)
     if unusable:
         _log.warning("%s: %s", file, describe_unusable(unusable, len(rows)))
@@ -84,10 +87,48 @@ def load_smiles_csv(
     texts = [graph.smiles for graph in graphs]
     numbered = number_molecules(texts).numpy()
     if split == "scaffold":
-        parts = scaffold_split([murcko_scaffold(text) for text in texts])
+        parts = _scaffold_parts(texts)
     else:
         parts = tenths(repeats_first(np.random.default_rng(0).permutation(len(graphs)), numbered))
     return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
+
+
+def _scaffold_parts(texts: Sequence[str]) -> tuple[Indices, Indices, Indices]:
+    scaffolds = [murcko_scaffold(text) for text in texts]
+    parts = scaffold_split(scaffolds)
+    largest = max(Counter(scaffolds).values(), default=0)
+    if largest > 1 and not all(map(len, parts)):
+        raise ConfigError(
+            f"='scaffold' leaves no molecules for a part, as {largest} of {len(texts)} molecules share a scaffold; set "
+            "dataset.split=random",
+            argument="split",
+        )
+    return parts
+
+
+def _warn_of_odd(values: npt.NDArray[np.float64], columns: Sequence[str], task: str, by_default: bool) -> None:
+    """Warn about a regression of what looks like identifiers, if they are targets by default, or like labels."""
+    if task != "regression":
+        return
+    for column, numbers in zip(columns, values.T, strict=True):
+        known = numbers[~np.isnan(numbers)]
+        others = [name for name in columns if name != column]
+        if by_default and others and len(known) > 2 and _are_identifiers(known):
+            _log.warning(
+                "targets: %r has a different whole number in every row, like an identifier, and is predicted as all "
+                "columns are; name those to predict: dataset.targets=%s",
+                column, others[0] if len(others) == 1 else f"[{','.join(others)}]",
+            )  # fmt: skip
+        elif len(known) and np.isin(known, (0.0, 1.0)).all():
+            _log.warning(
+                "targets: %r has no values but 0 and 1, and is predicted as a number; dataset.task=multilabel "
+                "predicts probabilities",
+                column,
+            )
+
+
+def _are_identifiers(known: npt.NDArray[np.float64]) -> bool:
+    return bool((known == np.floor(known)).all()) and len(np.unique(known)) == len(known)
 
 
 def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: str, smiles: str) -> list[str]:
@@ -190,8 +231,8 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text)
     except ValueError:
         raise ConfigError(
-            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty, or name the "
-            "columns to predict, such as dataset.targets=logP"
+            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty if it is unknown, "
+            "write labels as 0 and 1, or name the columns to predict, such as dataset.targets=logP"
         ) from None
     if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
         wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
