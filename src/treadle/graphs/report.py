@@ -246,7 +246,7 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     columns, rows = _test_rows(metrics)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     config, count = metrics["config"], metrics["graphs"]["test"]
-    title = f"Test, {count:,} graphs{', all targets together whatever their units' if 'target_mae' in metrics else ''}"
+    title = f"Test, {count:,} graphs{', over all targets' if 'target_mae' in metrics else ''}"
     tables = [Table(columns, rows, title=title, width=36, notes=_notes(metrics, columns[1:]))]
     tables += [_target_table(metrics, key) for key in _BY_TARGET if key in metrics]
     return Report(
