@@ -74,11 +74,15 @@ class Dies(BaseHook):
         self.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self.chance = random.Random(self.start)
         self.at = 1 + self.start * 2 + self.chance.randrange(2)
+        self.timer: threading.Timer | None = None
 
     def on_after_step(self, trainer: Engine) -> None:
         if trainer.step >= self.at and dist.get_rank() == self.start:
             self.at = sys.maxsize
-            threading.Timer(0.1 * self.chance.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
+            self.timer = threading.Timer(0.1 * self.chance.random(), os.kill, (os.getpid(), signal.SIGKILL))
+            self.timer.start()
+        if trainer.is_last_step and self.timer is not None:
+            self.timer.join()  # a run that ended before its kill would count one kill less
 
 
 def samples(size: str, ranks: int) -> TensorDataset:

@@ -69,7 +69,7 @@ def eight(folder):
         apart = differences(*states) if dist.get_rank() == 0 else []
         found[kind] = {
             "cut at": cut.step, "saved": saved, "before": before[0], "after": after, "losses": losses,
-            "resumed": resumed.resumed, "steps": resumed.step, "apart": apart,
+            "resumed": resumed.state.resumed, "steps": resumed.step, "apart": apart,
         }  # fmt: skip
     return found
 
