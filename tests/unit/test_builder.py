@@ -276,9 +276,9 @@ def test_an_unknown_name_near_to_nothing_lists_all(registry):
         ("torch.nn.Liner", "'torch.nn' has no 'Liner', did you mean 'Linear'"),
         ("torch.nn.Linear.no_such", "'torch.nn.Linear' has no 'no_such'"),
         ("keyword.no_such", "'keyword' has no 'no_such'"),
-        ("torch..Linear", "is no dotted path"),
-        (".Linear", "is no dotted path"),
-        ("torch.nn.", "is no dotted path"),
+        ("torch..Linear", "is not a dotted path"),
+        (".Linear", "is not a dotted path"),
+        ("torch.nn.", "is not a dotted path"),
     ],
 )
 def test_a_path_that_cannot_be_imported_says_which_part_is_missing(path, message):

@@ -128,7 +128,7 @@ def test_a_models_own_method_is_asked_without_reentry():
     ("model", "setting", "message"),
     [
         (nn.Linear(1, 1), True, "no ModuleList"),
-        (Own(nn.BatchNorm1d(1)), True, "would move twice"),
+        (Own(nn.BatchNorm1d(1)), True, "would update twice"),
         (Stack(), ["layer.*"], "no module has the name 'layer.\\*'; did you mean"),
         (Stack(), ["layers.0", "layers.0.inner"], "is inside 'layers.0'"),
     ],

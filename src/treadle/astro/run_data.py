@@ -116,7 +116,7 @@ def _load_or_fit(path: Path, config: AstroRunConfig, train: Surveys) -> SurveyTo
         return load_tokenizers(path)
     except CheckpointError as error:
         _log.warning(
-            "%s; they are fitted again, which gives the same ones where numpy and scikit-learn are those of the run",
+            "%s; they are fitted again, which gives the same ones if numpy and scikit-learn are those of the run",
             error,
         )
         return _fit(config, train)

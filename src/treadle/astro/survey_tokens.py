@@ -269,11 +269,12 @@ def _only(what: str, parts: list[Any]) -> Any:
     present = [part for part in parts if part is not None]
     if not present:
         raise ConfigError(
-            f"no survey has them; a vocabulary has a codebook for them, add a survey with {what}", argument=what
+            f"no survey has them, but the vocabulary needs a codebook for them; add a survey with {what}", argument=what
         )
     if len(present) > 1:
         raise ConfigError(
-            f"{len(present)} surveys have them; a vocabulary has one codebook, give one survey", argument=what
+            f"{len(present)} surveys have them, but the vocabulary has a single codebook; give one survey",
+            argument=what,
         )
     return present[0]
 

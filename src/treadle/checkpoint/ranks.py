@@ -67,7 +67,7 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
     try:
         dist.all_gather_object(gathered, (value, problem), group=group)
     except Exception as error:
-        raise WriterLostError(f"a rank was lost while all worked on a checkpoint: {first_line(error)}") from error
+        raise WriterLostError(f"a rank was lost during work on a checkpoint: {first_line(error)}") from error
     for rank, (_, theirs) in enumerate(gathered):
         if theirs is not None:
             raise CheckpointError(f"rank {rank}: {theirs}") from own

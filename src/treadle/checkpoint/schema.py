@@ -192,7 +192,7 @@ def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffe
     tensor = tensor.detach()
     is_plain = type(tensor) is Tensor
     if tensor.is_meta or (not is_plain and hasattr(tensor, "__tensor_flatten__")):
-        raise _not_plain(path, tensor, "it owns no memory that could be saved")
+        raise _not_plain(path, tensor, "it has no memory that could be saved")
     if not is_plain:
         tensor = tensor.as_subclass(Tensor)
     try:

@@ -77,7 +77,7 @@ def write_shard(
     except CheckpointError:
         raise
     except Exception as error:
-        raise WriterLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
+        raise WriterLostError(f"a rank was lost while writing a checkpoint: {first_line(error)}") from error
     return summed.sums
 
 

@@ -26,7 +26,7 @@ def join_path(prefix: str, key: Any) -> str:
 def nearest_key(key: Any, known: Iterable[Any]) -> str:
     """Return a hint listing the existing keys, closest first."""
     names = [str(name) for name in known]
-    return nearest(str(key), names) if names else "there is no key at all"
+    return nearest(str(key), names) if names else "there are no keys"
 
 
 def copied(value: Any) -> Any:

@@ -37,8 +37,8 @@ def other_batch_size(saved: Mapping[str, Any], loader: Any) -> list[str]:
     if before is None or now is None or before == now:
         return []
     return [
-        f"batches had {before} samples in the run that wrote the checkpoint and have {now} now: from here on the run "
-        f"is another. Keep batch_size={before} to continue it"
+        f"batches had {before} samples in the run that wrote the checkpoint and have {now} now, so the run differs "
+        f"from here on; use batch_size={before} to continue it exactly"
     ]
 
 
@@ -54,7 +54,7 @@ def other_accumulation(tree: Mapping[str, Any], now: int) -> list[str]:
         return []
     return [
         f"accumulation_steps: a step had {before} micro-batches in the run that wrote the checkpoint and has {now} "
-        f"now: from here on the run is another. Keep {before} to continue it"
+        f"now, so the run differs from here on; use {before} to continue it exactly"
     ]
 
 

@@ -144,7 +144,7 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
         \end{tabular}
     """
     if not rows:
-        raise ConfigError("there are none to write", argument="rows")
+        raise ConfigError("there are no rows to write", argument="rows")
     columns = list(rows[0])
     best = {name: _best(rows, name) for name in columns} if bold_best and len(rows) > 1 else {}
 

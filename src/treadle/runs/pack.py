@@ -94,7 +94,7 @@ class Pack(Generic[Config, Data, Trainer]):
     parts: Sequence[str] = ()
     splits: Sequence[str] = folders.SPLITS
     takes: Collection[str] = ("split", "batch_size")
-    without: str = "draws no texts"
+    without: str = "generates no text"
     loads_in_processes: bool = False
     afterwards: str = "the test"
     warm: Sequence[str] = ()

@@ -153,7 +153,7 @@ def _few_labels(
             curves["regression"] = few_labels_regression(data.x, target, data.train, held_out, seed=config.seed)
         return dict(curves)
     except ValueError as error:
-        _log.warning("no sub-types from few labels: %s", error)
+        _log.warning("skipping the sub-types from few labels: %s", error)
         return {}
 
 
@@ -176,7 +176,7 @@ def _probe(
                 compare_probes(features, data.j_minus_k, data.spectral_class, groups=data.groups, seed=config.seed)
             )
     except ValueError as error:
-        _log.warning("no probes: %s", error)
+        _log.warning("skipping the probes: %s", error)
         return {}
 
 

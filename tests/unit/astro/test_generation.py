@@ -253,5 +253,5 @@ def test_prompts_without_a_position_or_beyond_max_len_are_refused():
 def test_several_tokens_behind_a_filled_cache_are_refused():
     model, caches = small_model().eval(), small_model().new_caches()
     model.extend(*prompt(BOS, 5), caches)
-    with pytest.raises(ValueError, match="2 positions behind 2 cached ones"):
+    with pytest.raises(ValueError, match="2 positions after 2 cached ones"):
         model.extend(*prompt(5, 5), caches)

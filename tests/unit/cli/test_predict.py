@@ -77,7 +77,7 @@ def test_a_run_is_opened_as_its_trainer(run):
     assert trainer.validate() == trainer.history[-1]["val_loss"]
     with pytest.raises(library.ConfigError, match="treadle train spectra trains it on"):
         trainer.fit(3)
-    with pytest.raises(library.ConfigError, match="trains on by its command"):
+    with pytest.raises(library.ConfigError, match="is continued by its command"):
         library.open_run(out, read_only=False)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 

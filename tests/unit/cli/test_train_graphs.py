@@ -291,7 +291,7 @@ def test_a_damaged_last_checkpoint_is_named_and_passed_over(
         (["model.hiden_dim=8"], ["'model.hidden_dim'"]),
         (["model.num_heads=3"], ["hidden_dim=8", "num_heads=3"]),
         (["model.use_global=false"], ["pe.relative.enabled=false"]),
-        (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' would be without effect"]),
+        (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' has no effect"]),
         (["training.loss.regression=cross_entropy"], ["training.loss='cross_entropy'"]),
         (["training.metric_for_best=auc"], ["auc", "mae"]),
         (["training.optimizer.type=adamm"], ["'adamm'", "'adam'"]),

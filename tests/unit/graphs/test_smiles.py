@@ -117,7 +117,7 @@ def test_a_column_of_names_is_passed_over_by_one_target_and_smiles_are_found_in_
     data = get_dataset("smiles_csv", tmp_path, file=path, targets="y", split="random", num_workers=0)
     assert (data.num_classes, data.target_names) == (1, ("y",))
     path = table(tmp_path, ["canonical_smiles", "isomeric_smiles", "y"], [("C", "C", 1)])
-    with pytest.raises(ConfigError, match=r"2 columns of SMILES by their names; name it with dataset\.smiles"):
+    with pytest.raises(ConfigError, match=r"2 columns with 'smiles' in their names; choose one with dataset\.smiles"):
         get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
 
 

@@ -118,7 +118,7 @@ def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list
         return _read_lines(path)
     smiles, _, rows, lines = _read_table(path, smiles, "--smiles-column")
     if not rows:
-        raise ConfigError(f"{str(path)!r} has a line of names and no molecules; add a row for each")
+        raise ConfigError(f"{str(path)!r} has a header and no molecules; add a row for each")
     return smiles, rows, lines
 
 
@@ -128,7 +128,7 @@ def _smiles_among(columns: Sequence[str], path: Path, setting: str) -> str:
     found = found or [column for column in columns if "smiles" in column.lower()]
     if len(found) != 1:
         raise ConfigError(
-            f"{str(path)!r} has {len(found) or 'no'} columns of SMILES by their names; name it with {setting}, one of "
+            f"{str(path)!r} has {len(found) or 'no'} columns with 'smiles' in their names; choose one with {setting}: "
             f"{', '.join(columns)}"
         )
     return found[0]
@@ -178,7 +178,7 @@ def _read_table(
     for line, row in zip(lines, rows, strict=True):
         if None in row.values() or None in row:
             raise ConfigError(
-                f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
+                f"line {line} does not have {len(columns)} fields like the first line", argument="file", value=str(path)
             )
     return smiles or _smiles_among(columns, path, setting), columns, rows, lines
 
