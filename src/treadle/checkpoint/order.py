@@ -146,8 +146,8 @@ def move_aside_beyond(paths: Iterable[Path], begun: StateProgress, *, source: st
     if renamed:
         sync_folder(renamed[0].parent)
         _log.warning(
-            "%s: this run began at step %d, epoch %d%s, so %d later checkpoints of an earlier run were renamed (%s, ...) "
-            "and will not be resumed from automatically; to resume from one, pass its path",
+            "%s: this run began at step %d, epoch %d%s, so %d later checkpoints of an earlier run were renamed (%s, "
+            "...) and are not resumed from automatically; to resume from one, pass its path",
             renamed[0].parent, begun.step, begun.epoch, f" ({source})" if source else "", len(renamed), renamed[0].name,
         )  # fmt: skip
     return renamed
