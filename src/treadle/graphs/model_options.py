@@ -145,7 +145,7 @@ class ModelOptions:
         for option, is_idle, reason in without_effect:
             if is_idle:
                 raise ConfigError(
-                    f" has no effect, since {reason}; leave it out", argument=option, value=getattr(self, option)
+                    f" has no effect, as {reason}; leave it out", argument=option, value=getattr(self, option)
                 )
 
     def _check_statistics(self) -> None:

@@ -164,7 +164,7 @@ PAIRS = {"level": "edge", "task_type": "regression"}
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        (["pe=light", "pe.node.lap.k=8"], "pe.node.lap.k=8: has no effect, since pe.node.type is 'rwse'"),
+        (["pe=light", "pe.node.lap.k=8"], "pe.node.lap.k=8: has no effect, as pe.node.type is 'rwse'"),
         (["pe=light", "pe.node.rwse.scales=[2,4]"], None),
         (["pe.node.type=combined", "pe.node.lap.k=8", "pe.node.normalize=graph"], None),
         (["pe.node.lap.k=8"], "as pe.node.type is 'rwse'"),
