@@ -160,7 +160,7 @@ class CapturedStep:
             for inputs, batch in zip(self._inputs, group.batches, strict=True):
                 inputs.fill(batch)
         self._graph.replay()
-        return self._results.read(weights or _unknown(group))
+        return self._results.read(weights or [None] * len(group.batches))
 
     @property
     def runs_ahead(self) -> bool:
@@ -253,10 +253,6 @@ class CapturedStep:
         if uncounted:
             return skip(engine, "the total weight is 0")
         return refuse(engine) if bad else apply_step_effects(engine)
-
-
-def _unknown(group: Group) -> list[None]:
-    return [None] * len(group.batches)
 
 
 class _StepResults:

@@ -118,7 +118,7 @@ def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
         >>> on_all_ranks(lambda: 1)
         [1]
     """
-    return together(_deciders(), work)
+    return together(distributed.control_group() if distributed.world_size() > 1 else None, work)
 
 
 def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -140,7 +140,3 @@ def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
     if len(set(paths)) > 1:
         raise CheckpointError(f"the ranks would resume from different checkpoints: {', '.join(sorted(set(paths)))}")
     return tree
-
-
-def _deciders() -> dist.ProcessGroup | None:
-    return distributed.control_group() if distributed.world_size() > 1 else None
