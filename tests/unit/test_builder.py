@@ -299,7 +299,7 @@ def test_an_error_inside_an_imported_module_leaves_unchanged(tmp_path, monkeypat
 
 @pytest.mark.parametrize("kind", [Net, 3, None, ["Net"]])
 def test_a_type_that_is_no_string_is_refused(kind):
-    with pytest.raises(ConfigError, match=r"^type: .* is no name; write a registered name or a dotted path"):
+    with pytest.raises(ConfigError, match=r"^type: .* is not a name; write a registered name or a dotted path"):
         build_from_cfg({"type": kind})
 
 
@@ -309,7 +309,7 @@ def test_a_path_to_what_cannot_be_called_is_refused():
 
 
 def test_a_key_that_is_no_string_is_refused(registry):
-    with pytest.raises(ConfigError, match=r"^a\[3\]: the key 3 is no argument of 'Thing'"):
+    with pytest.raises(ConfigError, match=r"^a\[3\]: the key 3 is not an argument of 'Thing'"):
         build_from_cfg({"a": {"type": "Thing", 3: 4}}, registry, recursive=True)
 
 

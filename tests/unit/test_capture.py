@@ -361,7 +361,7 @@ def test_steps_that_differ_by_the_order_of_additions_are_captured_and_the_kernel
         run(True, task=Noisy(monkeypatch, noise=1e-6))
     (said,) = {message for message in caplog.messages if "not deterministic" in message}
     assert "not deterministic: put_. A captured and an eager step differ by" in said
-    assert said.endswith("two eager ones by 0")
+    assert said.endswith("two eager ones by up to 0")
     assert Rerun.made == 2
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.is_warn_always_enabled()

@@ -140,7 +140,7 @@ def test_what_cannot_be_run_twice_is_refused(model, setting, message):
 
 
 def test_a_pattern_in_place_of_names_is_refused():
-    with pytest.raises(treadle.ConfigError, match=r"setting='layers\.\*': must be True or False or a list of texts"):
+    with pytest.raises(treadle.ConfigError, match=r"setting='layers\.\*': must be True or False or a list of strings"):
         treadle.checkpoint_model(Stack(), "layers.*")
 
 

@@ -162,7 +162,7 @@ def _change(node: Any, key: Any, override: Assignment, fit: Fit) -> None:
 def _change_entries(node: Any, key: Any, override: Assignment) -> None:
     target, place = node[key], override.place(len(override.keys))
     if not isinstance(target, (list, tuple)):
-        raise override.error(f"{place} is {target!r} not a list; '+=' and '-=' change lists")
+        raise override.error(f"{place} is {target!r}, not a list; '+=' and '-=' change lists")
     entries = target if isinstance(target, list) else list(target)
     if override.sign == "+=":
         entries.append(copied(override.value))

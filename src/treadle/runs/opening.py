@@ -78,7 +78,7 @@ def open_run(
     if found is None:
         raise ConfigError(
             "is the run of a script, which defines its model and data: pass the trainer as the script builds it, "
-            "treadle.open_run({os.fspath(run)!r}, trainer), or the model; treadle.load_weights({str(path)!r}) gives "
+            f"treadle.open_run({os.fspath(run)!r}, trainer), or the model; treadle.load_weights({str(path)!r}) gives "
             "the weights alone",
             argument="trainer",
             value=trainer,

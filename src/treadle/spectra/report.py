@@ -365,7 +365,10 @@ def _probe_notes(probe: Mapping[str, Any]) -> list[str]:
         best = max(scores, key=lambda score: float(score["mean"]))
         mine = first[key]
         ahead.append(f"{words} {'yes' if mine['mean'] - best['mean'] > max(mine['std'], best['std']) else 'no'}")
-    return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps them."]
+    return [
+        f"Better than the others by more than the spread over folds: {', '.join(ahead)}. Almost any features predict "
+        "these well."
+    ]
 
 
 _OURS = {False: "chemomae", True: "residual"}

@@ -234,7 +234,7 @@ def test_a_prompt_that_no_sequence_begins_with_is_refused_where_it_goes_wrong(id
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
-        ({"legal_only": True}, "legal_only=True, but vocab=None"),
+        ({"legal_only": True}, "legal_only=True needs vocab"),
         ({"vocab": build_vocab_spec()}, "vocab has 13317 ids and 12 types, the model vocab_size=15 and n_types=12"),
     ],
 )

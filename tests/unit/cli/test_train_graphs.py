@@ -406,7 +406,7 @@ def test_molecules_of_a_file_are_predicted_by_several_runs(
     assert rows[1][2] != alone[1][2]
     file.write_text("name\nethanol\n")
     assert treadle(*command) == 2
-    assert "no columns of SMILES" in " ".join(capsys.readouterr().err.split())
+    assert "no columns with 'smiles'" in " ".join(capsys.readouterr().err.split())
     assert treadle("predict", finished, "--member", copied) == 2
 
 

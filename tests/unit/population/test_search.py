@@ -207,7 +207,7 @@ def test_a_study_that_asks_for_something_else_is_refused(tmp_path):
     play_study(study(tmp_path, Study()), until=2)
     other = Study()
     other.asked = 3
-    with pytest.raises(CheckpointError, match=r"the study asked for lr=1\S* then and for lr=31\S* now"):
+    with pytest.raises(CheckpointError, match=r"the study proposed lr=1\S* then and lr=31\S* now"):
         study(tmp_path, other)
 
 

@@ -118,7 +118,7 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
         return Cause(
             "order_not_restored",
             "after a resume the samples come in a different order: the sampler keeps its own state, or draws from a "
-            "generator that treadle does not know{_named(difference, 'sampler', 'loader')}",
+            f"generator that treadle does not know{_named(difference, 'sampler', 'loader')}",
             "give the sampler an attribute `generator` (a torch.Generator), let its order depend on a seed and "
             "set_epoch(epoch) alone, or give the loader state_dict and load_state_dict",
         )
