@@ -50,7 +50,7 @@ _KINDS: dict[str, Any] = {
     "model.dropout": float, "model.attn_dropout": float | None, "model.drop_path_rate": float | None,
     "model.use_local": bool | None, "model.use_global": bool | None, "model.standardize": bool | None,
     "dataset.root": str, "dataset.pe_cache_dir": str | None, "dataset.use_preprocessed_pe": bool,
-    "dataset.num_workers": int | None,
+    "dataset.num_workers": int | None, "dataset.standardize": bool | None,
     **{f"training.optimizer.{name}": float | None for name in _AT_LEAST_0}, "training.optimizer.betas": list | None,
     "training.scheduler.warmup_epochs": int | None, "training.scheduler.step_size": int | None,
     "training.scheduler.warmup_offset": int | None,
@@ -58,6 +58,7 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 """Types of settings in open sections, whose consumers compare or forward values without checking them."""
 RECIPE: Mapping[str, Any] = {
+    "dataset.standardize": True,
     "model.readout": None, "model.standardize": True, "model.mpnn_type": "gatedgcn", "model.hidden_dim": 56,
     "training.scheduler.warmup_offset": 1, "training.optimizer.lr": 2e-3,
     "pe.node.type": "rwse", "pe.node.dim": None, "pe.node.rwse.scales": list(range(1, 21)),
@@ -285,7 +286,8 @@ def with_assignments(values: dict[str, Any], assignments: Iterable[Assignment]) 
     for assignment in assignments:
         is_open = assignment.key.startswith(_OPEN)
         if not is_open:
-            refuse_unknown_setting(assignment.key.partition("[")[0], flat(values))
+            own_data = "dataset=smiles_csv dataset.file=FILE reads molecules of your own"
+            refuse_unknown_setting(assignment.key.partition("[")[0], flat(values), own_data)
         # A key of an open section may be new, with or without ``+``.
         added = is_open and assignment.sign == "=" and assignment.key not in _OPEN
         apply(values, [dataclasses.replace(assignment, new=added or assignment.new)], fit=fit)
