@@ -92,9 +92,7 @@ def test_bad_options_are_refused(options, words):
 
 
 def test_one_member_has_no_noise_to_compare_with():
-    with pytest.raises(
-        ConfigError, match="A has 1 members with it and B has 1; estimating noise needs at least 2"
-    ):
+    with pytest.raises(ConfigError, match="A has 1 members with it and B has 1; estimating noise needs at least 2"):
         difference(Results(rows([1.0])), Results(rows([2.0])), "loss")
 
 
