@@ -52,7 +52,7 @@ class AstroData:
         return 4 + height * width // size**2 + vocab.n_columns + segments + len(vocab.spectrum_groups)
 
     def train_loader(self, config: AstroRunConfig) -> DataLoader[Any]:
-        """Return the training loader; hidden scalars and the order of modalities are drawn anew each time."""
+        """Return the training loader; hidden scalars and the order of modalities are redrawn each time."""
         dataset = ScalarDropout(
             self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
             scalars_last=config.scalars_last,

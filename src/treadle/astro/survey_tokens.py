@@ -197,7 +197,7 @@ def code_use(tokens: ArrayLike, size: int) -> dict[str, float | int]:
 
 
 class ScalarDropout(Dataset[dict[str, Tensor]]):
-    """Data set of sequences with a random subset of scalars replaced by MISS, drawn anew each time.
+    """Data set of sequences with a random subset of scalars replaced by MISS, redrawn each time.
 
     A model trained on them can predict a column from any of the others, or from the image or spectrum alone. In half of
     the sequences arbitrary scalars are hidden, in the others the first ones: with independent draws, all columns before

@@ -66,7 +66,7 @@ OF_USERS: dict[str, Encoding] = {
     "model": "odd", "optimizer": "odd", "scheduler": "odd", "ema": "odd", "objects": "exact", "data": "exact",
     "hooks": "exact",
 }  # fmt: skip
-"""Keys under which objects of users write, and what is encoded there."""
+"""Keys of the state of user objects, which may hold encoded values."""
 _PLAIN = (bool, int, float, str)
 _SCALARS = frozenset({*_PLAIN, type(None)})
 _ON = "cuda"  # device type whose small tensors are copied together

@@ -11,7 +11,7 @@ from treadle.data.transfer import TransferLoader
 
 
 def sizes_between_epochs(loader: Any, accumulation: int) -> dict[str, int]:
-    """Return the entries that a checkpoint holds between two epochs: inside one, its length and counters tell them.
+    """Return entries of a checkpoint between two epochs; inside one, they follow from its length and counters.
 
     Example:
         >>> sizes_between_epochs([[1.0], [2.0]], 2)
@@ -59,7 +59,7 @@ def other_accumulation(tree: Mapping[str, Any], now: int) -> list[str]:
 
 
 def _accumulation_of(progress: Mapping[str, Any], data: Mapping[str, Any], step: Any) -> int | None:
-    """Return the micro-batches of a step that a checkpoint tells of; None where it restores their number."""
+    """Return the micro-batches of a step recorded in a checkpoint; None where it restores their number."""
     if "accumulation_steps" in (progress.get("settings") or {}):
         return None  # a hook has changed it
     if "accumulation_steps" in data or data.get("ended"):

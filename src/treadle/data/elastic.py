@@ -78,7 +78,7 @@ def _place_in_another_order(position: int, loader: str) -> ResumePoint:
 
 
 def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoint:
-    """Return the position in the remaining samples, divided anew into batches."""
+    """Return the position in the remaining samples, divided into new batches."""
     start = int(before["consumed"])
     left = order.num_batches(start)
     warnings = [

@@ -175,7 +175,7 @@ class LoaderState:
         for path, entry in now.items():
             before = found.get(path, {})
             held, moved = before.get("attributes", {}), entry.get("attributes", {})
-            is_kept = path in self._attributes and not has_state(self.owners[path])  # else its own state tells
+            is_kept = path in self._attributes and not has_state(self.owners[path])  # else its own state is compared
             starts = self._attributes[path].initial_values(moved.keys() - held.keys()) if is_kept else {}
             if starts:
                 found[path] = {**before, "attributes": {**to_plain(starts, path, encoding="exact"), **held}}

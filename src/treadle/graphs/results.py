@@ -128,7 +128,7 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
     Args:
         rows: with equal columns.
         digits: of numbers.
-        bold_best: whether the best of several rows is marked; which way is better is told by the metric's name.
+        bold_best: whether the best of several rows is marked; which direction is better follows from the metric's name.
 
     Raises:
         ConfigError: there are no rows.

@@ -281,7 +281,7 @@ class Pack(Generic[Config, Data, Trainer]):
         """Return the default output file name of ``treadle predict``."""
         return f"predictions_{split}.npz"
 
-    # -- what a subclass gets ---------------------------------------------------------------------------------------
+    # -- inherited by subclasses ---------------------------------------------------------------------------------------
 
     def train(
         self,
