@@ -10,6 +10,7 @@ import functools
 import logging
 import multiprocessing
 import random
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -417,6 +418,21 @@ def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplo
         engine.state_dict()
     assert caplog.text.count("hook Late: teacher has changed, but checkpoints do not hold it") == 1
     assert "Cached.read (an lru_cache) has changed, but checkpoints do not hold it" in caplog.text
+
+
+def test_a_change_deep_in_a_dict_that_holds_a_lock_is_named(caplog):
+    class Guarded(MeanSquare):
+        def __init__(self) -> None:
+            self.memory = {"shared": {"lock": threading.Lock(), "calls": 0}}
+
+        def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> Any:
+            self.memory["shared"]["calls"] += 1
+            return super().step(model, batch)
+
+    engine = engine_of(task=Guarded())
+    engine.run(points_loader(), max_steps=2)
+    engine.state_dict()
+    assert "task.memory changes during the run, but checkpoints do not hold it" in caplog.text
 
 
 def test_trying_the_schedule_moves_nothing():
