@@ -24,6 +24,8 @@ from treadle.hooks.files import to_json
 from treadle.runs.report import Report, Table
 from treadle.runs.results import Results
 
+_MOST_NAMED = 6
+"""Targets that are named in a line or have a column of the table."""
 _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 
 # -- the block at the start ---------------------------------------------------------------------------------------
@@ -52,8 +54,7 @@ def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) 
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     rate = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
     return {
-        "data": f"{data.name}, {sum(map(len, data.get_splits())):,} graphs; {data.task_type} of each "
-        f"{'pair of nodes' if data.level == 'edge' else data.level}",
+        "data": f"{shown_name(config.dataset)}, {sum(map(len, data.get_splits())):,} graphs; {_task_line(data)}",
         "split": ", ".join(f"{len(part):,} {name}" for part, name in parts),
         "encodings": _encodings_line(config),
         "model": f"{config.model['name']}, {weights:,} parameters, {config.model['num_layers']} layers of width "
@@ -64,6 +65,20 @@ def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) 
         f"{type(optimizer).__name__}, learning rate {rate:g}, {config.training.scheduler['type']}, "
         f"seed {config.seed}",
     }  # fmt: skip
+
+
+def shown_name(section: Mapping[str, Any]) -> str:
+    """Return the name of a data set for people: that of the user's file, if it is one."""
+    file = section.get("file")
+    return Path(file).name if file else str(section["name"])
+
+
+def _task_line(data: GraphDataset) -> str:
+    level = "pair of nodes" if data.level == "edge" else data.level
+    names = data.target_names
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    of = f" of {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
+    return f"{data.task_type}{of}, for each {level}" if of else f"{data.task_type} of each {level}"
 
 
 def _encodings_line(config: GraphsConfig) -> str:
@@ -102,6 +117,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "best_val_metric": trainer.best_metric,
         "test": test,
         "baselines": _baselines(data),
+        "target_mae": _target_errors(data, trainer.predict(loader(data.test, config.training.batch_size))),
         "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     })  # fmt: skip
@@ -154,6 +170,26 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     return found
 
 
+def _target_errors(data: GraphDataset, predicted: Tensor) -> dict[str, dict[str, float | None]]:
+    """Return the test error of each of several regression targets, by the model and the baselines.
+
+    Targets may have different units, in which a mean over all of them is one of the largest.
+    """
+    if data.task_type != "regression" or data.level != "graph" or len(data.target_names) < 2:
+        return {}
+    tables = [tabulate(part, data.num_features) for part in data.get_splits()]
+    targets = [table.targets_GT for table in tables]
+    guesses = {"model": predicted.double(), "mean": targets[0].nanmean(0)}
+    if min(int((~part.isnan()).sum(0).min()) for part in targets) >= 2:
+        for name, features in _features([table.sums_GF for table in tables]).items():
+            guesses[name] = torch.cat([
+                ridge_predictions(features, [part[:, [target]] for part in targets]).predicted_GT
+                for target in range(targets[0].shape[1])
+            ], 1)  # fmt: skip
+    errors = {name: (guess - targets[2]).abs().nanmean(0).tolist() for name, guess in guesses.items()}
+    return {name: dict(zip(data.target_names, row, strict=True)) for name, row in errors.items()}
+
+
 def _features(sums: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
     """Return the features of each ridge, of the training, validation and test graphs."""
     if sums[0].shape[1] != len(ATOM_COLUMNS):
@@ -193,17 +229,40 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     columns, rows = _test_rows(metrics)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     config, count = metrics["config"], metrics["graphs"]["test"]
+    tables = [Table(columns, rows, title=f"Test, {count:,} graphs", width=36, notes=_notes(metrics, columns[1:]))]
+    if metrics.get("target_mae"):
+        tables.append(_target_table(metrics))
     return Report(
-        title=f"{config['model']['name']} on {config['dataset']['name']}",
+        title=f"{config['model']['name']} on {shown_name(config['dataset'])}",
         lead=f"Tested on {count:,} held-out graphs. The weights are those of epoch "
         f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
-        tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36, notes=_notes(metrics, columns[1:]))],
+        tables=tables,
         files=[
             "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  run.json  config.yaml  "
             f"steps.jsonl{f'  {FILE}' if (out / FILE).exists() else ''}",
             f"  page.html (results and plots)  pictures/  {'  '.join(pictures)}",
         ],
     )  # fmt: skip
+
+
+def _target_table(metrics: Mapping[str, Any]) -> Table:
+    """Return the test errors of the first targets, each in its unit."""
+    errors = metrics["target_mae"]
+    names = list(errors["model"])[:_MOST_NAMED]
+    rows = [
+        [f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}", *_short(errors["model"], names)],
+        *([_NAMES[key], *_short(errors[key], names)] for key in reversed(errors) if key != "model"),
+    ]
+    left = len(errors["model"]) - len(names)
+    known = {name: [row[name] for row in errors.values() if row[name] is not None] for name in names}
+    ahead = sum(errors["model"][name] is not None and errors["model"][name] == min(known[name]) for name in names)
+    notes = [f"The model is ahead of every baseline in {ahead} of these {len(names)} targets."]
+    notes += [f"{left} more targets are in metrics.json."] if left else []
+    return Table(["", *names], rows, title="Mean absolute error of each target, in its unit", width=36, notes=notes)
+
+
+def _short(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return ["undefined" if values[name] is None else f"{values[name]:.3g}" for name in names]
 
 
 def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
