@@ -463,10 +463,21 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean()
 
 
-@pytest.mark.parametrize("name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step"])
+@pytest.mark.parametrize(
+    "name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step", "log_scalars", "_before_step"]
+)
 def test_a_method_that_nothing_calls_is_named_at_once(name, caplog):
     type("Mine", (Fit,), {name: lambda self: None})(max_steps=1, device="cpu").train()
     assert f"Mine.{name}: nothing calls it" in caplog.text
+
+
+def test_a_call_of_its_super_does_not_make_a_method_the_users_own(caplog):
+    class Mine(Fit):
+        def _before_step(self) -> None:
+            super()._before_step()  # type: ignore[misc]
+
+    Mine(max_steps=1, device="cpu").train()
+    assert "Mine._before_step: nothing calls it; pass a hook with on_before_step" in caplog.text
 
 
 def test_a_method_that_the_user_calls_is_not_named(caplog):

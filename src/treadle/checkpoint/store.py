@@ -200,8 +200,7 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     small = sum(sizes) < _SMALL * len(sizes)
     # Python writes small tensors, and other runs would wait for it in each of their calls.
     run: Callable[[Callable[[], Any]], Any] = (lambda work: work()) if small else run_off_turn
-    bad = run(lambda: non_finite_names(tree))
-    if bad:
+    if bad := run(lambda: non_finite_names(tree)):
         target = non_finite_path(target, bad)
     with reported(target):
         # Comparing the bytes of many small records is faster than checking their sums. Large ones go straight to the

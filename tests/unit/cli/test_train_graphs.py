@@ -140,7 +140,16 @@ def test_several_targets_have_a_table_in_their_units(tmp_path: Path) -> None:
         ["ridge on atom counts", "0.7", "10"],
         ["mean of the training targets", "0.6", "undefined"],
     ]
-    assert list(found.tables[1].notes) == ["The model is ahead of every baseline in 1 of these 2 targets."]
+    assert list(found.tables[1].notes) == ["The model is ahead of every baseline in 1 of these 2."]
+    labels = {"model": {"a": 0.9, "b": None}, "frequencies": {"a": 0.5, "b": None}}
+    (_, table) = graphs_report.results(
+        {**{k: v for k, v in metrics.items() if k != "target_mae"}, "target_roc_auc": labels}, tmp_path
+    ).tables
+    assert [list(row) for row in table.rows] == [
+        ["mpnn, epoch 1", "0.9", "undefined"],
+        ["frequencies of the training labels", "0.5", "undefined"],
+    ]
+    assert list(table.notes) == ["The model is ahead of every baseline in 1 of these 2."]
 
 
 def test_a_run_on_pairs_shows_its_error_by_distance(root: Path, tmp_path: Path) -> None:
