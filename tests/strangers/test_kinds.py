@@ -84,7 +84,7 @@ def test_an_optimizer_that_loads_no_state_is_refused_by_name():
 
     engine = engine_of(optimizer=made)
     engine.run(points_loader(), max_steps=2)
-    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.weight: after loading, .*nothing there"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.weight: after loading, .*missing"):
         engine_of(optimizer=made).load_state_dict(through_a_file(engine.state_dict()))
 
 
@@ -463,10 +463,21 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean()
 
 
-@pytest.mark.parametrize("name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step"])
+@pytest.mark.parametrize(
+    "name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step", "log_scalars", "_before_step"]
+)
 def test_a_method_that_nothing_calls_is_named_at_once(name, caplog):
     type("Mine", (Fit,), {name: lambda self: None})(max_steps=1, device="cpu").train()
     assert f"Mine.{name}: nothing calls it" in caplog.text
+
+
+def test_a_call_of_its_super_does_not_make_a_method_the_users_own(caplog):
+    class Mine(Fit):
+        def _before_step(self) -> None:
+            super()._before_step()  # type: ignore[misc]
+
+    Mine(max_steps=1, device="cpu").train()
+    assert "Mine._before_step: nothing calls it; pass a hook with on_before_step" in caplog.text
 
 
 def test_a_method_that_the_user_calls_is_not_named(caplog):
@@ -501,15 +512,15 @@ def in_parts(self: Any, trainer: Any) -> Any:
         ("on_after_step", lambda self: None, "is called as on_after_step\\(trainer\\)"),
         ("on_after_epoch", lambda self, trainer, epoch: None, "is called as on_after_epoch\\(trainer\\)"),
         ("on_state_dict", lambda self, trainer: None, "is called as on_state_dict\\(trainer, state_dict\\)"),
-        ("on_after_train", None, "on_after_train=None: is no method"),
-        ("on_log", property(lambda self: 3), "on_log=3: is no method"),
+        ("on_after_train", None, "on_after_train=None: is not a method"),
+        ("on_log", property(lambda self: 3), "on_log=3: is not a method"),
         ("on_after_step", in_another_loop, "is an async function"),
         ("on_after_epoch", in_parts, "is a generator function"),
     ],
 )
 def test_an_event_that_could_not_be_called_is_refused_before_anything_is_built(event, value, message):
     hook = type("Mine", (BaseHook,), {event: value})()
-    with pytest.raises(ConfigError, match=f"Mine.{event}.*{message}" if "no method" not in message else message):
+    with pytest.raises(ConfigError, match=f"Mine.{event}.*{message}" if "not a method" not in message else message):
         Fit(max_steps=1, device="cpu", hooks=[hook])
 
 

@@ -316,7 +316,7 @@ def into_training_mode(engine: Engine) -> None:
 
 
 def check_added_hooks(engine: Engine) -> None:
-    """Raise for a hook that was added too late for what it declares.
+    """Raise for a hook that was added too late for its declarations to take effect.
 
     Raises:
         ConfigError: it keeps averages, or has a plan for non-finite gradients.
