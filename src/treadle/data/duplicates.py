@@ -15,7 +15,7 @@ from treadle.data.order import in_global_order
 from treadle.data.samplers import samplers_of
 
 _SHARES = ("worker", "rank", "shard", "replica")
-_FIX = "give it treadle.data.shard_iterable(items), or take every n-th item by treadle.data.rank_and_worker()"
+_FIX = "pass it treadle.data.shard_iterable(items), or select items by treadle.data.rank_and_worker()"
 
 
 def repeated_by_workers(loader: Any) -> list[str]:
@@ -35,7 +35,7 @@ def repeated_by_workers(loader: Any) -> list[str]:
         return []
     return [
         f"an IterableDataset ({type(loader.dataset).__name__}) and num_workers={loader.num_workers}: every worker "
-        f"reads all items, so each comes {loader.num_workers} times in an epoch; {_FIX}, or use one worker"
+        f"reads all items, so each occurs {loader.num_workers} times in an epoch; {_FIX}, or use one worker"
     ]
 
 
@@ -56,8 +56,8 @@ def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
         return []
     return [
         f"loader: each of the {ranks} ranks trains on all {_size(loader.dataset)} samples of the {name}, so each "
-        f"sample comes {ranks} times in an epoch; share them by DataLoader(dataset, batch_sampler="
-        "treadle.data.RankBatchSampler(dataset, batch_size, shuffle=True))"
+        f"sample occurs {ranks} times in an epoch; split them with DataLoader(dataset, "
+        "batch_sampler=treadle.data.RankBatchSampler(dataset, batch_size, shuffle=True))"
     ]
 
 
@@ -85,7 +85,8 @@ def _shares(loader: DataLoader[Any]) -> bool:
     """Return whether a loader or one of its samplers shards by rank."""
     known = ("rank", "num_replicas", "_rank", "world_size")
     owners = [loader, *samplers_of(loader)]
-    return in_global_order(loader) is not None or any(hasattr(owner, name) for owner in owners for name in known)
+    shared = any(hasattr(owner, name) for owner in owners for name in known)
+    return shared or in_global_order(loader) is not None or any(map(_names_a_share, owners[1:]))
 
 
 def _fingerprint(dataset: Any, depth: int) -> Iterator[Any]:
@@ -113,7 +114,12 @@ def _is_unshared_stream(loader: Any) -> bool:
         return False
     if loader.worker_init_fn is not None:
         return False
-    return not any(word in name.lower() for name in _names_in(loader.dataset, 4) for word in _SHARES)
+    return not _names_a_share(loader.dataset)
+
+
+def _names_a_share(owner: Any) -> bool:
+    """Return whether the code of a data set or sampler names a worker or rank."""
+    return any(word in name.lower() for name in _names_in(owner, 4) for word in _SHARES)
 
 
 def _names_in(dataset: Any, depth: int) -> Iterator[str]:

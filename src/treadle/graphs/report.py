@@ -117,7 +117,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "best_val_metric": trainer.best_metric,
         "test": test,
         "baselines": _baselines(data),
-        "target_mae": _target_errors(data, trainer.predict(loader(data.test, config.training.batch_size))),
+        **_by_target(data, trainer.predict(loader(data.test, config.training.batch_size))),
         "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     })  # fmt: skip
@@ -170,24 +170,37 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     return found
 
 
-def _target_errors(data: GraphDataset, predicted: Tensor) -> dict[str, dict[str, float | None]]:
-    """Return the test error of each of several regression targets, by the model and the baselines.
+def _by_target(data: GraphDataset, predicted: Tensor) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the test error of each of several regression targets, or the roc_auc of each of several labels.
 
-    Targets may have different units, in which a mean over all of them is one of the largest.
+    Each is of the model and of the baselines. Targets may have different units, in which a mean over all of them is
+    one of the largest.
     """
-    if data.task_type != "regression" or data.level != "graph" or len(data.target_names) < 2:
+    labels = data.task_type == "multilabel"
+    if not (labels or data.task_type == "regression") or data.level != "graph" or len(data.target_names) < 2:
         return {}
     tables = [tabulate(part, data.num_features) for part in data.get_splits()]
     targets = [table.targets_GT for table in tables]
-    guesses = {"model": predicted.double(), "mean": targets[0].nanmean(0)}
+    constant = targets[0].nanmean(0).expand_as(targets[2])
+    guesses = {"model": predicted.double(), "frequencies" if labels else "mean": constant}
     if min(int((~part.isnan()).sum(0).min()) for part in targets) >= 2:
         for name, features in _features([table.sums_GF for table in tables]).items():
-            guesses[name] = torch.cat([
-                ridge_predictions(features, [part[:, [target]] for part in targets]).predicted_GT
-                for target in range(targets[0].shape[1])
-            ], 1)  # fmt: skip
-    errors = {name: (guess - targets[2]).abs().nanmean(0).tolist() for name, guess in guesses.items()}
-    return {name: dict(zip(data.target_names, row, strict=True)) for name, row in errors.items()}
+            columns = [[part[:, [target]] for part in targets] for target in range(len(data.target_names))]
+            guesses[name] = torch.cat([ridge_predictions(features, each).predicted_GT for each in columns], 1)
+    found: dict[str, dict[str, float]] = {}
+    for name, guess in guesses.items():
+        if labels:
+            values = [_label_auc(guess[:, [label]], targets[2][:, [label]]) for label in range(guess.shape[1])]
+        else:
+            values = (guess - targets[2]).abs().nanmean(0).tolist()
+        found[name] = dict(zip(data.target_names, values, strict=True))
+    return {"target_roc_auc" if labels else "target_mae": found}
+
+
+def _label_auc(score_G1: Tensor, target_G1: Tensor) -> float:
+    metrics = get_metrics("multilabel", from_logits=False)
+    metrics.update(score_G1, target_G1)
+    return metrics.compute()["roc_auc"]
 
 
 def _features(sums: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
@@ -215,6 +228,10 @@ def _label_metrics(data: GraphDataset, score_GT: Tensor, target_GT: Tensor) -> d
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _LOWER_IS_BETTER = ("mae", "rmse")
+_BY_TARGET = {
+    "target_mae": ("Mean absolute error of each target, in its unit", min),
+    "target_roc_auc": ("roc_auc of each label", max),
+}
 _NAMES = {
     "mean": "mean of the training targets",
     "frequencies": "frequencies of the training labels",
@@ -229,9 +246,9 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     columns, rows = _test_rows(metrics)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     config, count = metrics["config"], metrics["graphs"]["test"]
-    tables = [Table(columns, rows, title=f"Test, {count:,} graphs", width=36, notes=_notes(metrics, columns[1:]))]
-    if metrics.get("target_mae"):
-        tables.append(_target_table(metrics))
+    title = f"Test, {count:,} graphs{', over all targets' if 'target_mae' in metrics else ''}"
+    tables = [Table(columns, rows, title=title, width=36, notes=_notes(metrics, columns[1:]))]
+    tables += [_target_table(metrics, key) for key in _BY_TARGET if key in metrics]
     return Report(
         title=f"{config['model']['name']} on {shown_name(config['dataset'])}",
         lead=f"Tested on {count:,} held-out graphs. The weights are those of epoch "
@@ -245,20 +262,21 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     )  # fmt: skip
 
 
-def _target_table(metrics: Mapping[str, Any]) -> Table:
-    """Return the test errors of the first targets, each in its unit."""
-    errors = metrics["target_mae"]
-    names = list(errors["model"])[:_MOST_NAMED]
+def _target_table(metrics: Mapping[str, Any], key: str) -> Table:
+    """Return the test scores of the first targets, each in its unit."""
+    title, best = _BY_TARGET[key]
+    scores = metrics[key]
+    names = list(scores["model"])[:_MOST_NAMED]
     rows = [
-        [f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}", *_short(errors["model"], names)],
-        *([_NAMES[key], *_short(errors[key], names)] for key in reversed(errors) if key != "model"),
+        [f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}", *_short(scores["model"], names)],
+        *([_NAMES[name], *_short(scores[name], names)] for name in reversed(scores) if name != "model"),
     ]
-    left = len(errors["model"]) - len(names)
-    known = {name: [row[name] for row in errors.values() if row[name] is not None] for name in names}
-    ahead = sum(errors["model"][name] is not None and errors["model"][name] == min(known[name]) for name in names)
-    notes = [f"The model is ahead of every baseline in {ahead} of these {len(names)} targets."]
-    notes += [f"{left} more targets are in metrics.json."] if left else []
-    return Table(["", *names], rows, title="Mean absolute error of each target, in its unit", width=36, notes=notes)
+    known = {name: [row[name] for row in scores.values() if row[name] is not None] for name in names}
+    ahead = sum(scores["model"][name] is not None and scores["model"][name] == best(known[name]) for name in names)
+    left = len(scores["model"]) - len(names)
+    notes = [f"The model is ahead of every baseline in {ahead} of these {len(names)}."]
+    notes += [f"{left} more are in metrics.json."] if left else []
+    return Table(["", *names], rows, title=title, width=36, notes=notes)
 
 
 def _short(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:

@@ -54,7 +54,7 @@ def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collecti
         return None
     if changes(found.get("config") or {}, settings):  # a setting introduced after the run counts as None
         return None
-    _log.info("%s is finished; --no-resume would start it afresh", out)
+    _log.info("%s is finished; pass --no-resume to start over", out)
     return found
 
 
@@ -276,8 +276,8 @@ def describe_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *,
     if refused:
         what = ", ".join(f"{key} was {differences[key][0]!r} and is now {differences[key][1]!r}" for key in refused)
         raise ConfigError(
-            f"the run in {folder} was started with other settings: {what}. A run keeps them to its end; give another "
-            "folder with --out, the old settings, or --no-resume to start afresh in this one"
+            f"the run in {folder} was started with other settings: {what}. Settings are fixed for a run; give another "
+            "folder with --out, use the old settings, or pass --no-resume to start over in this one"
         )
     sentences = []
     for key, (before, now) in differences.items():

@@ -140,7 +140,16 @@ def test_several_targets_have_a_table_in_their_units(tmp_path: Path) -> None:
         ["ridge on atom counts", "0.7", "10"],
         ["mean of the training targets", "0.6", "undefined"],
     ]
-    assert list(found.tables[1].notes) == ["The model is ahead of every baseline in 1 of these 2 targets."]
+    assert list(found.tables[1].notes) == ["The model is ahead of every baseline in 1 of these 2."]
+    labels = {"model": {"a": 0.9, "b": None}, "frequencies": {"a": 0.5, "b": None}}
+    (_, table) = graphs_report.results(
+        {**{k: v for k, v in metrics.items() if k != "target_mae"}, "target_roc_auc": labels}, tmp_path
+    ).tables
+    assert [list(row) for row in table.rows] == [
+        ["mpnn, epoch 1", "0.9", "undefined"],
+        ["frequencies of the training labels", "0.5", "undefined"],
+    ]
+    assert list(table.notes) == ["The model is ahead of every baseline in 1 of these 2."]
 
 
 def test_a_run_on_pairs_shows_its_error_by_distance(root: Path, tmp_path: Path) -> None:
@@ -309,7 +318,7 @@ def test_a_damaged_last_checkpoint_is_named_and_passed_over(
         (["model.hiden_dim=8"], ["'model.hidden_dim'"]),
         (["model.num_heads=3"], ["hidden_dim=8", "num_heads=3"]),
         (["model.use_global=false"], ["pe.relative.enabled=false"]),
-        (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' would be without effect"]),
+        (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' has no effect"]),
         (["training.loss.regression=cross_entropy"], ["training.loss='cross_entropy'"]),
         (["training.metric_for_best=auc"], ["auc", "mae"]),
         (["training.optimizer.type=adamm"], ["'adamm'", "'adam'"]),
@@ -424,7 +433,7 @@ def test_molecules_of_a_file_are_predicted_by_several_runs(
     assert rows[1][2] != alone[1][2]
     file.write_text("name\nethanol\n")
     assert treadle(*command) == 2
-    assert "no columns of SMILES" in " ".join(capsys.readouterr().err.split())
+    assert "no columns with 'smiles'" in " ".join(capsys.readouterr().err.split())
     assert treadle("predict", finished, "--member", copied) == 2
 
 
