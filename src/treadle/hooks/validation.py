@@ -76,6 +76,7 @@ class ValidationHook(BaseHook):
 
     writes = True
     writes_in_workspace_alone = True
+    _on_all_ranks = True
 
     @checked
     def __init__(

@@ -150,7 +150,7 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(out: Path, face: str) -> None:
-    """Raise for a folder with a run of another kind, since neither could then be resumed or replayed.
+    """Raise for a folder with a run of another kind, since neither could then be resumed; warn of one of a script.
 
     Args:
         out: the run folder; it may be missing.
@@ -160,6 +160,12 @@ def refuse_other_run(out: Path, face: str) -> None:
         ConfigError: the folder's run belongs to another pack or a configuration file.
     """
     record = read_record(out)
+    if record is None and (out / "settings.json").is_file():
+        _log.warning(
+            "--out %s: holds a run of a script, whose files are set aside under names with .1 or .superseded; give "
+            "another folder with --out to keep the two apart",
+            out,
+        )
     if record is None or (record.entries is None and record.face == face):
         return
     found = f"of 'treadle train {record.face}'" if record.entries is None else "of a configuration file"
