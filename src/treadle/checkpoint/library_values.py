@@ -126,8 +126,11 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         return opaque if waiting is opaque else {"queue": waiting, "of": type(value).__name__, "most": value.maxsize}
     if isinstance(value, memoryview):
         return {"memory": value.tobytes().hex(), "format": value.format} if value.contiguous else opaque
-    if type(value) not in (*_KINDS, *_ITERATORS):
-        return None
+    return _reduced(value, encode, opaque) if type(value) in (*_KINDS, *_ITERATORS) else None
+
+
+def _reduced(value: Any, encode: Callable[[Any], Any], opaque: Any) -> Any:
+    """Return a value as a tree of the arguments and the state by which it can be made again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from itertools, which Python 3.14 can no longer pickle
         try:
