@@ -77,7 +77,9 @@ def checked(target: Target) -> Target:
 def _checked_call(function: Callable[..., Any], *, skipped: int, module: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        parameters, hints = _annotated(function, module)
+        parameters, keywords, hints = _annotated(function, module)
+        for name in kwargs.keys() - keywords if keywords else ():
+            raise TypeError(f"{function.__qualname__}() got an unexpected argument {name!r}; {nearest(name, keywords)}")
         given: dict[str, Any] = {**dict(zip(parameters[skipped:], args[skipped:])), **kwargs}  # noqa: B905  (fewer may be given)
         for name, value in given.items():
             check_argument(name, value, hints.get(name, Any))
@@ -176,17 +178,20 @@ def _out_of_range(rule: str, name: str, value: Any) -> ConfigError:
 
 
 @functools.cache
-def _annotated(function: Callable[..., Any], module: str) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of the positional parameters of a function, and the annotations that can be resolved."""
+def _annotated(function: Callable[..., Any], module: str) -> tuple[list[str], frozenset[str], dict[str, Any]]:
+    """Return a function's positional parameters, its keywords if they are fixed, and its resolvable annotations."""
     parameters = inspect.signature(function).parameters.values()
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    keywords = frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        keywords = frozenset()
     namespace, hints = vars(sys.modules[module]), {}
     for name, hint in function.__annotations__.items():
         try:
             hints[name] = eval(hint, namespace) if isinstance(hint, str) else hint
         except (NameError, TypeError):  # a name is imported for type checking only
             continue
-    return names, hints
+    return names, keywords - {"self"}, hints
 
 
 def _parts_of(hint: Any) -> tuple[Any, ...]:

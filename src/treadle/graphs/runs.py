@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     GraphsOpened = Opened[GraphsConfig, GraphDataset, GraphTrainer]
 
 
+_FILE_DIGEST = "file_digest"  # key in run.json
 _log = logging.getLogger("treadle.cli")
 
 
@@ -102,6 +103,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
 
     def run(self, run: Run[GraphsConfig], show: Show) -> dict[str, Any] | None:
         """Train, using the run folder's settings for defaults that have changed since the run started."""
+        by_rank_0(lambda: _refuse_changed_file(run))
         config = by_rank_0(lambda: _as_started(run))
         return super().run(dataclasses.replace(run, config=config), show)
 
@@ -156,6 +158,10 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             training.minimize_metric,
             training.early_stopping,
         )
+
+    def identity(self, data: GraphDataset) -> dict[str, Any]:
+        """Return the hash of your file's contents."""
+        return {} if data.file_digest is None else {_FILE_DIGEST: data.file_digest}
 
     def keep(self, run: Run[GraphsConfig], data: GraphDataset) -> None:
         """Write the settings in Hydra's format."""
@@ -256,6 +262,26 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             with self.environment(config):
                 models.append(load_stored_model(config, path, tree))
         return predict_file(models, file, column=column, batch_size=batch_size, device=device)
+
+
+def _refuse_changed_file(run: Run[GraphsConfig]) -> None:
+    """Raise if the molecules' file has changed since the run started, whether the run is finished or not.
+
+    Raises:
+        ConfigError: its contents differ.
+    """
+    from treadle.graphs.datasets.files import digest
+
+    file = flat(run.config.to_dict()).get("dataset.file")
+    record = read_record(run.out) if run.resume and file is not None else None
+    before = None if record is None else record.identity.get(_FILE_DIGEST)
+    if before is not None and Path(file).is_file() and digest(Path(file)) != before:
+        raise ConfigError(
+            f"its contents have changed since the run in {run.out} started. Restore the file, pass another folder with "
+            "--out, or --no-resume to start over in this one",
+            argument="dataset.file",
+            value=str(file),
+        )
 
 
 def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:

@@ -36,6 +36,8 @@ class Described:
     """Number of types for integer `edge_attr`, number of columns for float `edge_attr`; None: no edge features."""
     target_names: tuple[str, ...] = field(default=(), kw_only=True)
     """Name of each column of `y`; empty if the source does not name them."""
+    file_digest: str | None = field(default=None, kw_only=True, repr=False)
+    """Hash of the contents of your file; None: the graphs do not come from one."""
 
 
 @checked

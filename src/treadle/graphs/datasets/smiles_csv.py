@@ -15,6 +15,7 @@ import torch
 
 from treadle.errors import ConfigError, nearest
 from treadle.graphs.datasets.base import Described, Indices, Source, scaffold_split, split_molecules
+from treadle.graphs.datasets.files import digest
 from treadle.graphs.datasets.molecules import (
     ATOM_COLUMNS,
     BOND_COLUMNS,
@@ -83,7 +84,7 @@ def load_smiles_csv(
         )
     described = Described(
         "graph", task, len(ATOM_COLUMNS), len(chosen), len(BOND_COLUMNS),  # type: ignore[arg-type]
-        target_names=tuple(chosen),
+        target_names=tuple(chosen), file_digest=digest(Path(file)),
     )  # fmt: skip
     texts = [graph.smiles for graph in graphs]
     numbered = number_molecules(texts).numpy()
