@@ -164,6 +164,11 @@ class Cursor:
         else:
             self._reopen(self._opening)
 
+    def settle(self, loader: Any) -> None:
+        """Attach a loader and restore now, between two epochs, what opening the next one would restore."""
+        self.attach(loader)
+        self._restore_pending()
+
     def _open_fresh(self) -> None:
         self._opening = {
             "rng": RngState.capture().to_plain(),

@@ -253,6 +253,9 @@ MOVED_BY_STEPS = tuple(
 )
 """The parts that a step changes."""
 
+WITHOUT_WEIGHTS = tuple(part for part in PARTS if isinstance(part, (ObjectsPart, ModulesPart, RngPart)))
+"""The state of the user's objects and modules, and the random state."""
+
 
 def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:
     """Return this rank's random state from a checkpoint; for another number of ranks, fresh streams derived from it."""

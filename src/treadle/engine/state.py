@@ -22,7 +22,7 @@ from treadle.engine.hooks_part import HookStates
 from treadle.engine.objects_part import objects_of, parts_of
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
-from treadle.engine.parts import MOVED_BY_STEPS, PARTS
+from treadle.engine.parts import MOVED_BY_STEPS, PARTS, WITHOUT_WEIGHTS
 from treadle.engine.prepared_parts import PreparedParts
 from treadle.engine.schedule_moves import ScheduleMoves
 from treadle.engine.settings import MOVABLE, EngineSettings, other_settings
@@ -283,6 +283,11 @@ class RunState:
         self._load(engine, saved, MOVED_BY_STEPS, warns=False)
         progress = tree.get("progress") or {}
         engine.progress.roll_back(int(progress.get("applied_steps", engine.progress.applied_steps)))
+
+    def put_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
+        """Load what a step changes, and the random state, from a state of this run; of a sharded model, no weights."""
+        parts = WITHOUT_WEIGHTS if distributed.is_sharded(engine.model) else (*MOVED_BY_STEPS, PARTS[-1])
+        self._load(engine, Saved.for_engine(engine, tree), parts, warns=False)
 
     def _load(self, engine: Engine, saved: Saved, parts: tuple[StatePart, ...], *, warns: bool) -> None:
         for part in parts:

@@ -54,6 +54,7 @@ class FaceEpochs(SelectingEpochs):
         self._wrapped = False  # whether epochs go through the trainer's train_epoch
         self._incomplete = False  # whether train_epoch will add to the running epoch's record
         self._own_steps: OwnSteps | None = None  # steps of a train_epoch that replaces the loop
+        self._entered: dict[str, Any] | None = None  # state in which a resumed epoch was entered
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -69,12 +70,19 @@ class FaceEpochs(SelectingEpochs):
             self.select_by(None)
         self.engine.prepare()
         resume_from_hooks(self.engine)  # before the target is set to one epoch beyond the loaded one
+        self._put_back()
         before = self.engine.epoch
         self.fit(train_loader, val_loader, before + 1)
         self._epochs_run += 1
         if self.engine.epoch == before:
             return self.train_record(self.engine.train_means())
         return self.history[-1]
+
+    def _put_back(self) -> None:
+        """Undo what the override changed at its beginning, in an epoch that began before the checkpoint."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            self.engine.state.put_back(self.engine, entered)
 
     @property
     def record_complete(self) -> bool:
@@ -122,6 +130,7 @@ class FaceEpochs(SelectingEpochs):
         """Train one epoch; return its record, or None if stopped within it."""
         self._incomplete = True
         before, self._epochs_run = self.engine.epoch, 0
+        self._entered = self.engine.state_dict() if self.engine.cursor.position else None
         result = train_epoch(before)
         if self._epochs_run != 1 or not isinstance(result, Mapping):
             raise ConfigError(
@@ -162,8 +171,9 @@ class FaceEpochs(SelectingEpochs):
         def one_epoch() -> bool:
             own_steps.start()
             result.clear()
-            batches = EpochBatches(engine, loaders[0])
+            batches = EpochBatches(engine, loaders[0], on_resumed=self._put_back)
             if batches.left:
+                self._entered = engine.state_dict() if batches.before else None
                 result.update(self._result_of(train_epoch(batches, engine.epoch)))
             elif loaders[1] is not None:
                 found = self.evaluate_each(loaders[1])
