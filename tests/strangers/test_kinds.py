@@ -19,13 +19,22 @@ import torch
 import torchmetrics
 from scipy import spatial
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from helpers import MeanSquare, through_a_file
 from strangers.bench import WIDTH, Case, Points, Row, inexact, net, points_loader
 from strangers.data import OwnIterator, Scaling
 from strangers.reported import Managed
-from treadle import BaseTrainer, CheckpointError, ConfigError, Engine, EpochTrainer, Trainer, load_weights
+from treadle import (
+    BaseTrainer,
+    CheckpointError,
+    ConfigError,
+    Engine,
+    EpochTrainer,
+    Trainer,
+    load_weights,
+)
 from treadle.checkpoint import save_checkpoint
 from treadle.functional.settings import read_settings
 from treadle.hooks import BaseHook
@@ -919,6 +928,19 @@ def test_whatever_a_callback_moves_is_in_the_state_of_its_epoch(callback: Any, t
     WithRows().run_to(1, tmp_path / "stopped", callback)
     found = WithRows().run_to(3, tmp_path / "stopped", callback)
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def test_weights_that_were_pruned_before_training_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    def engine() -> Engine:
+        model = net()
+        prune.l1_unstructured(model[0], "weight", amount=0.3)
+        return engine_of(model)
+
+    first, second = engine(), engine()
+    first.run(points_loader(), max_steps=2)
+    second.load_state_dict(first.state_dict())
+    second.state_dict()  # before a forward pass computes the weight again
+    assert caplog.text == ""
 
 
 def test_what_a_manager_of_multiprocessing_holds_is_carried() -> None:

@@ -286,6 +286,7 @@ class RunState:
 
     def put_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
         """Load what a step changes, and the random state, from a state of this run; of a sharded model, no weights."""
+        engine.cursor.put_back(tree["data"])
         parts = WITHOUT_WEIGHTS if distributed.is_sharded(engine.model) else (*MOVED_BY_STEPS, PARTS[-1])
         self._load(engine, Saved.for_engine(engine, tree), parts, warns=False)
 

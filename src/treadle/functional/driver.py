@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from treadle import distributed
@@ -91,11 +92,12 @@ class FaceEpochs(SelectingEpochs):
 
     def fit_wrapped(
         self,
-        train_epoch: Callable[[int], Any],
+        train_epoch: Callable[[Iterable[Any], int], Any],
+        loader: Iterable[Any],
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Train each epoch with ``train_epoch(epoch)``, which must call :meth:`one_epoch` exactly once.
+        """Train each epoch with ``train_epoch(loader, epoch)``, which must call :meth:`one_epoch` exactly once.
 
         Hooks see every epoch as a separate run. Further values returned by ``train_epoch`` are added to the record.
 
@@ -111,7 +113,8 @@ class FaceEpochs(SelectingEpochs):
         try:
             with claimed_by_hooks(engine), SignalsBetweenRuns(engine) as between:
                 while engine.epoch < last and not (self.finished or ranks_stop(engine)):
-                    record = self._run_wrapped_epoch(train_epoch)
+                    engine.cursor.settle(loader)
+                    record = self._run_wrapped_epoch(partial(train_epoch, loader))
                     with between.handled():
                         if record is not None:
                             self._incomplete = False
@@ -171,6 +174,7 @@ class FaceEpochs(SelectingEpochs):
         def one_epoch() -> bool:
             own_steps.start()
             result.clear()
+            engine.cursor.settle(loaders[0])
             batches = EpochBatches(engine, loaders[0], on_resumed=self._put_back)
             if batches.left:
                 self._entered = engine.state_dict() if batches.before else None

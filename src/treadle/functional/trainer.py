@@ -378,7 +378,7 @@ class Trainer(EpochFace):
                 loaders = train_loader, eval_loader
                 self._epochs.fit_replaced(train_epoch, loaders, num_epochs, after_epoch)
             else:
-                self._epochs.fit_wrapped(partial(train_epoch, train_loader), num_epochs, after_epoch)
+                self._epochs.fit_wrapped(train_epoch, train_loader, num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 

@@ -195,6 +195,7 @@ class Trainer(SpectraTrainer):
             raise ConfigError("must be a whole number >= 1", argument="epochs", value=epochs)
         if self._replaces("before_epoch"):
             self._resume()
+            self._engine.cursor.settle(self.train_loader)
             for epoch in range(self.epoch + 1, epochs):
                 self.before_epoch(epoch)
                 super().fit(epoch)
