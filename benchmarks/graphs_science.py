@@ -242,6 +242,14 @@ def notes_of(results: Sequence[Result], missing: Sequence[str]) -> list[str]:
     return notes + ([f"Not finished, the same command resumes: {'; '.join(missing)}."] if missing else [])
 
 
+def side_by_side(options: argparse.Namespace) -> str:
+    """Return how many runs shared the machine, which their seconds depend on."""
+    return (
+        f"{options.jobs} runs of our models on {options.device} and {options.peer_jobs} of the peers on "
+        f"{options.peer_device} shared the machine at a time."
+    )
+
+
 def by_rate(results: Sequence[Result]) -> dict[tuple[str, str], dict[float, list[Result]]]:
     """Return the runs of each set and way by learning rate, in the order of the table."""
     found: dict[tuple[str, str], dict[float, list[Result]]] = {}
@@ -287,7 +295,7 @@ def main() -> None:
         found = [future.result() for future in futures]
     results = [result for result in found if result is not None]
     missing = [" ".join(map(str, each)) for each, result in zip(asked, found, strict=True) if result is None]
-    rows, notes = rows_of(results, len(options.seeds)), notes_of(results, missing)
+    rows, notes = rows_of(results, len(options.seeds)), [side_by_side(options), *notes_of(results, missing)]
     if options.tiny or not rows:
         print(rows, *notes, sep="\n")
         return

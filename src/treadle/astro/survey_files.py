@@ -7,6 +7,7 @@ Shapes: N = rows of a file, B = rows of a block, C = scalar columns.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -22,6 +23,8 @@ from treadle.errors import ConfigError
 from treadle.errors.arguments import check_least, checked
 
 BLOCK_ROWS = 16384
+_MARKERS = (-99.0, -999.0, -9999.0, 99.0, 999.0, 9999.0)
+_log = logging.getLogger("treadle.astro")
 
 
 @checked
@@ -163,6 +166,8 @@ def read_survey(
         raise ConfigError("name at least one column, or an image or a spectrum", argument="scalars")
     read = read_columns(path, list(dict.fromkeys(wanted)), max_rows=max_rows, table=table)
     numbers = [_numbers(column, read[column], 1).astype(np.float64) for column in scalars]
+    for column, values in zip(scalars, numbers, strict=True):
+        _warn_of_marker(f"{os.fspath(path)}: {column!r}", values)
     rows = len(read[wanted[0]])
     objects = np.arange(rows, dtype=np.intp)
     if object_id is not None:
@@ -174,8 +179,32 @@ def read_survey(
         scalars=np.stack(numbers, axis=1) if numbers else np.empty((rows, 0)),
         objects=objects,
         images=pictures,
-        spectra=None if spectrum is None else _numbers(spectrum, read[spectrum], 2).astype(np.float32),
+        spectra=None if spectrum is None else _float32(spectrum, _numbers(spectrum, read[spectrum], 2)),
     )
+
+
+def _warn_of_marker(column: str, values: NDArray[np.float64]) -> None:
+    """Warn about a number that surveys write for a missing value, if it is far from all others."""
+    for marker in _MARKERS:
+        others = values[np.isfinite(values) & ~np.isin(values, _MARKERS)]
+        count = int((values == marker).sum())
+        if count and len(others) and np.abs(others - marker).min() > 3 * np.ptp(others):
+            _log.warning(
+                "%s is %g in %d of %d rows, far from all others; if that marks a missing value, write NaN instead",
+                column, marker, count, len(values),
+            )  # fmt: skip
+
+
+def _float32(column: str, values: NDArray[Any]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        made = values.astype(np.float32)
+    beyond = np.argwhere(np.isinf(made) & np.isfinite(values))
+    if len(beyond):
+        row = beyond[0]
+        raise ConfigError(
+            f"column {column!r} has {values[tuple(row)]:g} in row {row[0]}, beyond float32; rescale it in the file"
+        )
+    return made
 
 
 def _objects(column: str, ids: NDArray[Any]) -> NDArray[np.intp]:

@@ -127,14 +127,16 @@ def _fits_blocks(file: Path, columns: list[str] | None, block_rows: int, table: 
                 tables = [unit for number, unit in enumerate(opened) if unit in tables and table in (number, unit.name)]
             if not tables:
                 raise ConfigError(
-                    f"{file} has no such table; it has {[unit.name for unit in opened]}", argument="table", value=table
+                    f"{file} has no such binary table; it has {[unit.name for unit in opened]}",
+                    argument="table",
+                    value=table,
                 )
             unit = tables[0]
             names = _chosen(file, columns, unit.columns.names)
             for start in range(0, len(unit.data), block_rows):
                 rows = unit.data[start : start + block_rows]
                 yield {name: _from_fits(rows, unit.columns[name]) for name in names}
-    except OSError as error:
+    except (OSError, TypeError) as error:  # TypeError: astropy's, of a file that ends early
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 

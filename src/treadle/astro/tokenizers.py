@@ -267,6 +267,12 @@ def as_indices(name: str, tokens: ArrayLike, size: int) -> Tokens:
 
 def _matrix(name: str, values: ArrayLike) -> Floats:
     matrix = np.asarray(unmasked(values), dtype=np.float32)
-    if matrix.ndim != 2 or matrix.size == 0 or not np.isfinite(matrix).all():
-        raise ConfigError(f"{name} of shape {matrix.shape}: must be (N, points), finite and not empty")
+    if matrix.ndim != 2 or matrix.size == 0:
+        raise ConfigError(f"{name} of shape {matrix.shape}: must be (N, points) and not empty")
+    if not (finite := np.isfinite(matrix)).all():
+        row, point = np.argwhere(~finite)[0]
+        raise ConfigError(
+            f"{name} must be finite, but {int((~finite).any(1).sum())} of {len(matrix)} rows are not, first row {row}, "
+            f"which is {matrix[row, point]} at point {point}; fill these points, or leave the rows out with take()"
+        )
     return matrix

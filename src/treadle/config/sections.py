@@ -18,6 +18,7 @@ from treadle.errors import MISSING, ConfigError, nearest, refuse_unknown
 Section = TypeVar("Section")
 
 _SYNONYMS = {"lr": "learning_rate", "learning_rate": "lr"}
+_FILES = {"path", "file", "files", "folder", "dir", "csv", "data_path", "data_dir", "data_file", "train_file"}
 
 
 def from_nested(kind: type[Section], values: Mapping[str, Any], *, where: str = "", complete: bool = False) -> Section:
@@ -101,12 +102,17 @@ def _leaf(value: Any, hint: Any, place: str) -> Any:
     return typed(value, hint, key=place, text=str(value) if is_number else None)
 
 
-def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
+def refuse_unknown_setting(
+    key: str,
+    known: Mapping[str, Any],
+    own_data: str = "the data comes with the pack; for your own, adapt the script of treadle new",
+) -> None:
     """Raise ConfigError unless a dotted key is a known setting, suggesting the closest.
 
     Args:
         key: the key as written by the user.
         known: dotted key -> value of every setting.
+        own_data: the suggestion for a file of data, such as ``data.path``.
 
     Example:
         >>> refuse_unknown_setting("lr", {"optimizer.lr": 0.1})
@@ -124,6 +130,8 @@ def refuse_unknown_setting(key: str, known: Mapping[str, Any]) -> None:
     same_end = [name for name in known if name.rsplit(".", 1)[-1] in (last, _SYNONYMS.get(last))]
     section = [name for name in known if "." in key and name.startswith(f"{key.rsplit('.', 1)[0]}.")]
     advice = f"did you mean {same_end[0]!r}?" if same_end else nearest(key, section or known)
+    if not same_end and last in _FILES:
+        advice = own_data
     raise ConfigError(f"unknown setting {key!r}; {advice}").about(key)
 
 

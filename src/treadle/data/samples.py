@@ -32,6 +32,12 @@ def refuse_single_graphs(loader: Any, argument: str) -> None:
                 f"a DataLoader of torch cannot join graphs of torch_geometric; use {_LOADER}", argument=argument
             )
         return
+    first = _first_graph([loader])
+    if first is not None:
+        raise ConfigError(
+            "is a single graph, whose attributes would be taken for batches; pass [graph] for steps over all of it",
+            argument=argument,
+        )
     first = _first_graph(loader)
     if first is None or len(loader) < 2:
         return

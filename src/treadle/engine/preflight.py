@@ -148,6 +148,13 @@ def check_length_of_schedule(engine: Engine) -> None:
     if scheduler is None or moves is None or engine.state.length_checked:
         return
     engine.state.record_length_checked()
+    if engine.scheduler_interval == "epoch" and all(group["lr"] == 0 for group in engine.optimizer.param_groups):
+        engine.logger.warning(
+            "scheduler: the learning rate is 0 in the whole of epoch %d, which trains nothing, since the schedule "
+            "moves once per epoch; for one that counts steps pass scheduler_step_per_batch=True to Trainer, or "
+            "scheduler_interval='step' to others",
+            engine.epoch + 1,
+        )  # fmt: skip
     if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + moves > scheduler.total_steps:
         raise ConfigError(
             f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "

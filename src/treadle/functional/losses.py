@@ -70,10 +70,14 @@ def missing_loss(loss_fn: Any, outputs: Any) -> ConfigError:
     given = f"the model returned a {type(outputs).__name__} without a loss"
     if loss_fn is None:
         return ConfigError(
-            f"{given}; pass a loss function, or labels for the model's own", argument="loss_fn", value=None
+            f"{given}; pass a loss function, or yield dicts with the targets of the model's own, such as 'labels'",
+            argument="loss_fn",
+            value=None,
         )
     return ConfigError(
-        f"{given} but the batch has no targets; yield (inputs, targets), or override _compute_loss", argument="targets"
+        f"{given} but the batch has no targets; yield (inputs, targets), or override _prepare_batch(batch) to return "
+        "both, such as (batch, batch.y) for graphs",
+        argument="targets",
     )
 
 

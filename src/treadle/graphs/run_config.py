@@ -285,7 +285,8 @@ def with_assignments(values: dict[str, Any], assignments: Iterable[Assignment]) 
     for assignment in assignments:
         is_open = assignment.key.startswith(_OPEN)
         if not is_open:
-            refuse_unknown_setting(assignment.key.partition("[")[0], flat(values))
+            own_data = "dataset=smiles_csv dataset.file=FILE reads molecules of your own"
+            refuse_unknown_setting(assignment.key.partition("[")[0], flat(values), own_data)
         # A key of an open section may be new, with or without ``+``.
         added = is_open and assignment.sign == "=" and assignment.key not in _OPEN
         apply(values, [dataclasses.replace(assignment, new=added or assignment.new)], fit=fit)

@@ -11,17 +11,16 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from treadle.errors import ConfigError, nearest
+from treadle.errors import ConfigError
 
 TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edge_prediction"]
 
 
 def check_task_type(task_type: str) -> None:
-    """Raise ConfigError for an unknown task type, naming the closest match."""
-    if task_type not in get_args(TaskType):
-        raise ConfigError(
-            f" is unknown; {nearest(str(task_type), get_args(TaskType))}", argument="task_type", value=task_type
-        )
+    """Raise ConfigError for an unknown task type, naming all."""
+    known = get_args(TaskType)
+    if task_type not in known:  # the nearest letters mislead: a multiclass task is no multilabel one
+        raise ConfigError(f" is unknown; known: {', '.join(sorted(known))}", argument="task_type", value=task_type)
 
 
 def outputs_of(task_type: str, num_classes: int | None) -> int | None:

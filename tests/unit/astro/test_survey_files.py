@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from treadle.astro import fit_tokenizers, iter_columns, load_surveys, read_columns, read_survey
+from treadle.astro.tokenizers import SpectrumTokenizer
 from treadle.errors import CheckpointError, ConfigError
 
 ROWS = 10
@@ -201,7 +202,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         read_columns(write(tmp_path, "parquet"), table="STARS")
     with pytest.raises(ConfigError, match="no such group"):
         read_columns(write(tmp_path, "h5"), table="STARS")
-    with pytest.raises(ConfigError, match="no such table; it has"):
+    with pytest.raises(ConfigError, match="no such binary table; it has"):
         read_columns(write(tmp_path, "fits"), table="GALAXIES")
     with pytest.raises(ConfigError, match="max_rows=0"):
         read_columns(tmp_path / "stars.parquet", max_rows=0)
@@ -236,3 +237,36 @@ def test_large_whole_numbers_with_a_gap_are_not_rounded(tmp_path):
     with pytest.raises(ConfigError, match=r"'id'.*missing.*2\*\*53"):
         read_columns(path, ["id"])
     assert read_columns(path, ["g"])["g"].tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.filterwarnings("ignore:File may have been truncated")
+@pytest.mark.parametrize("ending", ["parquet", "h5", "fits"])
+def test_a_file_that_ends_early_is_named(tmp_path, ending):
+    path = write(tmp_path, ending)
+    path.write_bytes(path.read_bytes()[: 6000 if ending == "fits" else 400])
+    with pytest.raises(CheckpointError, match=f"stars.{ending} cannot be read"):
+        read_columns(path)
+
+
+@pytest.mark.parametrize("marker", [-99, -9999, 999])
+def test_a_number_in_place_of_a_missing_one_is_named(tmp_path, marker, caplog):
+    from astropy.table import Table
+
+    magnitude = np.where(np.arange(ROWS) < 3, float(marker), 17.5 + np.arange(ROWS))
+    Table({"mag": magnitude, "near": np.linspace(-150, 150, ROWS), "all": np.full(ROWS, 99)}).write(tmp_path / "a.fits")
+    read_survey(tmp_path / "a.fits", "mine", scalars=["mag", "near", "all"])
+    assert caplog.text.count("far from all others") == 1
+    assert f"'mag' is {marker} in 3 of 10 rows" in caplog.text
+
+
+def test_fluxes_beyond_float32_and_gaps_are_named_with_their_row(tmp_path):
+    from astropy.table import Table
+
+    flux = FLUX.astype(np.float64)
+    flux[2, 1] = 1e45
+    Table({"flux": flux}).write(tmp_path / "a.fits")
+    with pytest.raises(ConfigError, match=r"'flux' has 1e\+45 in row 2, beyond float32"):
+        read_survey(tmp_path / "a.fits", "mine", scalars=[], spectrum="flux")
+    flux[2, 1] = np.nan
+    with pytest.raises(ConfigError, match="1 of 10 rows are not, first row 2, which is nan at point 1"):
+        SpectrumTokenizer.fit(flux, ["a"], 2, segment=4)

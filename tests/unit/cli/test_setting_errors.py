@@ -25,6 +25,7 @@ WRONG = {
         ("trainer.parallel=all", "trainer.parallel='all': must be"),
         ("seed=-1", "seed=-1: must be a whole number from 0"),
         (f"data.split_seed={2**70}", f"data.split_seed={2**70}: must be a whole number from 0"),
+        ("data.path=a.csv", "unknown setting 'data.path'; the data comes with the pack; for your own, adapt"),
         ("learning_rate=1", "unknown setting 'learning_rate'; did you mean 'optimizer.lr'?"),
     ],
     "text": [
@@ -53,6 +54,7 @@ WRONG = {
         ("model.dropout=x", "model.dropout=x: must be float"),
         ("model.use_local=3", "model.use_local=3: must be bool"),
         ("model.mpnn_type=foo", "model.mpnn_type='foo' is unknown; known: gat"),
+        ("dataset.file=a.csv", "unknown setting 'dataset.file'; dataset=smiles_csv dataset.file=FILE reads molecules"),
         ("dataset.num_workers=-1", "dataset.num_workers=-1: must be at least 0"),
         ("seed=-1", "seed=-1: must be a whole number from 0"),
     ],

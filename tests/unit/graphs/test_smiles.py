@@ -22,6 +22,8 @@ from treadle.graphs import (
 )
 
 pytest.importorskip("rdkit")
+from treadle.graphs.datasets import smiles_csv
+
 RINGS = ["c1ccccc1", "C1CCCCC1", "c1ccncc1", "C1CCCC1", "c1ccoc1", "c1ccsc1"]
 SMILES = [ring + "C" * tail for tail in range(1, 8) for ring in RINGS]
 
@@ -175,10 +177,40 @@ def test_scaffolds_go_to_one_part_each_and_the_largest_to_training():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is empty; its first line"), ("smiles;y\nCCO;1\n", "separated by ';'"), ("smiles\ty\nCCO\t1\n", r"'\\t'")],
+    [
+        ("", "is empty; its first line"),
+        ("smiles;y\nCCO;1\n", "separated by ';'"),
+        ("smiles\ty\nCCO\t1\n", r"'\\t'"),
+        ("smiles,y\n", "has 0 rows and no molecule"),
+        ("smiles,y\nC1CC,1\n", "has 1 rows and no molecule"),
+        ("smiles,y\nCCO,1\nCCC,2\n", "the 2 molecules of .* do not fill .* dataset.split=random"),
+        ("smiles,y,y\nCCO,1,2\n", "two columns named 'y'"),
+        ("smiles,y\nCCO,1,2\n", "line 2 has 3 fields, and the first line has 2"),
+        ("smiles,y\nCCO\n", "line 2 has 1 fields, and the first line has 2"),
+        ("smiles,y,z\nCCO,1,\nCC,2,\n", "'z' has no value in any row"),
+        ("smiles,y\nCCO,1e39\n", "'1e39' in line 2; it must be empty or finite in float32"),
+        ("smiles,y\nCCO,1_000\n", "'1_000' in line 2, which is not a number"),
+    ],
 )
 def test_what_is_no_comma_separated_file_is_named(text, message, tmp_path):
     file = tmp_path / "molecules.csv"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         get_dataset("smiles_csv", file=file)
+
+
+def test_names_of_columns_are_stripped_and_one_without_a_name_is_no_target(tmp_path, caplog):
+    rows = [(number, text, number) for number, text in enumerate(SMILES)]
+    data = get_dataset("smiles_csv", file=table(tmp_path, ["", " smiles", " y "], rows))
+    assert data.target_names == ("y",)
+    assert "a column without a name" in caplog.text
+
+
+def test_a_file_of_repeats_has_no_molecule_in_two_splits(tmp_path):
+    rows = [(text, number) for number, text in enumerate(SMILES[:31])] * 3
+    source = smiles_csv.load_smiles_csv(
+        "m", tmp_path, num_workers=0, file=table(tmp_path, ["smiles", "y"], rows), split="random"
+    )
+    for parts in (source.official, source.redrawn(1), source.redrawn(2)):
+        assert sum(len(set(source.molecules[part])) for part in parts) == 31
+        assert sum(map(len, parts)) == 93

@@ -134,3 +134,14 @@ def test_targets_that_are_strings_are_named():
     data = [Data(x=torch.ones(3, 3), edge_index=torch.tensor([[0, 1], [1, 0]]), y="toxic") for _ in range(2)]
     with pytest.raises(ConfigError, match=r"whose 'y' is \(str, str\); it needs a tensor"):
         trainer_of().fit(DataLoader(data, 2), None, 1)
+
+
+def test_a_single_graph_in_place_of_a_loader_is_refused():
+    graph = Data(x=torch.randn(4, 3), edge_index=torch.zeros(2, 0, dtype=torch.long), y=torch.randn(4, 1))
+    with pytest.raises(ConfigError, match=r"train_loader: is a single graph.*\[graph\]"):
+        trainer_of().fit(graph, epochs=1)
+
+
+def test_an_unknown_task_type_lists_those_that_exist():
+    with pytest.raises(ConfigError, match="'multiclass' is unknown; known: classification, edge_prediction"):
+        trainer_of(task_type="multiclass")

@@ -82,8 +82,8 @@ class Source:
         for name, chosen in zip(("training", "validation", "test"), self.official, strict=True):
             if len(chosen) == 0:
                 raise ConfigError(
-                    f"the {name} split would be empty with {len(self.graphs)} graphs; ask for more: a tenth each is "
-                    "validation and test"
+                    f"the {name} split would be empty with {len(self.graphs)} graphs; use more, or another split: a "
+                    "tenth each is validation and test"
                 )
 
     def redrawn(self, seed: int) -> tuple[Indices, Indices, Indices]:
@@ -91,14 +91,34 @@ class Source:
         train, val, test = self.official
         pool = np.concatenate([train, val] if self.has_test_set else [train, val, test])
         drawn = np.random.default_rng(seed).permutation(np.sort(pool))
-        if self.molecules is not None:
-            drawn = repeats_first(drawn, self.molecules)
-        rest = test if self.has_test_set else drawn[len(train) + len(val) :]
-        return drawn[: len(train)], drawn[len(train) : len(train) + len(val)], rest
+        if self.molecules is None:
+            first, second, third = np.split(drawn, [len(train), len(train) + len(val)])
+        else:
+            first, second, third = split_molecules(drawn, self.molecules, (len(train), len(val)))
+        return first, second, test if self.has_test_set else third
+
+
+def split_molecules(order: Indices, molecules: Indices, sizes: tuple[int, int]) -> tuple[Indices, Indices, Indices]:
+    """Split indices so that duplicates of a molecule are in one split: in the first, as far as they fit.
+
+    Args:
+        order: (N,) indices of graphs.
+        molecules: (G,) molecule numbers; equal numbers are duplicates.
+        sizes: sizes of the first two splits; one ends before a molecule whose duplicates it would divide.
+
+    Example:
+        >>> parts = split_molecules(np.array([0, 1, 2, 3]), np.array([7, 8, 8, 7]), (3, 1))
+        >>> [part.tolist() for part in parts]
+        [[0, 3], [1, 2], []]
+    """
+    moved = repeats_first(order, molecules)
+    begins = np.flatnonzero(np.r_[True, np.diff(molecules[moved]) != 0, True])  # of each molecule, and the end
+    first, second = (begins[begins <= size].max() for size in (sizes[0], sum(sizes)))
+    return moved[:first], moved[first:second], moved[second:]
 
 
 def repeats_first(order: Indices, molecules: Indices) -> Indices:
-    """Move duplicates to the front, equal ones adjacent, so that no later split contains them too.
+    """Move duplicates to the front, equal ones adjacent.
 
     Args:
         order: (N,) indices of graphs.

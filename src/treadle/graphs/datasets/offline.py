@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from treadle.errors import ConfigError
-from treadle.graphs.datasets.base import Described, Source, consecutive, repeats_first, tenths
+from treadle.graphs.datasets.base import Described, Source, consecutive, split_molecules
 from treadle.graphs.datasets.files import cached, digest
 from treadle.graphs.datasets.molecules import (
     ATOM_COLUMNS,
@@ -55,8 +55,9 @@ def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
 
     content = _processed(name, root, {"files": digest(path), "numbered": True}, build)
     graphs, molecules = GraphSplit(content["graphs"]), content["molecules"].numpy()
-    order = repeats_first(np.random.default_rng(0).permutation(len(graphs)), molecules)
-    return Source(_MOLECULES, graphs, tenths(order), has_test_set=False, molecules=molecules)
+    tenth, order = len(graphs) // 10, np.random.default_rng(0).permutation(len(graphs))
+    parts = split_molecules(order, molecules, (len(graphs) - 2 * tenth, tenth))
+    return Source(_MOLECULES, graphs, parts, has_test_set=False, molecules=molecules)
 
 
 def load_zinc_clean_leads(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from treadle.errors import ConfigError, nearest
-from treadle.graphs.datasets.base import Described, Source, repeats_first, scaffold_split, tenths
+from treadle.graphs.datasets.base import Described, Indices, Source, scaffold_split, split_molecules
 from treadle.graphs.datasets.molecules import (
     ATOM_COLUMNS,
     BOND_COLUMNS,
@@ -65,41 +65,66 @@ def load_smiles_csv(
     if file is None:
         raise ConfigError(f"{name!r} needs a file of molecules, such as file='new.csv'", argument="file", value=file)
     smiles, columns, rows, lines = _read_table(Path(file), smiles, "dataset.smiles")
-    chosen = _chosen(targets, [column for column in columns if column != smiles], f"{str(file)!r}", smiles)
-    values = [
-        [_number(row[column], column, line, task) for column in chosen] for line, row in zip(lines, rows, strict=True)
-    ]
+    chosen = _chosen(targets, [column for column in columns if column != smiles], Path(file), smiles)
+    values = [_column(name, [row[name] for row in rows], lines, task) for name in chosen]
     found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers, lines=lines)
     if unusable:
         _log.warning("%s: %s", file, describe_unusable(unusable, len(rows)))
     graphs = []
-    for graph, target in zip(found, values, strict=True):
+    for place, graph in enumerate(found):
         if graph is not None:
-            graph.y = torch.tensor([target], dtype=torch.float32)
+            graph.y = torch.tensor([[column[place] for column in values]], dtype=torch.float32)
             graphs.append(graph)
+    if not graphs:
+        raise ConfigError(
+            f"it has {len(rows)} rows and no molecule that can be read; add some", argument="file", value=str(file)
+        )
     described = Described(
         "graph", task, len(ATOM_COLUMNS), len(chosen), len(BOND_COLUMNS),  # type: ignore[arg-type]
         target_names=tuple(chosen),
     )  # fmt: skip
     texts = [graph.smiles for graph in graphs]
     numbered = number_molecules(texts).numpy()
-    if split == "scaffold":
-        parts = scaffold_split([murcko_scaffold(text) for text in texts])
-    else:
-        parts = tenths(repeats_first(np.random.default_rng(0).permutation(len(graphs)), numbered))
+    parts = _parts(texts, numbered, split, Path(file))
     return Source(described, GraphSplit(pack(graphs)), parts, has_test_set=False, molecules=numbered)
 
 
-def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: str, smiles: str) -> list[str]:
+def _parts(smiles: Sequence[str], molecules: Indices, split: str, file: Path) -> tuple[Indices, Indices, Indices]:
+    """Return indices of a training, a validation and a test split, or raise ConfigError if one is empty."""
+    if split == "scaffold":
+        parts = scaffold_split([murcko_scaffold(text) for text in smiles])
+    else:
+        tenth, order = len(smiles) // 10, np.random.default_rng(0).permutation(len(smiles))
+        parts = split_molecules(order, molecules, (len(smiles) - 2 * tenth, tenth))
+    if not all(map(len, parts)):
+        other = ", or dataset.split=random" if split == "scaffold" else ""
+        raise ConfigError(
+            f"the {len(smiles)} molecules of {str(file)!r} do not fill a training, a validation and a test split, of "
+            f"which the last two have a tenth each; use more{other}",
+            argument="split",
+            value=split,
+        )
+    return parts
+
+
+def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: Path, smiles: str) -> list[str]:
     """Return the target columns, or raise ConfigError if one is missing or there are none."""
-    chosen = [targets] if isinstance(targets, str) else list(columns if targets is None else targets)
+    if targets is None:
+        chosen = [column for column in columns if column]
+        if len(chosen) < len(columns):
+            _log.warning("%s: a column without a name, such as the index that pandas writes, is no target", file)
+        if len(chosen) > 1:
+            text = "%s: the targets are all columns but %r: %s; dataset.targets names others"
+            _log.info(text, file, smiles, ", ".join(chosen))
+    else:
+        chosen = [targets] if isinstance(targets, str) else list(targets)
     for column in chosen:
         if column not in columns:
             raise ConfigError(
-                f"{file} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
+                f"{str(file)!r} has no column {column!r}; {nearest(column, columns)}", argument="targets", value=chosen
             )
     if not chosen:
-        raise ConfigError(f"targets: {file} has no column but {smiles!r}; name a file with targets")
+        raise ConfigError(f"targets: {str(file)!r} has no column but {smiles!r}; name a file with targets")
     return chosen
 
 
@@ -156,13 +181,15 @@ def _read_table(
     try:
         with path.open(newline="", encoding="utf-8-sig") as opened:
             reader = csv.DictReader(opened)
-            columns = list(reader.fieldnames or ())
+            columns = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             for fields in reader:  # which skips empty lines
                 rows.append(fields)
                 lines.append(reader.line_num)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(
-            f"cannot be read ({error}); name a file of comma-separated values", argument="file", value=str(path)
+            f"cannot be read ({error}); name a file of comma-separated values in UTF-8",
+            argument="file",
+            value=str(path),
         ) from error
     if not columns:
         raise ConfigError("is empty; its first line has the names of the columns", argument="file", value=str(path))
@@ -171,29 +198,48 @@ def _read_table(
         raise ConfigError(
             f"its fields are separated by {other!r}, and must be by ','", argument="file", value=str(path)
         )
+    if twice := sorted({name for name in columns if name and columns.count(name) > 1}):
+        raise ConfigError(f"has two columns named {twice[0]!r}; rename one", argument="file", value=str(path))
     if smiles is not None and smiles not in columns:
         raise ConfigError(
             f"{str(path)!r} has no such column; {nearest(smiles, columns)}", argument="smiles", value=smiles
         )
     for line, row in zip(lines, rows, strict=True):
         if None in row.values() or None in row:
+            given = [item for value in row.values() for item in (value if isinstance(value, list) else [value])]
+            found = sum(item is not None for item in given)
             raise ConfigError(
-                f"line {line} has not {len(columns)} fields, as the first line has", argument="file", value=str(path)
+                f"line {line} has {found} fields, and the first line has {len(columns)}; quote a field with a comma "
+                "in it",
+                argument="file",
+                value=str(path),
             )
     return smiles or _smiles_among(columns, path, setting), columns, rows, lines
+
+
+def _column(name: str, texts: Sequence[str], lines: Sequence[int], task: str) -> list[float]:
+    """Return the values of a target column, or raise ConfigError if a field is no number or all are empty."""
+    values = [_number(text, name, line, task) for text, line in zip(texts, lines, strict=True)]
+    if values and all(map(math.isnan, values)):
+        raise ConfigError(
+            f"targets: {name!r} has no value in any row; name the columns to predict, such as dataset.targets=logP"
+        )
+    return values
 
 
 def _number(text: str, column: str, line: int, task: str) -> float:
     if not text.strip():
         return math.nan
     try:
-        value = float(text)
+        value = float(text if "_" not in text else "")  # Python alone reads 1_000
     except ValueError:
         raise ConfigError(
             f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty, or name the "
             "columns to predict, such as dataset.targets=logP"
         ) from None
-    if math.isinf(value) or (task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)):
-        wanted = "0, 1 or empty" if task == "multilabel" else "finite or empty"
+    if abs(value) > torch.finfo(torch.float32).max or (
+        task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)
+    ):
+        wanted = "0, 1 or empty" if task == "multilabel" else "empty or finite in float32"
         raise ConfigError(f"targets: {column!r} has {text!r} in line {line}; it must be {wanted}")
     return value

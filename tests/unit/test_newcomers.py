@@ -1,0 +1,61 @@
+"""Mistakes of people who port a script for the first time: each is refused or named, with what to write instead."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from treadle import BaseTrainer, ConfigError, Trainer
+
+
+def pairs() -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(16, 3), torch.randn(16, 1)), batch_size=4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "fix"), [(nn.MSELoss(), r"override _prepare_batch.*\(batch, batch\.y\)"), (None, "'labels'")]
+)
+def test_a_batch_without_targets_is_told_where_to_put_them(loss, fix):
+    with pytest.raises(ConfigError, match=fix):
+        Trainer(nn.Linear(3, 1), None, loss, device="cpu").train([torch.randn(4, 3)], 1)
+
+
+class Steps(BaseTrainer):
+    per_epoch = True
+
+    def build_data_loader(self):
+        return pairs()
+
+    def build_model(self):
+        return nn.Linear(3, 1)
+
+    def build_optimizer(self):
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def build_lr_scheduler(self):
+        return torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: min(n / 10, 1))
+
+    def forward(self, batch):
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1]), {}
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_a_warm_up_whose_first_epoch_trains_nothing_is_named(per_batch, caplog):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(n / 10, 1))
+    with caplog.at_level(logging.WARNING):
+        Trainer(
+            model, optimizer, nn.MSELoss(), device="cpu", scheduler=schedule, scheduler_step_per_batch=per_batch
+        ).train(pairs(), 1)
+    assert ("the learning rate is 0 in the whole of epoch 1" in caplog.text) == (not per_batch)
+
+
+def test_a_step_face_whose_schedule_moves_with_its_steps_is_not_warned_of_a_rate_of_0(caplog):
+    with caplog.at_level(logging.WARNING):
+        Steps(4, device="cpu").train()
+    assert "learning rate is 0" not in caplog.text
