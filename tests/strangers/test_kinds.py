@@ -733,6 +733,29 @@ def test_texts_and_times_that_a_hook_sets_when_it_begins_stay_and_numbers_are_na
     assert "continues with the checkpoint's rate=0.05 (on_before_train set 0.025)" in caplog.text
 
 
+class SetsRate(BaseHook):
+    def __init__(self, rate: float):
+        self.given = (rate,)
+
+    def on_before_train(self, trainer: Any) -> None:
+        trainer.optimizer.param_groups[0]["lr"] = self.given[0]
+
+    def on_after_step(self, trainer: Any) -> None:
+        trainer.optimizer.param_groups[0]["lr"] /= 2
+
+
+@pytest.mark.parametrize(("first", "later", "used"), [(0.05, 0.05, 0.0125), (0.03, 0.03, 0.0075), (0.03, 0.5, 0.5)])
+def test_a_rate_that_a_hook_sets_again_when_it_begins_is_put_back_and_another_one_stays(first, later, used, caplog):
+    engine = engine_of(hooks=[SetsRate(first)])
+    engine.run(points_loader(), max_steps=2)
+    resumed = engine_of(hooks=[SetsRate(later)])
+    resumed.load_state_dict(through_a_file(engine.state_dict()))
+    resumed.run(points_loader(), max_steps=3)
+    assert resumed.optimizer.param_groups[0]["lr"] == used / 2
+    named = "continues with the checkpoint's optimizer[0].lr=0.0125 (on_before_train set 0.05"
+    assert caplog.text.count(named) == (first == 0.05)  # with which the optimizer was built, so it may be on purpose
+
+
 @pytest.mark.parametrize("make", [lambda: nn.LSTM(WIDTH, 1), lambda: nn.GRU(WIDTH, 1), lambda: nn.RNN(WIDTH, 1)])
 def test_the_parameters_of_a_recurrent_layer_are_not_named(make, caplog):
     class First(nn.Module):
@@ -941,6 +964,19 @@ def test_weights_that_were_pruned_before_training_are_not_named(caplog: pytest.L
     second.load_state_dict(first.state_dict())
     second.state_dict()  # before a forward pass computes the weight again
     assert caplog.text == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("fuses", [True, False])
+def test_torchscript_is_named_where_it_fuses_kernels(fuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(torch.jit.script(nn.Linear(WIDTH, 1)))
+    before = torch.jit.set_fusion_strategy([("STATIC", 2)] if fuses else [])
+    try:
+        engine.state_dict()
+        assert torch.jit.set_fusion_strategy(before) == ([("STATIC", 2)] if fuses else [])
+    finally:
+        torch.jit.set_fusion_strategy(before)
+    assert caplog.text.count("torch.jit.set_fusion_strategy([])") == fuses
 
 
 def test_what_a_manager_of_multiprocessing_holds_is_carried() -> None:

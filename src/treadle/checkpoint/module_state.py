@@ -223,5 +223,7 @@ def _set_tensor(module: nn.Module, name: str, value: Tensor, shared: Mapping[int
     made = value.clone() if like is None else value.clone().to(like.device)
     if name in module._buffers:
         module.register_buffer(name, made, persistent=name not in module._non_persistent_buffers_set)
+    elif not hasattr(module, name):  # a buffer that appeared, which a hook may register again
+        module.register_buffer(name, made, persistent=False)
     else:
         setattr(module, name, made)

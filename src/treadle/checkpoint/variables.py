@@ -251,8 +251,9 @@ def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _set_default(function: types.FunctionType, name: str, value: Any) -> None:
-    if name in (function.__kwdefaults__ or {}):
-        function.__kwdefaults__[name] = value
+    of_keywords = function.__kwdefaults__ or {}
+    if name in of_keywords:
+        of_keywords[name] = value
         return
     values = _defaults_of(function) | {name: value}
-    function.__defaults__ = tuple(values[key] for key in values if key not in (function.__kwdefaults__ or {}))
+    function.__defaults__ = tuple(values[key] for key in values if key not in of_keywords)

@@ -107,6 +107,8 @@ class FaceEpochs(SelectingEpochs):
         engine = self.engine
         engine.prepare()
         resume_from_hooks(engine)
+        if not engine.cursor.position:  # between two epochs, each a run for its hooks
+            engine.state.begin_anew()
         engine.should_stop, self._wrapped = False, True
         self.deadline = engine.settings.limits.deadline()
         last = engine.settings.limits.target(None, epochs)[1] or 0
