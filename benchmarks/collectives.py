@@ -79,7 +79,7 @@ def call_of(operation: str, num_bytes: int, device: torch.device) -> Callable[[]
         return lambda: reduce(part, every, op=mean)
     if operation == HOST_GATHER:
         assert num_bytes == TOLD
-        return lambda: distributed.tell_ranks([1.0] * (num_bytes // 8))
+        return lambda: distributed.gather_numbers([1.0] * (num_bytes // 8))
     told = torch.zeros(num_bytes, dtype=torch.uint8)
     return lambda: distributed.max_over_ranks(told)
 

@@ -243,7 +243,9 @@ def notes_of(results: Sequence[Result], missing: Sequence[str]) -> list[str]:
 
 
 def side_by_side(options: argparse.Namespace) -> str:
-    """Return how many runs shared the machine, which their seconds depend on."""
+    """Return where the runs were trained, and how many shared the machine, which their seconds depend on."""
+    if options.trained_on:
+        return f"Trained on {options.trained_on}."
     return (
         f"{options.jobs} runs of our models on {options.device} and {options.peer_jobs} of the peers on "
         f"{options.peer_device} shared the machine at a time."
@@ -273,6 +275,7 @@ def main() -> None:
     parser.add_argument("--peer-device", default="cpu")
     parser.add_argument("--data", type=Path, help="made by --write-data; else the packages are read")
     parser.add_argument("--write-data", type=Path)
+    parser.add_argument("--trained-on", help="the machine of runs that were brought here, for the notes")
     options = parsed(parser)
     if options.write_data:
         write_data(options.sets, options.write_data)

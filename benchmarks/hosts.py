@@ -22,6 +22,7 @@ import torch.distributed as dist
 from machine import describe, write_result
 
 from treadle import distributed
+from treadle.distributed import ranks
 
 COLUMNS = ("processes", "what", "way", "ms a call", "least", "most", "ms of the CPU")
 NUMBERS = [1.0] * 12  # what each rank of replicas sends to the others in a step
@@ -29,12 +30,12 @@ ALWAYS, NEVER = 0, 1 << 20  # ranks beyond which rounds are used
 
 
 def tell(few: int) -> None:
-    distributed._FEW = few
-    distributed.tell_ranks(NUMBERS)
+    ranks._FEW = few
+    distributed.gather_numbers(NUMBERS)
 
 
 def largest(few: int) -> None:
-    distributed._FEW = few
+    ranks._FEW = few
     distributed.max_over_ranks(torch.zeros(221, dtype=torch.uint8))  # which of 221 weights have a gradient
 
 

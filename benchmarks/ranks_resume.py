@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import queue
 import random
 import shutil
 import signal
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +51,20 @@ COLUMNS = ("model", "way", "ranks", "what", "tensors equal", "samples of the epo
 
 
 class Noting(NextToken):
-    """Task that records which samples were read, and the last loss."""
+    """Task that notes which samples were read, and the last loss, where no checkpoint holds it: in a queue."""
 
     def __init__(self) -> None:
-        self.read: list[int] = []
-        self.loss = math.nan
+        self.notes: queue.SimpleQueue[tuple[list[int], float]] = queue.SimpleQueue()
 
     def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> StepOutput:
         output = super().step(model, batch[0].to(next(model.parameters()).device))
-        self.read += batch[1].tolist()
-        self.loss = float(output.loss.detach())
+        self.notes.put((batch[1].tolist(), float(output.loss.detach())))
         return output
+
+    def drained(self) -> tuple[list[int], float]:
+        """Return the samples read since the last call, and the last loss."""
+        notes = [self.notes.get() for _ in range(self.notes.qsize())]
+        return [number for read, _ in notes for number in read], notes[-1][1] if notes else math.nan
 
 
 class Cut(BaseHook):
@@ -70,15 +75,21 @@ class Cut(BaseHook):
 class Dies(BaseHook):
     """Hook that kills rank n in start number n, at a random moment within some steps."""
 
+    timer: threading.Timer | None = None
+
     def __init__(self) -> None:
-        self.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        self.chance = random.Random(self.start)
-        self.at = 1 + self.start * 2 + self.chance.randrange(2)
+        start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        chance = random.Random(start)
+        at, delay = 1 + start * 2 + chance.randrange(2), 0.1 * chance.random()
+        self.moment = RawArray("d", [start, at, delay])  # numbers of this start: no checkpoint holds such an array
 
     def on_after_step(self, trainer: Engine) -> None:
-        if trainer.step >= self.at and dist.get_rank() == self.start:
-            self.at = sys.maxsize
-            threading.Timer(0.1 * self.chance.random(), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        start, at, delay = self.moment
+        if self.timer is None and trainer.step >= at and dist.get_rank() == start:
+            self.timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+            self.timer.start()
+        if trainer.is_last_step and self.timer is not None:
+            self.timer.join()  # a run that ended before its kill would count one kill less
 
 
 def samples(size: str, ranks: int) -> TensorDataset:
@@ -123,16 +134,16 @@ def as_many(way: str, size: str, device: torch.device, folder: Path, ranks: int)
     del straight
     cut, task = engine_of(way, size, device, folder / way, [Cut()])
     cut.run(loader, epochs=1)
-    found |= {"saved": hashes(cut), "read": gathered(task.read), "steps": cut.step}
+    found |= {"saved": hashes(cut), "read": gathered(task.drained()[0]), "steps": cut.step}
     del cut
     if dist.get_rank() == 0:
         shutil.copytree(folder / way, folder / f"{way}_for_half", symlinks=True)
     dist.barrier()
     again, task = engine_of(way, size, device, folder / way)
     again.run(loader, epochs=1)
-    found["read on"] = gathered(task.read)
+    found["read on"] = gathered(task.drained()[0])
     again.run(loader, epochs=EPOCHS)
-    return found | {"resumed": hashes(again), "loss": task.loss}
+    return found | {"resumed": hashes(again), "loss": task.drained()[1]}
 
 
 def half(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
@@ -142,7 +153,8 @@ def half(way: str, size: str, device: torch.device, folder: Path, ranks: int) ->
     engine.run(loader, max_steps=CUT)
     found = {"loaded": hashes(engine), "steps": engine.step}
     engine.run(loader, epochs=1)
-    return found | {"read on": gathered(task.read), "loss": task.loss}
+    read, loss = task.drained()
+    return found | {"read on": gathered(read), "loss": loss}
 
 
 def killed(way: str, size: str, device: torch.device, folder: Path, ranks: int) -> dict[str, Any]:
@@ -150,7 +162,7 @@ def killed(way: str, size: str, device: torch.device, folder: Path, ranks: int) 
     saving = {"interval": 1 if size == "tiny" else 4, "background": way == "fsdp", "keep_previous": 1}
     engine, task = engine_of(way, size, device, folder / f"{way}_killed", [Dies()], **saving)
     engine.run(loader_of(size, ranks), epochs=EPOCHS)
-    return {"end": hashes(engine), "kills": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "loss": task.loss}
+    return {"end": hashes(engine), "kills": int(os.environ["TORCHELASTIC_RESTART_COUNT"]), "loss": task.drained()[1]}
 
 
 LEGS = {"as many": as_many, "half": half, "killed": killed}

@@ -251,5 +251,5 @@ def test_runs_of_the_trial_go_on_to_the_bit(benchmark, monkeypatch, capsys):
     run_the_trial(benchmark, monkeypatch, "ranks_resume", "--ranks", "2")
     out = capsys.readouterr().out
     assert out.count("'tensors equal': '116 of 116'") == 6
-    assert out.count("each once") == 4
+    assert out.count("'each once'") == 4
     assert out.count("'kills': 2") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import shutil
 from pathlib import Path
 
@@ -22,16 +23,18 @@ PATIENCE = 300.0  # seconds
 
 
 class Noting(Fit):
-    """Keeps which samples each step read, and its loss."""
+    """Notes which samples each step read, and its loss, in a queue: a list would be state of the run and be resumed."""
 
     def __init__(self):
-        self.seen, self.losses = [], []
+        self.notes = queue.SimpleQueue()
 
     def step(self, model, batch, totals=None, generator=None):
         output = super().step(model, batch)
-        self.seen.append(batch[1].tolist())
-        self.losses.append(float(output.loss.detach()))
+        self.notes.put((batch[1].tolist(), float(output.loss.detach())))
         return output
+
+    def drained(self):
+        return [self.notes.get() for _ in range(self.notes.qsize())]
 
 
 def samples():
@@ -45,12 +48,13 @@ def leg(kind, folder, *, hooks=(), seed=0, epochs=2):
     """Go on from what is in a folder; return the engine, what this rank read by epoch, and its losses."""
     task = Noting()
     made = engine(kind, folder, hooks=hooks, seed=seed, task=task, interval=100)
-    seen = []
+    seen, losses = [], []
     for epoch in range(1, epochs + 1):
         made.run(samples(), epochs=epoch)
-        seen.append([row for batch in task.seen for row in batch])
-        task.seen = []
-    return made, seen, task.losses
+        notes = task.drained()
+        seen.append([row for rows, _ in notes for row in rows])
+        losses += [loss for _, loss in notes]
+    return made, seen, losses
 
 
 def eight(folder):
@@ -69,7 +73,7 @@ def eight(folder):
         apart = differences(*states) if dist.get_rank() == 0 else []
         found[kind] = {
             "cut at": cut.step, "saved": saved, "before": before[0], "after": after, "losses": losses,
-            "resumed": resumed.resumed, "steps": resumed.step, "apart": apart,
+            "resumed": resumed.state.resumed, "steps": resumed.step, "apart": apart,
         }  # fmt: skip
     return found
 

@@ -23,7 +23,7 @@ PLACES = {
     "after the parts": (1, sharded, "write_shard", True, 2),
     "parts read back": (1, sharded, "_read_back", True, 2),
     "before the marker": (0, shard_manifest, "publish", False, 2),
-    "after the marker": (0, shard_manifest, "publish", True, 2),  # the link to the newest still names the one before
+    "after the marker": (0, shard_manifest, "publish", True, 3),  # whole, though the link names the one before
     "after the link": (0, sharded, "_finish", True, 3),
 }
 

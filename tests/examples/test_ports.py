@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import runpy
 import sys
@@ -45,11 +46,12 @@ def test_a_port_is_exact(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow  # a minute of training
-def test_the_ports_learn(tmp_path, monkeypatch, capsys):
-    run("mnist", monkeypatch, "--epochs", 3, "--out", tmp_path / "mnist")
+def test_the_ports_learn(tmp_path, monkeypatch, capsys, caplog):
+    run("mnist", monkeypatch, "--epochs", 8, "--out", tmp_path / "mnist")
     assert float(re.search(r"accuracy ([\d.]+)", capsys.readouterr().out).group(1)) > 0.9
     run("timm_classifier", monkeypatch, "--epochs", 8, "--out", tmp_path / "timm")
     assert float(re.search(r"average ([\d.]+)", capsys.readouterr().out).group(1)) > 0.9
-    run("dqn", monkeypatch, "--max-steps", 1500, "--out", tmp_path / "dqn")
-    games = [float(length) for length in re.findall(r"game ([\d.]+)", capsys.readouterr().err)]
+    with caplog.at_level(logging.INFO, "treadle"):
+        run("dqn", monkeypatch, "--max-steps", 1500, "--out", tmp_path / "dqn")
+    games = [float(length) for length in re.findall(r"game ([\d.]+)", caplog.text)]
     assert games[-1] > 2 * games[0]

@@ -72,6 +72,8 @@ def test_a_block_of_the_readme_runs_as_it_is_pasted_shows_itself_and_makes_a_pag
     page = (folder / "report.html").read_text(encoding="utf-8")
     for chart in ("Loss", "Gradient norm", "Learning rate", "optimizer.class", "finished"):
         assert chart in page
+    if number == 1:
+        run("-m", "treadle", "replay", str(folder), "--step", "120", "--script", "pasted.py")
     if number == 0:
         folder.rename(tmp_path / "straight")
         _stop_and_resume_on_a_terminal(tmp_path)

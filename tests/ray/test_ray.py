@@ -23,7 +23,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "ray"
 STEPS = 300
 pytestmark = [
     pytest.mark.slow,  # a minute to start a cluster
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[train,tune]"),
+    # this folder is a namespace package "ray"
+    pytest.mark.skipif(importlib.util.find_spec("ray.train") is None, reason="needs ray[train,tune]"),
 ]
 
 

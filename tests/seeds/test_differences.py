@@ -17,7 +17,17 @@ from functional_kit import Given, constant, evaluations, loader, make, net, scal
 from graph_kit import graphs as graph_list
 from graph_kit import loader as graph_loader
 from graph_kit import make as make_graphs
-from treadle import BaseTrainer, CheckpointingHook, EmaHook, LoggingHook, NonFiniteHook, Trainer, key_average
+from treadle import (
+    BaseTrainer,
+    CheckpointingHook,
+    EmaHook,
+    LoggingHook,
+    NonFiniteHook,
+    ProgressHook,
+    Trainer,
+    WandbHook,
+    key_average,
+)  # fmt: skip
 from treadle.builder import Registry, build_from_cfg
 from treadle.checkpoint import load_checkpoint
 from treadle.config import apply_overrides, format_config, load_config, save_config
@@ -377,6 +387,29 @@ def mini_copies():
     assert built.widths is not widths
 
 
+def trainloop_device():
+    mini_device()
+
+
+def trainloop_missing_losses():
+    class Half(Line):
+        def forward(self, input):
+            return (None, {}) if input.sum() == 0 else super().forward(input)
+
+    empty, full = torch.zeros(2, 1), torch.ones(2, 1)
+    trainer = Half([empty, full, empty, empty, full], max_steps=2, gradient_accumulation_steps=2)
+    trainer.train()
+    assert (trainer.step, trainer.applied_steps, trainer.model.weight.item()) == (2, 1, 0.0)
+
+
+def trainloop_arguments_of_hooks():
+    with pytest.raises(TypeError, match="show_units"):
+        ProgressHook(10, show_units=False)
+    for wrong in (lambda: CheckpointingHook(2, 1, 3, [3]), lambda: WandbHook("p", {"a": 1})):
+        with pytest.raises(ConfigError, match="must be"):
+            wrong()
+
+
 def trainloop_retries():
     mini_retries()
 
@@ -405,7 +438,9 @@ def trainloop_loss_not_finite(tmp_path):
 
 
 def trainloop_kept_checkpoints(tmp_path):
-    mini_kept_checkpoints(tmp_path)
+    mini_kept_checkpoints(tmp_path / "given")
+    Line(given=[CheckpointingHook(1, path=tmp_path / "default")]).train()
+    assert [len(list((tmp_path / name).glob("checkpoint_step_*"))) for name in ("given", "default")] == [2, 2]
 
 
 def trainloop_names_of_checkpoints(tmp_path):

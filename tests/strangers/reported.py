@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,11 @@ import numpy as np
 import torch
 from scipy import stats
 from scipy.stats import qmc
+from torch import nn
 
 from helpers import MeanSquare
 from strangers import beside
-from strangers.bench import Case, Points, Row, net, points_loader
+from strangers.bench import WIDTH, Case, Points, Row, net, points_loader
 from strangers.kept import Scaled, divide
 from strangers.unseen import OfDicts
 from treadle import BaseTrainer, StepOutput
@@ -235,6 +238,50 @@ class Configured(BaseTrainer):
         return torch.nn.functional.mse_loss(self.model(input[0]), input[1]) * held["rate"], {}
 
 
+# -- values of the standard library -------------------------------------------------------------------------------
+
+
+class MoreIterators(Scaled):
+    def __init__(self) -> None:
+        self.numbers = [
+            itertools.accumulate(range(1, 50)), itertools.compress(range(50), [1, 0] * 25), iter(bytes(range(50))),
+            iter(bytearray(range(50))), iter(array.array("i", range(50))), iter(np.arange(50)),
+        ]  # fmt: skip
+        self.groups = [
+            itertools.product([1, 2, 3], repeat=3), itertools.permutations(range(5)),
+            itertools.combinations(range(9), 3), itertools.combinations_with_replacement(range(9), 3),
+            itertools.zip_longest(range(50), range(2), fillvalue=7),
+        ]  # fmt: skip
+        self.window = slice(None, 1)
+
+    def next(self, batch: Any) -> Any:
+        self.window = slice(None, self.window.stop + 1)
+        return sum(int(next(each)) for each in self.numbers) + sum(sum(next(each)) for each in self.groups) + len(
+            range(99)[self.window]
+        )  # fmt: skip
+
+
+class InNamespace(Scaled):
+    def __init__(self) -> None:
+        self.parts = SimpleNamespace(losses=[nn.BatchNorm1d(WIDTH, affine=False)], steps=0)
+
+    def next(self, batch: Any) -> Any:
+        self.parts.steps += 1
+        self.parts.losses[0](batch[0])
+        return self.parts.steps + self.parts.losses[0].running_mean.abs().sum()
+
+
+class SeenThroughNumPy(Scaled):
+    """Counts in one element of a large tensor, through a view that the tensor does not notice."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(50_000)
+
+    def next(self, batch: Any) -> Any:
+        self.counts.numpy()[12345] += 1
+        return self.counts[12345]
+
+
 def configured(made: Any) -> Any:
     return lambda: Case(engine=Configured(made(rate=1.0)))
 
@@ -245,6 +292,10 @@ REPORTED = [
     Row("behind a registry of partials and instances", VARIABLES, of_variables(through_a_registry), stops=STOPS),
     Row("private slots", OWN, lambda: Case(task=Returns(PrivateSlots())), stops=STOPS),
     Row("a number and a Structure of ctypes", OWN, lambda: Case(task=InMemory()), stops=STOPS),
+    Row("iterators: accumulate, compress, product, permutations, zip_longest, of bytes and arrays; a slice",
+        OWN, lambda: Case(task=MoreIterators()), stops=STOPS),
+    Row("a module and a counter in a namespace", OWN, lambda: Case(task=InNamespace()), stops=STOPS),
+    Row("a large tensor that is written through NumPy", OWN, lambda: Case(task=SeenThroughNumPy()), stops=STOPS),
     Row("a distribution that is replaced in each step", OWN, lambda: Case(task=Prior()), stops=STOPS),
     Row("LastNeighborLoader and a changed Data of torch_geometric", OWN, lambda: Case(task=Temporal()),
         needs=("torch_geometric",), stops=STOPS),

@@ -10,6 +10,7 @@ import functools
 import logging
 import multiprocessing
 import random
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -428,6 +429,21 @@ def test_what_a_checkpoint_cannot_hold_of_a_hook_and_a_cache_is_named_once(caplo
     assert "Cached.read (an lru_cache) has changed, but checkpoints do not hold it" in caplog.text
 
 
+def test_a_change_deep_in_a_dict_that_holds_a_lock_is_named(caplog):
+    class Guarded(MeanSquare):
+        def __init__(self) -> None:
+            self.memory = {"shared": {"lock": threading.Lock(), "calls": 0}}
+
+        def step(self, model: Any, batch: Any, totals: Any = None, generator: Any = None) -> Any:
+            self.memory["shared"]["calls"] += 1
+            return super().step(model, batch)
+
+    engine = engine_of(task=Guarded())
+    engine.run(points_loader(), max_steps=2)
+    engine.state_dict()
+    assert "task.memory changes during the run, but checkpoints do not hold it" in caplog.text
+
+
 def test_trying_the_schedule_moves_nothing():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -456,10 +472,21 @@ class Fit(BaseTrainer):
         return self.model(input[0]).square().mean()
 
 
-@pytest.mark.parametrize("name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step"])
+@pytest.mark.parametrize(
+    "name", ["_train_step", "build_lr_schedular", "build_optimiser", "training_step", "log_scalars", "_before_step"]
+)
 def test_a_method_that_nothing_calls_is_named_at_once(name, caplog):
     type("Mine", (Fit,), {name: lambda self: None})(max_steps=1, device="cpu").train()
     assert f"Mine.{name}: nothing calls it" in caplog.text
+
+
+def test_a_call_of_its_super_does_not_make_a_method_the_users_own(caplog):
+    class Mine(Fit):
+        def _before_step(self) -> None:
+            super()._before_step()  # type: ignore[misc]
+
+    Mine(max_steps=1, device="cpu").train()
+    assert "Mine._before_step: nothing calls it; pass a hook with on_before_step" in caplog.text
 
 
 def test_a_method_that_the_user_calls_is_not_named(caplog):

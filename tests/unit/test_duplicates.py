@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from ranks import run_on_ranks
-from treadle import BaseHook, Engine
+from treadle import BaseHook, Engine, parallelize
 from treadle.data import RankBatchSampler, rank_and_worker, shard_iterable
 
 
@@ -106,16 +106,19 @@ class Said(BaseHook, logging.Handler):
         self.begun = True
 
 
-def said_before_step_1(loader):
+REPEATS = (" times in an epoch", "every rank reads")
+
+
+def said_before_step_1(loader, wrap=lambda model: model, words_of_it=REPEATS):
     said = Said()
     logging.getLogger("treadle").addHandler(said)
     try:
-        model = nn.Linear(1, 1)
+        model = wrap(nn.Linear(1, 1))
         engine = Engine(model, torch.optim.SGD(model.parameters(), 0.01), Square(), device="cpu", hooks=[said])
         engine.run(loader, epochs=1)
     finally:
         logging.getLogger("treadle").removeHandler(said)
-    return [line for line in said.before if " times in an epoch" in line or "every rank reads" in line]
+    return [line for line in said.before if any(words in line for words in words_of_it)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,6 +145,14 @@ class Own(torch.utils.data.Dataset):
         return self.rows[index]
 
 
+class EverySecond(torch.utils.data.Sampler):
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(range(torch.distributed.get_rank(), 12, 2))
+
+
 def on_two_ranks():
     rank, data = torch.distributed.get_rank(), TensorDataset(X)
     loaders = {
@@ -149,6 +160,7 @@ def on_two_ranks():
         "shuffled": DataLoader(data, 2, shuffle=True),
         "stream": DataLoader(Stream(), 2),
         "DistributedSampler": DataLoader(data, 2, sampler=DistributedSampler(data)),
+        "own sampler": DataLoader(data, 2, sampler=EverySecond()),
         "RankBatchSampler": DataLoader(data, batch_sampler=RankBatchSampler(12, 2)),
         "subset": DataLoader(Subset(data, range(rank, 12, 2)), 2),
         "rows": DataLoader(TensorDataset(X[rank::2]), 2),
@@ -161,6 +173,29 @@ def on_two_ranks():
 def test_on_ranks_a_loader_without_a_share_is_named_before_step_1():
     expected = {
         "plain": 1, "shuffled": 1, "stream": 1, "DistributedSampler": 0, "RankBatchSampler": 0, "subset": 0, "rows": 0,
-        "own": 0, "shared stream": 0,
+        "own": 0, "shared stream": 0, "own sampler": 0,
     }  # fmt: skip
     assert run_on_ranks(on_two_ranks, 2) == [expected, expected]
+
+
+def models_on_two_ranks():
+    def averaged(model):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: torch.distributed.all_reduce(parameter.grad))
+        return model
+
+    wraps = {
+        "alone": lambda model: model,
+        "ddp": lambda model: parallelize(model, "ddp"),
+        "fsdp": lambda model: parallelize(model, "fsdp"),
+        "torch's": nn.parallel.DistributedDataParallel,
+        "inside": lambda model: nn.Sequential(nn.parallel.DistributedDataParallel(model)),
+        "averaged by hooks": averaged,
+    }
+    data = [X[:6], X[6:]]
+    return {name: len(said_before_step_1(data, wrap, ("trains a model by itself",))) for name, wrap in wraps.items()}
+
+
+def test_a_model_that_nothing_keeps_equal_on_ranks_is_named_before_step_1():
+    expected = {"alone": 1, "ddp": 0, "fsdp": 0, "torch's": 0, "inside": 0, "averaged by hooks": 0}
+    assert run_on_ranks(models_on_two_ranks, 2) == [expected, expected]

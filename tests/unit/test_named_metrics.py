@@ -219,3 +219,27 @@ def test_a_step_face_without_outputs_is_told_so_before_step_1():
 
 def test_every_name_is_made():
     assert len(EpochMetrics(METRIC_NAMES, CPU)._named) == len(METRIC_NAMES)
+
+
+@pytest.mark.parametrize("begin", ["train", "validate", "sanity"])
+def test_a_run_with_metrics_by_name_resumes_exactly(begin, tmp_path):
+    outputs, targets = classes()
+    loader = DataLoader(TensorDataset(outputs, targets), batch_size=4)
+
+    def run(epochs, folder):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        trainer = treadle.Trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), device="cpu", progress=False,
+            metrics=["accuracy", "f1"], num_sanity_eval_steps=int(begin == "sanity"),
+        )  # fmt: skip
+        if begin == "validate":
+            trainer.validate(loader)
+        history = trainer.train(loader, epochs, loader, save_dir=folder, resume_from="auto")
+        return history, model.weight
+
+    run(2, tmp_path / "stopped")
+    history, weight = run(4, tmp_path / "stopped")
+    straight, expected = run(4, tmp_path / "straight")
+    assert history == straight
+    assert torch.equal(weight, expected)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from ranks import run_on_ranks
 from treadle import BaseTrainer, ConfigError, Trainer
 
 
@@ -59,3 +60,28 @@ def test_a_step_face_whose_schedule_moves_with_its_steps_is_not_warned_of_a_rate
     with caplog.at_level(logging.WARNING):
         Steps(4, device="cpu").train()
     assert "learning rate is 0" not in caplog.text
+
+
+def refused_on_two_ranks():
+    rank = torch.distributed.get_rank()
+    model, found = nn.Linear(3, 1), []
+    trainer = Trainer(model, None, nn.MSELoss(), device="cpu", parallel="ddp", progress=False)
+    data = [(torch.ones(4, 3), torch.ones(4, 1))] * 2
+    for call in (
+        {"eval_dataloader": data if rank == 0 else None},
+        {"eval_dataloader": {"ab"[rank]: data}},
+        {"n": rank},
+    ):
+        with pytest.raises(ConfigError) as refused:
+            trainer.train(data, 1 + call.pop("n", 0), **call)
+        found.append(str(refused.value)[:62])
+    return found
+
+
+def test_what_ranks_do_together_is_asked_for_by_all_of_them():
+    expected = [
+        "evaluation_loader: it is given on rank 0 and None on rank 1, a",
+        "evaluation_loader: it is ['a'] on rank 0 and ['b'] on rank 1, ",
+        "epochs: it is 1 on rank 0 and 2 on rank 1, and must be the sam",
+    ]
+    assert run_on_ranks(refused_on_two_ranks, 2) == [expected, expected]

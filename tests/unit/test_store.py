@@ -489,7 +489,7 @@ def test_a_full_disk_leaves_the_old_file_and_a_clear_message(tmp_path, limit):
     assert files_in(tmp_path) == ["a.pt"]
 
 
-@pytest.mark.parametrize(("tensor", "together"), [(torch.ones(8), 1), (torch.ones(1 << 15), 3)])
+@pytest.mark.parametrize(("tensor", "together"), [(torch.ones(8), 1), (torch.ones(1 << 15), 2)])
 def test_other_runs_wait_while_python_writes_small_tensors_and_no_longer(tmp_path, tensor, together):
     works = []
 
@@ -500,5 +500,5 @@ def test_other_runs_wait_while_python_writes_small_tensors_and_no_longer(tmp_pat
 
     with shared_host(Others()):
         save_checkpoint({"model": {"a": tensor, "b": tensor + 1}}, tmp_path / "a.pt")
-    assert len(works) == together
+    assert len(works) == together  # large ones are checked, then written without a copy in memory
     assert torch.equal(load_checkpoint(tmp_path / "a.pt")["model"]["b"], tensor + 1)

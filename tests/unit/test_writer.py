@@ -279,9 +279,10 @@ def test_however_many_saves_there_is_one_copy_of_the_state():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_value_anywhere_is_found(dtype, bad):
-    for position in (0, 17, 40):
-        weights = torch.ones(41, dtype=dtype)
+@pytest.mark.parametrize("size", [41, 40_001])  # large ones are searched by NumPy
+def test_one_bad_value_anywhere_is_found(dtype, bad, size):
+    for position in (0, 17, size - 1):
+        weights = torch.ones(size, dtype=dtype)
         assert non_finite_names({"w": weights, "n": torch.tensor(3), "none": torch.zeros(0)}) == []
         weights[position] = bad
         assert non_finite_names({"w": weights}) == ["w"]

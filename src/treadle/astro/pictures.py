@@ -184,19 +184,29 @@ def _medians(true: Numbers, predicted: Numbers) -> tuple[list[float], list[float
     return [float(np.median(true[group])) for group in groups], [float(np.median(predicted[group])) for group in groups]
 
 
+_METHODS = {
+    "model": (BLUE, "model"), "ridge": (ORANGE, "ridge"), "boosted trees": ("#E69F00", "boosted trees"),
+    "extra trees": ("#009E73", "extra trees"), "bins": (PALE, "true bin"),
+}  # fmt: skip
+"""Colour and name of the bars, in the order of the table's columns."""
+
+
 def _score_panel(axes: Axes, results: Sequence[CrossResult]) -> None:
     style_axes(axes)
     names = [question_name(result.question.target, result.question.given) for result in results]
     scores = [result.scores() for result in results]
     places = np.arange(len(results))
-    for shift, method, color in ((-0.27, "model", BLUE), (0.0, "ridge", ORANGE), (0.27, "bins", PALE)):
+    methods = [method for method in _METHODS if all(method in score for score in scores)]
+    height = 0.84 / len(methods)
+    for number, method in enumerate(methods):
         values = [score[method]["explained"] for score in scores]
-        name = {"bins": "the true bin, at best"}.get(method, method)
-        axes.barh(places + shift, np.maximum(values, 0), height=0.25, color=color, label=name)
+        color, name = _METHODS[method]
+        shift = (number - (len(methods) - 1) / 2) * height
+        axes.barh(places + shift, np.maximum(values, 0), height=0.92 * height, color=color, label=name)
         for place, value in zip(places, values, strict=True):
             text = f"{value:.2f}".replace("-", _MINUS)
             axes.annotate(text, (max(value, 0), place + shift), xytext=(3, 0), textcoords="offset points",
-                          va="center", fontsize=8, color=INK)  # fmt: skip
+                          va="center", fontsize=7, color=INK)  # fmt: skip
     axes.set_yticks(places, [name.replace(" from ", "\nfrom ") for name in names])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12)

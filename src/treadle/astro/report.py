@@ -122,7 +122,7 @@ def predictions_table(predictions: Sequence[Mapping[str, Any]], part: str = "tes
             )
             notes.append(f"{name}, balanced accuracy of the classes: {scores}")
     notes.append(f"The model is at or above the best of {', '.join(peers)} on: {', '.join(ahead) or 'none'}.")
-    columns = ["variance explained, rmse", "objects", "model", *peers, "true bin", "rmse", "ridge"]
+    columns = ["variance explained", "objects", "model", *peers, "true bin", "rmse, model", "rmse, ridge"]
     title = f"One modality from another, {part} objects"
     return Table(columns, rows, title=title, width=27, notes=notes, about_first=False)
 

@@ -26,7 +26,7 @@ from treadle.checkpoint.references import References
 _FIXED = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _CONTAINERS = (list, dict, set, deque, np.ndarray)  # types that change in place
 CachedFunction = type(cache(len))
-_SAMPLED = 4096  # elements of an array that a quick check compares
+_SAMPLED = 4096  # elements of a tensor or an array that a quick check compares
 _SAMPLED_ROWS = 64  # items of a container or rows of a table
 
 
@@ -123,6 +123,7 @@ class Attributes:
         for name, value in self._held().items():
             mark = self._marks.get(name)
             known = mark is not None and mark.detects_every_change and mark.is_of(value)
+            known = known and not _is_written_unseen(value, self._before[name])
             encoded = self._before[name] if known else self._encode(name, value)
             if encoded is OPAQUE:
                 others[name] = value
@@ -302,7 +303,7 @@ class Mark:
         return self._value() is value and self._fingerprint == _fingerprint_of(value)
 
 
-def _fingerprint_of(value: Any) -> Any:
+def _fingerprint_of(value: Any, rows: int = _SAMPLED_ROWS) -> Any:
     if is_table(value):
         return len(value), value.iloc[:: max(1, len(value) // _SAMPLED_ROWS)].to_numpy().tolist()
     if isinstance(value, Tensor):
@@ -315,17 +316,23 @@ def _fingerprint_of(value: Any) -> Any:
     if _is_of_a_library(value):
         return tuple((name, id(part), _version_of(part)) for name, part in attributes_of(value).items())
     if isinstance(value, _CONTAINERS):
-        first = itertools.islice(value.values() if isinstance(value, dict) else value, _SAMPLED_ROWS)
-        return len(value), *((id(item), _version_of(item), _sample_of(item)) for item in first)
+        items = value.values() if isinstance(value, dict) else value
+        some = itertools.islice(items, 0, None, max(1, len(value) // rows)) if rows else ()
+        return len(value), *((id(item), _version_of(item), _fingerprint_inside(item, rows // 4)) for item in some)
     return None
+
+
+def _fingerprint_inside(item: Any, rows: int) -> Any:
+    return sample(item, _SAMPLED_ROWS) if isinstance(item, Tensor) else _fingerprint_of(item, rows)
+
+
+def _is_written_unseen(value: Tensor, before: Any) -> bool:
+    """Return whether a tensor on the CPU differs from its copy: a write through NumPy may miss the sampled elements."""
+    return value.numel() > _SAMPLED and isinstance(before, Tensor) and not same(value, before)
 
 
 def _version_of(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
-
-
-def _sample_of(value: Any) -> Any:
-    return sample(value, _SAMPLED_ROWS) if isinstance(value, Tensor) else None
 
 
 def is_table(value: Any) -> bool:

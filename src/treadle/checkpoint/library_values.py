@@ -33,9 +33,12 @@ _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _KINDS: tuple[type, ...] = (
     array.array, bytearray, uuid.UUID, datetime.time, datetime.timezone, statistics.NormalDist, ChainMap, UserDict,
-    UserList, io.BytesIO, io.StringIO, itertools.count, *NAMESPACES,
+    UserList, io.BytesIO, io.StringIO, itertools.count, slice, *NAMESPACES,
 )  # fmt: skip
-_SEQUENCES: tuple[Any, ...] = ([], (), "", "\u00e9", range(0), range(2**70), {}, {}.values(), {}.items(), set())
+_SEQUENCES: tuple[Any, ...] = (
+    [], (), "", "\u00e9", range(0), range(2**70), {}, {}.values(), {}.items(), set(), b"", bytearray(),
+    array.array("b"), np.empty(0),
+)  # fmt: skip
 _MEMORIES = (ctypes.Array, ctypes.Structure, ctypes._SimpleCData)
 _PROXIES = (DictProxy, ListProxy, ValueProxy)  # of a manager, which another process holds
 _WITH_FORMS = (
@@ -43,8 +46,9 @@ _WITH_FORMS = (
     configparser.RawConfigParser, *_MEMORIES, *_PROXIES, np.random.SeedSequence, np.random.BitGenerator,
 )  # fmt: skip
 _ITERATORS: tuple[type, ...] = (
-    itertools.chain, itertools.cycle, itertools.islice, itertools.repeat, enumerate, zip,
-    type(reversed([])), *(type(iter(each)) for each in _SEQUENCES),
+    itertools.chain, itertools.cycle, itertools.islice, itertools.repeat, itertools.accumulate, itertools.product,
+    itertools.permutations, itertools.combinations, itertools.combinations_with_replacement, itertools.compress,
+    itertools.zip_longest, enumerate, zip, type(reversed([])), *(type(iter(each)) for each in _SEQUENCES),
 )  # fmt: skip
 _MAKERS: dict[str, Callable[..., Any]] = {"iter": iter, "reversed": reversed}
 _BY_PATH = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (*_KINDS, *_ITERATORS)}

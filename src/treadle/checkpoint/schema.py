@@ -73,6 +73,7 @@ _SCALARS = frozenset({*_PLAIN, type(None)})
 _ON = "cuda"  # device type whose small tensors are copied together
 _SMALL = 1 << 18  # largest size of such a tensor in bytes,
 _AT_ONCE = 1024  # and their largest number: 256 MiB in total
+_PARALLEL = 1 << 15  # elements from which torch wakes its threads, which takes longer than one thread
 
 
 def versions() -> dict[str, str]:
@@ -368,5 +369,9 @@ def _all_finite(value: Tensor) -> bool:
         value = torch.view_as_real(value.resolve_conj())
     if not value.is_floating_point() or value.numel() == 0:
         return True
+    if value.numel() >= _PARALLEL and value.dtype in (torch.float32, torch.float64) and value.device.type == "cpu":
+        numbers = value.numpy()
+        with np.errstate(invalid="ignore"):
+            return math.isfinite(numbers.min()) and math.isfinite(numbers.max())
     low, high = torch.aminmax(value.float() if value.element_size() == 1 else value)
     return math.isfinite(low) and math.isfinite(high)

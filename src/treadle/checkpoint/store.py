@@ -197,14 +197,15 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     """
     target = Path(path)
     sizes = sizes_of(tree)
+    small = sum(sizes) < _SMALL * len(sizes)
     # Python writes small tensors, and other runs would wait for it in each of their calls.
-    run: Callable[[Callable[[], Any]], Any] = run_off_turn if sum(sizes) >= _SMALL * len(sizes) else lambda work: work()
-    bad = run(lambda: non_finite_names(tree))
-    if bad:
+    run: Callable[[Callable[[], Any]], Any] = (lambda work: work()) if small else run_off_turn
+    if bad := run(lambda: non_finite_names(tree)):
         target = non_finite_path(target, bad)
     with reported(target):
-        # Comparing bytes is faster than checking records.
-        content = run(lambda: _in_memory(tree)) if sum(sizes) <= _IN_MEMORY else None
+        # Comparing the bytes of many small records is faster than checking their sums. Large ones go straight to the
+        # file and are summed, while other threads run: copies in memory would keep the interpreter.
+        content = run(lambda: _in_memory(tree)) if small and sum(sizes) <= _IN_MEMORY else None
         run_off_turn(lambda: _write(tree, target, content))
     return target
 

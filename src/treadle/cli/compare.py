@@ -72,6 +72,8 @@ def read_group(folder: Path) -> Results:
     from treadle.population.population import FILE
     from treadle.population.results import Results, read_rows
 
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give the folder of a population, or one of runs")
     rows = read_rows(folder / FILE) or [row for row in map(_row_of, _runs_below(folder)) if row.metrics]
     if not rows:
         raise ConfigError(f"{folder}: holds no runs with numbers; give the folder of a population, or one of runs")

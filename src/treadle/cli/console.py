@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -161,17 +162,17 @@ def show_table(table: report.Table, console: Console) -> None:
         chosen.append(column)
     print_table(_shown(table, chosen, title), console)
     for note in table.notes:
-        console.print(wrapped(note, console), soft_wrap=True)
+        console.print(wrapped(note, console), soft_wrap=True, markup=False)
 
 
 def _shown(table: report.Table, columns: Sequence[int], title: str | None = None) -> Table:
     """Return the names of the rows and some of the other columns."""
-    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    shown.add_column(table.columns[0], min_width=table.width)
-    for column in columns:
-        shown.add_column(table.columns[column], justify="right")
+    shown = Table(title=title and escape(title), title_justify="left", box=None, pad_edge=False)
+    shown.add_column(escape(table.columns[0]), min_width=table.width)
+    for column in columns:  # such as "weight [g/mol]"
+        shown.add_column(escape(table.columns[column]), justify="right")
     for row in table.rows:
-        shown.add_row(row[0], *(row[column] for column in columns))
+        shown.add_row(*(escape(row[column]) for column in (0, *columns)))
     return shown
 
 
@@ -192,9 +193,10 @@ def show_report(found: report.Report, out: Path, console: Console | None = None)
         console.print()
         show_table(table, console)
     for title, text in found.texts.items():
-        console.print(f"\n[bold]{title}[/bold]")
+        console.print(f"\n[bold]{escape(title)}[/bold]")
         for line in text.splitlines():
             console.print(Text(wrapped(f"  {line}".rstrip(), console)), soft_wrap=True)
-    console.print("\n" + " ".join([*([found.note] if found.note else []), f"Files in {out}:"]), soft_wrap=True)
+    files = f"Files in {out}:"
+    console.print("\n" + (f"{found.note} {files}" if found.note else files), soft_wrap=True, markup=False)
     for line in found.files:
         console.print(wrapped(line, console, indent=2), soft_wrap=True, markup=False)

@@ -44,6 +44,35 @@ def _in_other_words(error: UnicodeError) -> tuple[str, int]:
     return "".join(_WORDS.get(character, "?") for character in lacking), error.end
 
 
+def repeated_options(words: Sequence[str]) -> list[str]:
+    """Return a sentence for each option that is given twice with different values, of which the last one counts.
+
+    Args:
+        words: the arguments after the program name; those after ``--`` are a script's.
+
+    Example:
+        >>> repeated_options(["train", "spectra", "--out", "a", "--out=b", "--", "--out", "c"])
+        ['--out is given 2 times, as a and as b; b counts']
+        >>> repeated_options(["train", "spectra", "--resume", "--no-resume"])
+        ['--resume and --no-resume are both given; the last one counts']
+    """
+    own = list(words[: words.index("--")] if "--" in words else words)
+    values: dict[str, list[str]] = {}
+    for word, following in zip(own, [*own[1:], "-"], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name != "--member":  # the only one of which several count
+            values.setdefault(name, []).append(value if equals else "" if following.startswith("-") else following)
+    both = [name for name in values if f"--no-{name[2:]}" in values]
+    twice = [(name, given) for name, given in values.items() if len(set(given)) > 1 and all(given)]
+    return [
+        *(f"{name} and --no-{name[2:]} are both given; the last one counts" for name in both),
+        *(
+            f"{name} is given {len(given)} times, as {' and as '.join(given)}; {given[-1]} counts"
+            for name, given in twice
+        ),
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its exit code.
 
@@ -61,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         with repeating_ignored_interrupts():
             from treadle.cli.app import app
 
-            app(args=None if argv is None else list(argv), prog_name="treadle")
+            words = list(sys.argv[1:] if argv is None else argv)
+            for sentence in repeated_options(words):
+                sys.stderr.write(f"warning: {sentence}\n")
+            app(args=words, prog_name="treadle")
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise

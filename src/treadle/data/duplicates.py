@@ -85,7 +85,8 @@ def _shares(loader: DataLoader[Any]) -> bool:
     """Return whether a loader or one of its samplers shards by rank."""
     known = ("rank", "num_replicas", "_rank", "world_size")
     owners = [loader, *samplers_of(loader)]
-    return in_global_order(loader) is not None or any(hasattr(owner, name) for owner in owners for name in known)
+    shared = any(hasattr(owner, name) for owner in owners for name in known)
+    return shared or in_global_order(loader) is not None or any(map(_names_a_share, owners[1:]))
 
 
 def _fingerprint(dataset: Any, depth: int) -> Iterator[Any]:
@@ -113,7 +114,12 @@ def _is_unshared_stream(loader: Any) -> bool:
         return False
     if loader.worker_init_fn is not None:
         return False
-    return not any(word in name.lower() for name in _names_in(loader.dataset, 4) for word in _SHARES)
+    return not _names_a_share(loader.dataset)
+
+
+def _names_a_share(owner: Any) -> bool:
+    """Return whether the code of a data set or sampler names a worker or rank."""
+    return any(word in name.lower() for name in _names_in(owner, 4) for word in _SHARES)
 
 
 def _names_in(dataset: Any, depth: int) -> Iterator[str]:

@@ -210,6 +210,8 @@ def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float]
     )  # fmt: skip
     if engine.guard.plan is not None:
         engine.guard.plan.watch()
+    if engine.guard.buffers is not None:
+        engine.guard.buffers.update()
     if engine.progress.step <= 1 and group.batches:
         warn_of_masks(engine, group.batches[0], training=True)
 
@@ -271,6 +273,8 @@ def refuse(engine: Engine) -> Outcome:
         clear_gradients(engine)
         return "skipped"
     info["reason"] = "non-finite gradient"
+    if engine.guard.buffers is not None:
+        engine.guard.buffers.restore()
     skips = engine.guard.plan is not None and engine.guard.plan.refused()
     clear_gradients(engine)
     if skips:

@@ -130,8 +130,9 @@ def lost_rank(error: BaseException) -> RankLostError | None:
                 return RankLostError("another rank exited first; its error is the cause")
             if any(word in text for word in _SILENT):
                 return RankLostError(
-                    "another rank did not answer within the timeout of the process group: it is stuck, or its "
-                    "machine is down. Add a StuckRankHook to learn which rank is stuck"
+                    "another rank did not answer within the timeout of the process group: it is stuck, its machine is "
+                    "down, or one rank alone called what all must call, such as evaluate(). Add a StuckRankHook to "
+                    "learn which rank is stuck"
                 )
         cause = cause.__cause__
     return None

@@ -283,8 +283,7 @@ class ClassMetric:
     def reset(self) -> None:
         """Clear the state."""
         self._rows.reset()
-        if self._metric is not None:
-            self._metric.reset()
+        self._metric = None
 
     def update(self, prediction: Any, target: Any) -> None:
         """Add one batch.
@@ -306,7 +305,9 @@ class ClassMetric:
         shapes = [shape for shape in distributed.gather_objects(self._shape) if shape is not None]
         if not shapes:
             return self._rows.compute()
-        return self._make(shapes[0][1], torch.device("cpu")).compute()
+        value = self._make(shapes[0][1], torch.device("cpu")).compute()
+        self._metric = None  # else checkpoints would hold it, and a run that resumes creates it too late
+        return value
 
     def _make(self, classes: int, device: torch.device) -> Any:
         if self._metric is None:

@@ -21,7 +21,9 @@ FOREIGN = {
     "validation_step": "forward, or give eval_step to a ValidationHook",
     "val_dataloader": "build_hooks, with a ValidationHook over the loader",
     "build_scheduler": "build_lr_scheduler", "build_val_data_loader": "build_eval_data_loader",
-    "get_eval_dataloader": "build_eval_data_loader",
+    "get_eval_dataloader": "build_eval_data_loader", "log_scalars": "log",
+    **{f"_{event}": f"pass a hook with on_{event} in hooks=[...]" for event in
+       ("before_train", "after_train", "before_step", "after_step", "before_optimizer_step")},
 }  # fmt: skip
 """Methods of other libraries, and their counterparts here."""
 _LIKE_AN_EVENT = re.compile(
@@ -32,7 +34,7 @@ _LIKE_AN_EVENT = re.compile(
 def uncalled_methods(kind: type, base: type, *, known: Collection[str], foreign: Mapping[str, str]) -> Iterator[str]:
     """Yield warnings about methods whose names are misspelt or belong to another library.
 
-    A method that another method of the class calls is taken as the user's own.
+    A method that another method of the class calls is taken as the user's own. A call of ``super()`` does not count.
 
     Args:
         kind: the user's class.
@@ -104,10 +106,10 @@ def refuse_signatures(owner: Any, counts: Mapping[str, tuple[int, ...]]) -> None
 
 
 def names_used_in(owner: type) -> Iterator[str]:
-    """Yield the names that the methods of a class use."""
-    for value in vars(owner).values():
+    """Yield the names that the methods of a class use, without those that only the method of this name uses."""
+    for own_name, value in vars(owner).items():
         if isinstance(value, types.FunctionType):
-            yield from names_used_by(value)
+            yield from (name for name in names_used_by(value) if name != own_name)
 
 
 def replaces(kind: type, base: type, method: str) -> bool:

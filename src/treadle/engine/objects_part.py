@@ -43,24 +43,44 @@ def _callables_of(engine: Engine) -> dict[str, Any]:
         if is_user_object(scheduler):
             found |= {f"{path}.{name}": value for name, value in attributes_of(scheduler).items()
                       if name not in ("optimizer", "lr_lambdas")}  # fmt: skip
-    model = engine.model
-    owners = {f"model.{clean_name(name)}".rstrip("."): module for name, module in model.named_modules()}
-    parameters = {f"model.{clean_name(name)}": one for name, one in model.named_parameters()}
-    for path, owner in {**owners, **parameters, "optimizer": engine.optimizer}.items():
-        held = vars(owner) if path not in parameters else {name: getattr(owner, name, None) for name in _OF_TENSORS}
-        for name, value in held.items():
+    for name, held in _owners(engine):
+        for key, value in held.items():
             if isinstance(value, (types.FunctionType, functools.partial)):  # in place of a method
-                found[f"{path}.{name}"] = value
-            if name.endswith("_hooks") and isinstance(value, Mapping):
-                found |= {f"{path}.{name}[{number}]": hook for number, hook in enumerate(value.values())}
+                found[f"{_path(name)}.{key}"] = value
+            found |= _hooks_in(name, key, value)
     return {path: owner for path, owner in found.items() if not is_treadle_object(owner)}
 
 
 def _registered_hooks(engine: Engine) -> frozenset[str]:
     """Return the places at which code of the user's has hooks on modules, parameters and the optimizer."""
-    found = {path: one.func if isinstance(one, functools.partial) else one
-             for path, one in _callables_of(engine).items() if "_hooks[" in path}  # fmt: skip
-    return frozenset(path for path, one in found.items() if is_user_object(getattr(one, "__func__", one)))
+    found: dict[str, Any] = {}
+    for name, held in _owners(engine):
+        for key, value in held.items():
+            if (
+                key.endswith("_hooks") and isinstance(value, Mapping) and value
+            ):  # asked at each save, and hardly any owner has one
+                found |= _hooks_in(name, key, value)
+    hooks = {path: one.func if isinstance(one, functools.partial) else one
+             for path, one in found.items() if not is_treadle_object(one)}  # fmt: skip
+    return frozenset(path for path, one in hooks.items() if is_user_object(getattr(one, "__func__", one)))
+
+
+def _owners(engine: Engine) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield the modules and parameters by name and the optimizer by None, each with what may hold callables."""
+    yield from ((name, vars(module)) for name, module in engine.model.named_modules())
+    for name, parameter in engine.model.named_parameters():
+        yield name, {key: getattr(parameter, key, None) for key in _OF_TENSORS}
+    yield None, vars(engine.optimizer)
+
+
+def _path(name: str | None) -> str:
+    return "optimizer" if name is None else f"model.{clean_name(name)}".rstrip(".")
+
+
+def _hooks_in(name: str | None, key: str, value: Any) -> dict[str, Any]:
+    if not (key.endswith("_hooks") and isinstance(value, Mapping)):
+        return {}
+    return {f"{_path(name)}.{key}[{number}]": hook for number, hook in enumerate(value.values())}
 
 
 def parts_of(engine: Engine) -> Iterator[Any]:

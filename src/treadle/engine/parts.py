@@ -216,7 +216,7 @@ class RngPart(StatePart):
         everyone = distributed.gather_objects(to_plain(own, "rank", encoding="exact"))
         tree["rng"] = [each["rng"] for each in everyone]
         for name in {name: None for each in everyone for name in each["attributes"]}:
-            if len({each["attributes"].get(name) for each in everyone}) > 1:
+            if distributed.rank() == 0 and len({each["attributes"].get(name) for each in everyone}) > 1:
                 engine.state.warn_once(
                     engine,
                     f"{name} differs between ranks, but all load what rank 0 saves: a resume is exact only if "

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import (
 from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
+from treadle.distributed import is_sharded
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.engine.failure import batch_named_in_errors
@@ -375,6 +376,7 @@ def check_before_training(engine: Engine) -> None:
             "build it over model.parameters() of the model that you pass, after moving, wrapping or loading it",
             argument="optimizer",
         )
+    _warn_of_lone_ranks(engine)
     if names:
         engine.logger.warning(
             "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
@@ -392,6 +394,21 @@ def _warn_of_uncalled(engine: Engine) -> None:
     if is_user_class(kind) and not engine.progress.step and not engine.state.num_runs:
         for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
             engine.logger.warning("%s", warning)
+
+
+def _warn_of_lone_ranks(engine: Engine) -> None:
+    """Warn once if nothing exchanges the gradients of several ranks, as far as the model shows."""
+    if engine.num_ranks == 1 or engine.exchange.equal or is_sharded(engine.model):
+        return
+    inner = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in engine.model.modules())
+    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in engine.model.parameters())
+    if not (inner or hooked):
+        engine.state.warn_once(
+            engine,
+            f"the model is neither replicated nor sharded: each of the {engine.num_ranks} ranks trains a model by "
+            'itself, and checkpoints hold that of rank 0; pass parallel="ddp" to the trainer, or use '
+            'parallelize(model, "ddp") before the optimizer is built',
+        )
 
 
 def _warn_of_half_sums(engine: Engine) -> None:

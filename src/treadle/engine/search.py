@@ -25,7 +25,7 @@ from treadle.checkpoint.introspection import (
     is_engine_or_trainer,
     is_user_object,
 )
-from treadle.checkpoint.library_values import is_library_value
+from treadle.checkpoint.library_values import NAMESPACES, is_library_value
 from treadle.checkpoint.plain_values import OPAQUE, encode, is_of_a_library_of_values, is_plain_object
 from treadle.distributed.state_names import clean_name
 
@@ -162,6 +162,8 @@ def _is_searched(owner: Any) -> bool:
         return bool(owner.__closure__) and (is_user_object(owner) or is_treadle_object(owner))
     if isinstance(owner, Named):
         return True
+    if isinstance(owner, NAMESPACES):
+        return encode(owner, deep=True) is OPAQUE  # else it is written as part of its holder
     if is_library_value(owner):
         return False
     if isinstance(owner, (Dataset, Sampler)):

@@ -34,7 +34,7 @@ from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
 from treadle.optim.late_skips import LateSkips, scales_on_device
-from treadle.optim.nonfinite import FiniteGuard, RefusalPlan, skips_on_device
+from treadle.optim.nonfinite import BufferCopies, FiniteGuard, RefusalPlan, skips_on_device
 from treadle.seed import RngState, mix_seed
 
 if TYPE_CHECKING:
@@ -118,12 +118,13 @@ def finite_guard(engine: Engine) -> FiniteGuard:
     """Return the guard of the weights: on the device, unless the host must know of a refused step at once."""
     plan = refusal_plan(engine)
     must_know_now = bool(engine.max_non_finite_grad_retries) or plan is not None
+    buffers = BufferCopies(engine.model) if must_know_now and plan is None else None  # a plan restores them itself
     skips = _late_skips(engine) if engine.precision.scaled and not must_know_now else None
     must_know_now |= engine.precision.scaled
     deferred = skips is not None or (not must_know_now and skips_on_device(engine.optimizer, engine.device))
     return FiniteGuard(
         deferred=deferred, can_wait=not must_know_now, plan=plan, agreed=engine.exchange.equal,
-        num_ranks=engine.num_ranks, skips=skips,
+        num_ranks=engine.num_ranks, skips=skips, buffers=buffers,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.preflight import try_evaluation
 from treadle.errors import ConfigError
 from treadle.errors.arguments import checked
-from treadle.faces.loaders import refuse_used_up
+from treadle.faces.loaders import refuse_used_up, require_equal_on_ranks
 from treadle.optim.evaluation_point import has_modes
 from treadle.optim.schedules import check_plateau
 from treadle.task import Task
@@ -84,6 +84,8 @@ class EpochTrainer:
         metric, mode = ("the loss", "min") if self.best is None else (self.best.metric, self.best.mode)
         check_plateau(self.engine.lr_scheduler, metric, mode)
         refuse_used_up(val_loader, "val_loader", times=epochs - self.engine.epoch)
+        names = sorted(val_loader) if isinstance(val_loader, Mapping) else "given"
+        require_equal_on_ranks(epochs=epochs, evaluation_loader=None if val_loader is None else names)
         if after_epoch is not None:
             self.engine.prepare()
             self.engine.state.objects.add("after_epoch", after_epoch)

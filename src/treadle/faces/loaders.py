@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
+from treadle import distributed
 from treadle.data.sources import refuse_dataset
 from treadle.engine.best import Mode, resolve_mode
 from treadle.errors import ConfigError
@@ -62,6 +63,23 @@ def check_eval_loaders(loaders: EvalLoaders | None, argument: str) -> None:
         raise ConfigError(
             "a dict of loaders must have at least one, with non-empty strings as names", argument=argument
         )
+
+
+def require_equal_on_ranks(**arguments: Any) -> None:
+    """Raise ConfigError on all ranks for an argument that differs between them, where they would wait for one another.
+
+    Example:
+        >>> require_equal_on_ranks(epochs=3, evaluation_loader="given")
+    """
+    given = distributed.gather_objects(arguments)
+    for name, value in given[0].items():
+        for rank, other in enumerate(given):
+            if other[name] != value:
+                raise ConfigError(
+                    f"it is {value} on rank 0 and {other[name]} on rank {rank}, and must be the same on all ranks, "
+                    "which train and evaluate together",
+                    argument=name,
+                )
 
 
 def refuse_used_up(loaders: EvalLoaders | None, argument: str, *, times: int) -> None:

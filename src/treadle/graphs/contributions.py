@@ -126,7 +126,7 @@ def plot_contributions(
             axes.axis("off")
         for axes, (smiles, caption, values) in zip(axes_row, row, strict=False):
             axes.imshow(_draw(smiles, scale.to_rgba(values)), interpolation="antialiased")
-            axes.set_title(caption.replace("-", "\N{MINUS SIGN}"), fontsize=9, color=INK)
+            axes.set_title(caption.replace("-", "\N{MINUS SIGN}"), fontsize=11, color=INK)
         axes_row[0].text(
             -0.02, 0.5, name, rotation=90, ha="right", va="center", fontsize=11, color=MUTED,
             transform=axes_row[0].transAxes,
@@ -138,8 +138,8 @@ def plot_contributions(
 def _colour_bar(figure: Any, panels: Any, scale: ScalarMappable, *, unit: str, extended: bool) -> None:
     ends = "both" if extended else "neither"
     bar = figure.colorbar(scale, ax=list(panels.ravel()), location="bottom", shrink=0.5, aspect=40, extend=ends)
-    bar.set_label(f"prediction less that without the features of the atom, {unit}", fontsize=10, color=INK)
-    bar.ax.tick_params(labelsize=8, color=MUTED, labelcolor=INK, length=2)
+    bar.set_label(f"prediction less that without the features of the atom, {unit}", fontsize=12, color=INK)
+    bar.ax.tick_params(labelsize=10, color=MUTED, labelcolor=INK, length=2)
     bar.outline.set_visible(False)
 
 

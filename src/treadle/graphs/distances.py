@@ -94,7 +94,7 @@ def plot_distances(errors: ErrorsByDistance, path: Path) -> Path | None:
         path: output file, ending in ``.png``.
 
     Returns:
-        The path; None, without a plot, if no distance has enough targets for a mean.
+        The path; None, without a plot, if fewer than two distances have enough targets for a mean.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -102,7 +102,7 @@ def plot_distances(errors: ErrorsByDistance, path: Path) -> Path | None:
     from matplotlib.ticker import MaxNLocator
 
     hops = [h for h in np.unique(errors.hops[errors.hops >= 0]) if (errors.hops == h).sum() >= _FEWEST]
-    if not hops:
+    if len(hops) < 2:
         return None
     groups = [errors.error[errors.hops == h] for h in hops]
     mean = np.array([group.mean() for group in groups])

@@ -51,17 +51,30 @@ class GraphHead(nn.Module):
             ``mean_nodes``. The mean alone carries no information about the size of a graph; sums of normalised nodes
             alone grow with it, and train poorly.
         mean_nodes: average number of nodes of a training graph, for ``"mean_add"``.
+        targets: mean and standard deviation of the training targets, each (C,), which scale the outputs to their units;
+            None: no scaling.
     """
 
     mean_nodes: Tensor | None
+    target_mean: Tensor | None
+    target_scale: Tensor | None
 
     def __init__(
-        self, hidden_dim: int, num_classes: int, *, dropout: float, readout: str, mean_nodes: float | None = None
+        self,
+        hidden_dim: int,
+        num_classes: int,
+        *,
+        dropout: float,
+        readout: str,
+        mean_nodes: float | None = None,
+        targets: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.readout = readout
         both = readout == "mean_add"
         self.register_buffer("mean_nodes", torch.tensor(mean_nodes) if both and mean_nodes is not None else None)
+        self.register_buffer("target_mean", None if targets is None else targets[0].clone())
+        self.register_buffer("target_scale", None if targets is None else targets[1].clone())
         self.mlp = _mlp(2 * hidden_dim if both else hidden_dim, hidden_dim, num_classes, dropout)
 
     def forward(self, nodes_ND: Tensor, batch: Any, structure: Structure) -> Tensor:
@@ -73,7 +86,9 @@ class GraphHead(nn.Module):
             mean_GD, sums_GD = (read_out(nodes_ND, graph_N, readout) for readout in ("mean", "add"))
             joined = torch.cat([mean_GD, sums_GD / self.mean_nodes], dim=1)
         outputs_GC: Tensor = self.mlp(joined)
-        return outputs_GC
+        if self.target_mean is None or self.target_scale is None:
+            return outputs_GC
+        return outputs_GC * self.target_scale + self.target_mean
 
 
 class NodeHead(nn.Module):

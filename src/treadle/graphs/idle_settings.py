@@ -76,6 +76,10 @@ def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[st
             yield f"training.loss.{task}", f"the task of the data is {task_type!r}"
     if level != "graph":
         yield "model.readout", f"the targets of the data are those of {'pairs' if level == 'edge' else 'nodes'}"
+    if task_type != "regression":
+        yield "dataset.standardize", f"the task of the data is {task_type!r}"
+    elif not config.model.get("standardize"):
+        yield "dataset.standardize", "model.standardize is False"
     model = ModelOptions(num_features=1, **config.model_options)
     if not (model.has_attention or (model.use_local and model.mpnn_type == "gat")):
         yield "model.num_heads", "the model has no attention"

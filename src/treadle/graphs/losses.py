@@ -36,12 +36,20 @@ class GraphLoss:
     """
 
     @checked
-    def __init__(self, task_type: str, loss_type: str, num_classes: int | None, class_weights: Tensor | None) -> None:
+    def __init__(
+        self,
+        task_type: str,
+        loss_type: str,
+        num_classes: int | None,
+        class_weights: Tensor | None,
+        target_scale: Tensor | None = None,
+    ) -> None:
         self.task_type = task_type
         self.loss_type = loss_type
         self.num_classes = num_classes
         self.from_logits = None if task_type == "regression" else loss_type != "bce"
         self._class_weights = class_weights
+        self._target_scale = target_scale
         self._weights_on: dict[torch.device, Tensor] = {}
 
     def __repr__(self) -> str:
@@ -61,6 +69,9 @@ class GraphLoss:
         with torch.autocast(pred.device.type, enabled=False):
             pred, target = aligned(self.task_type, self.num_classes, pred, target)
             pred = pred if pred.dtype == torch.float64 else pred.float()
+            if self._target_scale is not None:
+                scale = self._target_scale.to(pred)
+                pred, target = pred / scale, target.to(pred.dtype) / scale
             weights = self._entry_weights(target, mask)
             known = weights > 0
             safe = torch.where(known if pred.dim() == known.dim() else known[:, None], pred, torch.zeros_like(pred))
@@ -139,6 +150,8 @@ def get_loss_fn(
     loss_type: str | None = None,
     num_classes: int | None = None,
     class_weights: Sequence[float] | Tensor | None = None,
+    *,
+    target_scale: Tensor | None = None,
 ) -> GraphLoss:
     """Return the loss of a task, a mean over the entries that count; see `GraphLoss` for its call.
 
@@ -150,6 +163,9 @@ def get_loss_fn(
             for multilabel; ``"bce_logits"`` for edge_prediction. None uses the first applicable one.
         num_classes: number of model outputs; 1 is one logit. None: 2 for classification, else as in the target.
         class_weights: one weight >= 0 per class (two for one logit), or per label for multilabel.
+        target_scale: (T,) unit of each regression target in which its error is taken, so that targets of different
+            units count alike; ``graph_statistics(graphs, targets=True).target_scale``. A buffer of the model may be
+            passed, whose values a checkpoint provides later.
 
     Raises:
         ConfigError: a value is unknown or inconsistent with the others.
@@ -175,7 +191,12 @@ def get_loss_fn(
             argument="loss_type",
             value=loss_type,
         )
-    return GraphLoss(task_type, loss_type, num_outputs, _checked(class_weights, task_type, num_outputs))
+    if target_scale is not None and (task_type != "regression" or target_scale.dim() != 1):
+        raise ConfigError(
+            f"target_scale of shape {tuple(target_scale.shape)} for {task_type}: it is one number for each target of a "
+            "regression; pass None"
+        )
+    return GraphLoss(task_type, loss_type, num_outputs, _checked(class_weights, task_type, num_outputs), target_scale)
 
 
 def _checked(weights: Sequence[float] | Tensor | None, task_type: str, num_outputs: int | None) -> Tensor | None:

@@ -167,8 +167,11 @@ def _layer(options: ModelOptions, index: int) -> GraphLayer:
 def _head(options: ModelOptions) -> nn.Module:
     width, num_classes, dropout = options.hidden_dim, options.num_classes, options.dropout
     if options.task == "graph":
-        mean_nodes = None if options.measured is None else options.measured.mean_nodes
-        return GraphHead(width, num_classes, dropout=dropout, readout=options.pooling, mean_nodes=mean_nodes)
+        measured = options.measured or GraphStatistics.unknown(None)
+        return GraphHead(
+            width, num_classes, dropout=dropout, readout=options.pooling, mean_nodes=measured.mean_nodes,
+            targets=measured.targets,
+        )  # fmt: skip
     if options.task == "node":
         return NodeHead(width, num_classes, dropout=dropout)
     return EdgeHead(width, num_classes, dropout=dropout)

@@ -66,8 +66,9 @@ class ModelOptions:
     sum over the mean number of nodes, which needs ``statistics``. None: ``"mean_add"`` with statistics, else
     ``"mean"``. Only for ``task="graph"``."""
     statistics: GraphStatistics | bool | None = None
-    """Statistics of the training graphs (`graph_statistics`), part of the model state, which standardise ``node_pe``.
-    True: a checkpoint provides them, and outputs are NaN until it is loaded. None or False: not used."""
+    """Statistics of the training graphs (`graph_statistics`), part of the model state, which standardise ``node_pe``
+    and, if targets were measured, scale the outputs to their units. True: a checkpoint provides them, and outputs are
+    NaN until it is loaded; so does a `GraphStatistics` of NaN. None or False: not used."""
 
     @property
     def has_attention(self) -> bool:
@@ -163,4 +164,10 @@ class ModelOptions:
             raise ConfigError(
                 f"statistics are of graphs whose node_pe has {found} columns, and node_pe_dim={self.node_pe_dim!r}; "
                 "measure the graphs that the model is trained on"
+            )
+        targets = self.statistics.target_mean
+        if targets is not None and (self.task != "graph" or len(targets) != self.num_classes):
+            raise ConfigError(
+                f"statistics are of {len(targets)} targets of a graph, and the model has {self.num_classes} outputs "
+                f"for task={self.task!r}; measure targets=False, or build the model for these targets"
             )

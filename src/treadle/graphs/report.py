@@ -24,6 +24,8 @@ from treadle.hooks.files import to_json
 from treadle.runs.report import Report, Table
 from treadle.runs.results import Results
 
+_MOST_NAMED = 6
+"""Targets that are named in a line or have a column of the table."""
 _ELEMENTS = sum(name.startswith("element ") for name in ATOM_COLUMNS)
 
 # -- the block at the start ---------------------------------------------------------------------------------------
@@ -52,8 +54,7 @@ def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) 
     weights = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     rate = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0]["lr"])
     return {
-        "data": f"{data.name}, {sum(map(len, data.get_splits())):,} graphs; {data.task_type} of each "
-        f"{'pair of nodes' if data.level == 'edge' else data.level}",
+        "data": f"{shown_name(config.dataset)}, {sum(map(len, data.get_splits())):,} graphs; {_task_line(data)}",
         "split": ", ".join(f"{len(part):,} {name}" for part, name in parts),
         "encodings": _encodings_line(config),
         "model": f"{config.model['name']}, {weights:,} parameters, {config.model['num_layers']} layers of width "
@@ -64,6 +65,20 @@ def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) 
         f"{type(optimizer).__name__}, learning rate {rate:g}, {config.training.scheduler['type']}, "
         f"seed {config.seed}",
     }  # fmt: skip
+
+
+def shown_name(section: Mapping[str, Any]) -> str:
+    """Return the name of a data set for people: that of the user's file, if it is one."""
+    file = section.get("file")
+    return Path(file).name if file else str(section["name"])
+
+
+def _task_line(data: GraphDataset) -> str:
+    level = "pair of nodes" if data.level == "edge" else data.level
+    names = data.target_names
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    of = f" of {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
+    return f"{data.task_type}{of}, for each {level}" if of else f"{data.task_type} of each {level}"
 
 
 def _encodings_line(config: GraphsConfig) -> str:
@@ -102,6 +117,7 @@ def finish_run(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer, 
         "best_val_metric": trainer.best_metric,
         "test": test,
         "baselines": _baselines(data),
+        **_by_target(data, trainer.predict(loader(data.test, config.training.batch_size))),
         "graphs": {name: len(part) for name, part in zip(("train", "val", "test"), data.get_splits(), strict=True)},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     })  # fmt: skip
@@ -154,6 +170,39 @@ def _baselines(data: GraphDataset) -> dict[str, dict[str, float]]:
     return found
 
 
+def _by_target(data: GraphDataset, predicted: Tensor) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the test error of each of several regression targets, or the roc_auc of each of several labels.
+
+    Each is of the model and of the baselines. Targets may have different units, in which a mean over all of them is
+    one of the largest.
+    """
+    labels = data.task_type == "multilabel"
+    if not (labels or data.task_type == "regression") or data.level != "graph" or len(data.target_names) < 2:
+        return {}
+    tables = [tabulate(part, data.num_features) for part in data.get_splits()]
+    targets = [table.targets_GT for table in tables]
+    constant = targets[0].nanmean(0).expand_as(targets[2])
+    guesses = {"model": predicted.double(), "frequencies" if labels else "mean": constant}
+    if min(int((~part.isnan()).sum(0).min()) for part in targets) >= 2:
+        for name, features in _features([table.sums_GF for table in tables]).items():
+            columns = [[part[:, [target]] for part in targets] for target in range(len(data.target_names))]
+            guesses[name] = torch.cat([ridge_predictions(features, each).predicted_GT for each in columns], 1)
+    found: dict[str, dict[str, float]] = {}
+    for name, guess in guesses.items():
+        if labels:
+            values = [_label_auc(guess[:, [label]], targets[2][:, [label]]) for label in range(guess.shape[1])]
+        else:
+            values = (guess - targets[2]).abs().nanmean(0).tolist()
+        found[name] = dict(zip(data.target_names, values, strict=True))
+    return {"target_roc_auc" if labels else "target_mae": found}
+
+
+def _label_auc(score_G1: Tensor, target_G1: Tensor) -> float:
+    metrics = get_metrics("multilabel", from_logits=False)
+    metrics.update(score_G1, target_G1)
+    return metrics.compute()["roc_auc"]
+
+
 def _features(sums: Sequence[Tensor]) -> dict[str, Sequence[Tensor]]:
     """Return the features of each ridge, of the training, validation and test graphs."""
     if sums[0].shape[1] != len(ATOM_COLUMNS):
@@ -179,6 +228,10 @@ def _label_metrics(data: GraphDataset, score_GT: Tensor, target_GT: Tensor) -> d
 # -- the table ----------------------------------------------------------------------------------------------------
 
 _LOWER_IS_BETTER = ("mae", "rmse")
+_BY_TARGET = {
+    "target_mae": ("Mean absolute error of each target, in its unit", min),
+    "target_roc_auc": ("roc_auc of each label", max),
+}
 _NAMES = {
     "mean": "mean of the training targets",
     "frequencies": "frequencies of the training labels",
@@ -193,17 +246,41 @@ def results(metrics: Mapping[str, Any], out: Path) -> Report:
     columns, rows = _test_rows(metrics)
     pictures = sorted(path.name for path in (out / "pictures").glob("*.png"))
     config, count = metrics["config"], metrics["graphs"]["test"]
+    title = f"Test, {count:,} graphs{', over all targets' if 'target_mae' in metrics else ''}"
+    tables = [Table(columns, rows, title=title, width=36, notes=_notes(metrics, columns[1:]))]
+    tables += [_target_table(metrics, key) for key in _BY_TARGET if key in metrics]
     return Report(
-        title=f"{config['model']['name']} on {config['dataset']['name']}",
+        title=f"{config['model']['name']} on {shown_name(config['dataset'])}",
         lead=f"Tested on {count:,} held-out graphs. The weights are those of epoch "
         f"{metrics['best_epoch']} of {metrics['epochs']}, the best by validation {metrics['metric_for_best']}.",
-        tables=[Table(columns, rows, title=f"Test, {count:,} graphs", width=36, notes=_notes(metrics, columns[1:]))],
+        tables=tables,
         files=[
             "  checkpoints/ (best.pt, last.pt, history.json)  metrics.json  test_results.json  run.json  config.yaml  "
             f"steps.jsonl{f'  {FILE}' if (out / FILE).exists() else ''}",
             f"  page.html (results and plots)  pictures/  {'  '.join(pictures)}",
         ],
     )  # fmt: skip
+
+
+def _target_table(metrics: Mapping[str, Any], key: str) -> Table:
+    """Return the test scores of the first targets, each in its unit."""
+    title, best = _BY_TARGET[key]
+    scores = metrics[key]
+    names = list(scores["model"])[:_MOST_NAMED]
+    rows = [
+        [f"{metrics['config']['model']['name']}, epoch {metrics['best_epoch']}", *_short(scores["model"], names)],
+        *([_NAMES[name], *_short(scores[name], names)] for name in reversed(scores) if name != "model"),
+    ]
+    known = {name: [row[name] for row in scores.values() if row[name] is not None] for name in names}
+    ahead = sum(scores["model"][name] is not None and scores["model"][name] == best(known[name]) for name in names)
+    left = len(scores["model"]) - len(names)
+    notes = [f"The model is ahead of every baseline in {ahead} of these {len(names)}."]
+    notes += [f"{left} more are in metrics.json."] if left else []
+    return Table(["", *names], rows, title=title, width=36, notes=notes)
+
+
+def _short(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    return ["undefined" if values[name] is None else f"{values[name]:.3g}" for name in names]
 
 
 def _test_rows(metrics: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:

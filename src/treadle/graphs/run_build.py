@@ -29,6 +29,7 @@ from treadle.graphs import (
 )
 from treadle.graphs.padding import buckets_for
 from treadle.graphs.run_config import GraphsConfig, given
+from treadle.graphs.statistics import GraphStatistics
 from treadle.runs.ranks import shared_batches
 from treadle.seed import set_seed
 
@@ -47,7 +48,8 @@ def prepare_data(config: GraphsConfig, progress: Callable[[int, int], None] | No
         ImportError: a package is missing; the message names what to install.
     """
     try:
-        return get_dataset(**given(config.dataset), pe_config=config.encodings, progress=progress)
+        section = {key: value for key, value in given(config.dataset).items() if key != "standardize"}  # of the model
+        return get_dataset(**section, pe_config=config.encodings, progress=progress)
     except FileNotFoundError as error:
         raise ConfigError(f"={config.dataset.get('name')}: {error}", argument="dataset") from error
 
@@ -64,8 +66,13 @@ def build_model(config: GraphsConfig, data: GraphDataset, *, measure: bool = Tru
         ConfigError: an option is unknown, out of range, or without effect.
     """
     options = config.model_options
-    if measure and "statistics" in options:
-        options["statistics"] = graph_statistics(data.train)
+    if "statistics" in options:
+        scaled = scales_targets(config, data)
+        options["statistics"] = (
+            graph_statistics(data.train, targets=scaled)
+            if measure
+            else GraphStatistics.unknown(data.node_pe_dim, data.num_classes if scaled else None)
+        )
     if data.level != "graph":
         options.pop("readout", None)  # there is no readout over nodes; the groups have one for graph targets
     has_attention = options.get("name") != "mpnn" and options.get("use_global", True)
@@ -84,6 +91,12 @@ def build_model(config: GraphsConfig, data: GraphDataset, *, measure: bool = Tru
         task=data.level,
         **options,
     )
+
+
+def scales_targets(config: GraphsConfig, data: GraphDataset) -> bool:
+    """Return whether the model scales its outputs by the mean and deviation of the training targets."""
+    wanted = config.dataset.get("standardize") and "statistics" in config.model_options
+    return bool(wanted) and data.task_type == "regression"
 
 
 def loader(
@@ -191,6 +204,7 @@ def build_trainer(
         training.loss.get(data.task_type),
         num_classes=data.num_classes,
         class_weights=training.class_weights,
+        target_scale=getattr(model.head, "target_scale", None),
     )
     trainer = GraphTrainer(
         model,

@@ -50,7 +50,7 @@ _KINDS: dict[str, Any] = {
     "model.dropout": float, "model.attn_dropout": float | None, "model.drop_path_rate": float | None,
     "model.use_local": bool | None, "model.use_global": bool | None, "model.standardize": bool | None,
     "dataset.root": str, "dataset.pe_cache_dir": str | None, "dataset.use_preprocessed_pe": bool,
-    "dataset.num_workers": int | None,
+    "dataset.num_workers": int | None, "dataset.standardize": bool | None,
     **{f"training.optimizer.{name}": float | None for name in _AT_LEAST_0}, "training.optimizer.betas": list | None,
     "training.scheduler.warmup_epochs": int | None, "training.scheduler.step_size": int | None,
     "training.scheduler.warmup_offset": int | None,
@@ -58,6 +58,7 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 """Types of settings in open sections, whose consumers compare or forward values without checking them."""
 RECIPE: Mapping[str, Any] = {
+    "dataset.standardize": True,
     "model.readout": None, "model.standardize": True, "model.mpnn_type": "gatedgcn", "model.hidden_dim": 56,
     "training.scheduler.warmup_offset": 1, "training.optimizer.lr": 2e-3,
     "pe.node.type": "rwse", "pe.node.dim": None, "pe.node.rwse.scales": list(range(1, 21)),

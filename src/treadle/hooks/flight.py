@@ -17,6 +17,7 @@ from treadle.capture.compile import uncompiled
 from treadle.nested import elements, flatten_nested_dict
 from treadle.optim.gradients import total_norm
 from treadle.optim.loss_weights import GroupWeights
+from treadle.optim.nonfinite import BufferCopies
 from treadle.optim.optimizer import parameter_names
 from treadle.seed import RngState
 from treadle.task import as_step_output
@@ -104,53 +105,22 @@ def _as_dicts(value: Any) -> Any:
 class AttemptStart:
     """Initial state of an attempt at a step: RNG, and buffers that a forward pass may change.
 
-    A batch norm that saw a NaN keeps it in its running mean forever, although no gradient reaches it. All persistent
-    buffers are copied, into the same memory every time: batch norm changes its buffers without increasing their
-    version.
-
     Args:
         model: model whose current modules are covered.
     """
 
     def __init__(self, model: nn.Module):
         self.rng: RngState | None = None
-        self._places = [
-            (module, name)
-            for module in distributed.unwrap(model).modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set
-        ]
-        self._copies: list[Tensor] = []
+        self._buffers = BufferCopies(model)
 
-    @torch.no_grad()
     def note(self) -> None:
         """Record the current state."""
         self.rng = RngState.capture()
-        buffers = self._buffers()
-        if _same_layout(buffers, self._copies):
-            _copy(self._copies, buffers)
-        else:
-            self._copies = [buffer.detach().clone() for buffer in buffers]
+        self._buffers.update()
 
-    @torch.no_grad()
     def restore_buffers(self) -> None:
         """Restore the buffers."""
-        buffers = self._buffers()
-        if _same_layout(buffers, self._copies):
-            _copy(buffers, self._copies)
-
-    def _buffers(self) -> list[Tensor]:
-        return [getattr(module, name) for module, name in self._places]
-
-
-def _same_layout(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    kinds = [[(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] for tensors in (some, others)]
-    return kinds[0] == kinds[1]
-
-
-def _copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(list(into), list(source))
+        self._buffers.restore()
 
 
 @dataclass

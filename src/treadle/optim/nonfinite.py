@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle import distributed
@@ -180,6 +180,61 @@ def _step_or_restore(found_inf: Tensor, optimizer: Optimizer) -> None:
         torch.where(left_out, old, tensor, out=tensor)
 
 
+class BufferCopies:
+    """Copies of a model's persistent buffers, to undo what the forward pass of a refused step did to them.
+
+    A batch norm that saw a NaN keeps it in its running mean forever, although no gradient reaches it. The buffers are
+    copied into the same memory every time: batch norm changes them without increasing their version.
+
+    Args:
+        model: model whose current modules are covered.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(1)
+        >>> copies = BufferCopies(layer)
+        >>> copies.update(), layer.running_mean.fill_(float("nan")), copies.restore(), layer.running_mean
+        (None, tensor([0.]), None, tensor([0.]))
+    """
+
+    def __init__(self, model: nn.Module):
+        self._places = [
+            (module, name)
+            for module in distributed.unwrap(model).modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
+        self._copies: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Copy the current buffers."""
+        buffers = self._buffers()
+        if _same_layout(buffers, self._copies):
+            _copy(self._copies, buffers)
+        else:
+            self._copies = [buffer.detach().clone() for buffer in buffers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the buffers."""
+        buffers = self._buffers()
+        if _same_layout(buffers, self._copies):
+            _copy(buffers, self._copies)
+
+    def _buffers(self) -> list[Tensor]:
+        return [getattr(module, name) for module, name in self._places]
+
+
+def _same_layout(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    kinds = [[(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors] for tensors in (some, others)]
+    return kinds[0] == kinds[1]
+
+
+def _copy(into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    if into:
+        torch._foreach_copy_(list(into), list(source))
+
+
 class FiniteGuard:
     """Guard that decides whether a step may change the weights.
 
@@ -191,6 +246,7 @@ class FiniteGuard:
         agreed: whether gradients and weights are already the same on all ranks, so that no communication is needed.
         num_ranks: number of ranks of the run; the size of the process group by default.
         skips: flags of deferred steps in fp16, else None.
+        buffers: copies to restore after a refused step that is retried, or None.
 
     Attributes:
         late: flags of deferred steps not checked yet; None before the first.
@@ -213,7 +269,9 @@ class FiniteGuard:
         agreed: bool = False,
         num_ranks: int | None = None,
         skips: LateSkips | None = None,
+        buffers: BufferCopies | None = None,
     ):
+        self.buffers = buffers
         self.deferred = deferred
         self.can_wait = can_wait
         self.plan = plan

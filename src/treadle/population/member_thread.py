@@ -89,7 +89,9 @@ class MemberThread:
         self.error: BaseException | None = None  # that ended the thread without an outcome
         self.stream = stream
         self._make, self._workspaces = make, workspaces
-        self._state = dataclasses.replace(state, cuda=cloned(state.cuda), observers=list(state.observers))
+        self._state = dataclasses.replace(
+            state, numpy=state.numpy.cloned(), cuda=cloned(state.cuda), observers=list(state.observers)
+        )
         self._steps = steps
         self._left = steps
         self._go, self._back = _closed_gate(), _closed_gate()
@@ -210,7 +212,7 @@ class MemberThread:
             return work()
         done = threading.Event()
         self._ready = done.is_set
-        self._state = ProcessState.capture()
+        self._state = ProcessState.capture(self._state)
         self._back.release()
         try:
             return work()
@@ -221,7 +223,7 @@ class MemberThread:
             self._ready = None
 
     def _yield_host(self) -> None:
-        self._state = ProcessState.capture()
+        self._state = ProcessState.capture(self._state)
         self._back.release()
         self._go.acquire()
         self._state.restore()

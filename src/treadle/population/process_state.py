@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,83 @@ from torch import Tensor
 from treadle.engine.observers import exchange_observers
 
 
+class _WatchedLock:
+    """Lock that NumPy takes for every draw and for every change of the state."""
+
+    def __init__(self) -> None:
+        self.taken = False  # since this was last set to False
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> bool:
+        self.taken = True
+        return self._lock.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._lock.release()
+
+
+class MT19937(np.random.MT19937):
+    """Bit generator of ``np.random`` for one member; it has NumPy's name, which states contain.
+
+    Members exchange these instead of copying their 624 words. Only the second number of a pair of normal draws, which
+    ``np.random`` keeps elsewhere, must be copied, and only if the lock was taken since.
+    """
+
+    def __init__(self, seed: Any = 0):
+        super().__init__(seed)
+        self._watched = _WatchedLock()
+
+    @property
+    def lock(self) -> Any:  # type: ignore[override]
+        """Lock of this generator."""
+        return self._watched
+
+    def untouched(self) -> bool:
+        """Return whether nothing has used the generator since this was last called."""
+        untouched, self._watched.taken = not self._watched.taken, False
+        return untouched
+
+
+@dataclass(frozen=True)
+class NumpyState:
+    """State of ``np.random``: its bit generator, and its whole state while it keeps the second of two normal draws."""
+
+    generator: Any
+    keeps: Any
+
+    @classmethod
+    def capture(cls, before: NumpyState | None = None) -> NumpyState:
+        """Return the current state; ``before`` is the one last restored."""
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        known = before is not None and generator is before.generator
+        if known and isinstance(generator, MT19937) and generator.untouched():
+            assert before is not None
+            return before
+        state: Any = np.random.get_state(legacy=False)
+        return cls(generator, state if state["has_gauss"] else None)
+
+    def restore(self) -> None:
+        """Restore the state."""
+        np.random.set_bit_generator(self.generator)  # type: ignore[attr-defined]  # drops a kept draw
+        if self.keeps is not None:
+            np.random.set_state(self.keeps)
+        if isinstance(self.generator, MT19937):
+            self.generator.untouched()
+
+    def cloned(self) -> NumpyState:
+        """Return the same state, of a separate generator."""
+        generator = MT19937()
+        if isinstance(self.generator, np.random.MT19937):
+            generator.state = self.generator.state
+        return NumpyState(generator, self.keeps)
+
+
 @dataclass
 class ProcessState:
     """Process-wide state that belongs to the running member."""
 
     python: Any
-    numpy: Any
+    numpy: NumpyState
     cpu: Tensor
     cuda: list[torch.Generator]
     observers: list[Any]
@@ -29,11 +101,15 @@ class ProcessState:
     dtype: torch.dtype
 
     @classmethod
-    def capture(cls) -> ProcessState:
-        """Read the current state; for CUDA the generators themselves, which graphs refer to."""
+    def capture(cls, before: ProcessState | None = None) -> ProcessState:
+        """Read the current state; for CUDA the generators themselves, which graphs refer to.
+
+        Args:
+            before: the state that was last restored, if known, which makes this faster.
+        """
         return cls(
             python=random.getstate(),
-            numpy=np.random.get_state(),
+            numpy=NumpyState.capture(None if before is None else before.numpy),
             cpu=torch.get_rng_state(),
             cuda=[generator.graphsafe_get_state() for generator in _cuda_generators()],
             observers=exchange_observers([]),
@@ -54,7 +130,7 @@ class ProcessState:
     def restore(self) -> None:
         """Restore the state."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)
+        self.numpy.restore()
         torch.set_rng_state(self.cpu)
         for generator, state in zip(_cuda_generators(), self.cuda, strict=False):
             generator.graphsafe_set_state(state)
@@ -74,7 +150,7 @@ class ProcessState:
 
 
 def _cuda_generators() -> list[torch.Generator]:
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return list(torch.cuda.default_generators)
 

@@ -35,7 +35,7 @@ img { display: block; width: 100%; min-width: 36rem; height: auto; background: #
 table { border-collapse: collapse; } .first tbody tr:first-child { font-weight: bold; }
 caption { text-align: left; color: var(--muted); } pre { white-space: pre-wrap; }
 th, td { padding: .3rem 1.2rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; } td:not(:first-child) { white-space: nowrap; }
 dt { color: var(--muted); } dd { margin: 0 0 .5rem; overflow-wrap: anywhere; }
 </style>
 </head>

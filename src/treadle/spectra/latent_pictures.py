@@ -174,7 +174,7 @@ def plot_cluster_map(
         )
     names = np.unique(members)
     ratios = (1.25, 1.0) if labels is None else (1.25, 1.0, 0.62)
-    figure = new_figure(5.0 * sum(ratios), max(5.6, 0.42 * len(names) + 2.0))
+    figure = new_figure(4.2 * sum(ratios), max(5.0, 0.42 * len(names) + 2.0))
     panels = figure.add_gridspec(1, len(ratios), width_ratios=ratios)
     axes = figure.add_subplot(panels[0])
     style_axes(axes)
@@ -250,7 +250,7 @@ def _draw_means(
     label_axes(
         axes,
         x=f"wavelength ({wavelength_unit})",
-        y="flux (SNV units, shifted; band: middle half of the rows)",
+        y="flux (SNV units, shifted); band: middle half",
         title="Mean spectrum of each cluster",
     )
 

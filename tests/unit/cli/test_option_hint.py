@@ -57,3 +57,18 @@ def test_a_setting_given_twice_and_to_several_values_is_refused(capsys):
         code, _, err = shown(f"train spectra {words} --show-settings", capsys)
         assert code == 2
         assert "the key is set twice, and to several values" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("spectra --out a --out=b", "--out is given 2 times, as a and as b; b counts"),
+        ("spectra --resume epochs=3 --no-resume", "--resume and --no-resume are both given; the last one counts"),
+        ("spectra --out a --out a", None),
+        ("spectra epochs=3 --resume --out a", None),
+    ],
+)
+def test_an_option_given_twice_is_named(words, named, capsys):
+    code, _, err = shown(f"train {words} --show-settings", capsys)
+    assert code == 0
+    assert (named is None and "given" not in err) or f"warning: {named}\n" in err

@@ -113,6 +113,19 @@ def test_the_deviation_is_calibrated_on_the_validation_molecules_of_the_runs(run
     assert "standard deviations are not calibrated" in caplog.text
 
 
+def test_targets_may_be_in_any_units(tmp_path):
+    file = tmp_path / "known.csv"
+    rows = [(ring + "C" * n, 5000 + 300 * n, n / 1000) for n in range(1, 7) for ring in RINGS]
+    file.write_text("smiles,kelvin,molar\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+    train(tmp_path / "run", file)
+    assert treadle("predict", tmp_path / "run", "--smiles", file, "--out", tmp_path / "found.csv") == 0
+    found = rows_of(tmp_path / "found.csv")
+    assert all(5000 < float(row["kelvin_mean"]) < 7000 for row in found)
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["target_mae"]["model"]["molar"] < 0.01 < metrics["target_mae"]["model"]["kelvin"]
+    assert metrics["best_val_metric"] < 5  # in deviations
+
+
 def test_labels_are_predicted_as_probabilities(runs, molecules):
     stored = [opened(runs / seed) for seed in "01"]
     outputs = [predict_file([each], molecules, device="cpu").arrays["solubility_mean"] for each in stored]

@@ -36,6 +36,20 @@ def test_columns_are_the_settings_that_differ_choices_before_seeds_then_results(
     assert found[-1].values == [0.5, 0.25]
 
 
+def test_numbers_of_weights_are_left_out_only_where_other_settings_tell_the_runs_apart():
+    sizes = [(width, seed, 6 * width) for width in (8, 64) for seed in (0, 1)]
+    told = runs_of(*[{"width": width, "model.parameters": count, "seed": seed} for width, seed, count in sizes])
+    untold = runs_of(*[{"model.parameters": count, "seed": seed} for _, seed, count in sizes])
+    seeds_apart = runs_of({"model.parameters": 1, "seed": 0}, {"model.parameters": 2, "seed": 1})
+    assert [one.title for one in columns(told)] == ["width", "seed"]
+    assert (
+        [one.title for one in columns(untold)]
+        == ["model.parameters", "seed"]
+        == [one.title for one in columns(seeds_apart)]
+    )
+    assert seeds_of(told).names == ["width=8 (2 seeds)", "width=64 (2 seeds)"]
+
+
 def test_runs_that_differ_by_a_seed_only_are_one_group():
     runs = runs_of({"lr": 1, "seed": 0}, {"lr": 2, "seed": 0}, {"lr": 1, "seed": 1}, {"lr": 2, "seed": 1})
     seeds = seeds_of(runs)

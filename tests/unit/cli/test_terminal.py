@@ -120,3 +120,11 @@ def test_loading_is_shown_on_a_terminal_alone(monkeypatch):
         monkeypatch.setattr("treadle.cli.console.message_console", lambda console=console: console)
         show_loading("graphs")
         assert console.file.getvalue() == expected
+
+
+def test_units_in_brackets_are_no_markup():
+    table = report.Table(["[x]", "weight [g/mol]"], [["[a]", "[b]"]], title="Errors [c]", notes=["in [g/mol]"])
+    console = Console(file=io.StringIO(), width=80)
+    show_table(table, console)
+    shown = console.file.getvalue().split()
+    assert shown == ["Errors", "[c]", "[x]", "weight", "[g/mol]", "[a]", "[b]", "in", "[g/mol]"]

@@ -125,6 +125,33 @@ def test_a_table_names_the_metrics_in_which_a_baseline_is_not_beaten(tmp_path: P
     ]
 
 
+def test_several_targets_have_a_table_in_their_units(tmp_path: Path) -> None:
+    errors = {"model": {"logP": 0.5, "weight": 20.0}, "mean": {"logP": 0.6, "weight": None}}
+    errors["ridge_atom_counts"] = {"logP": 0.7, "weight": 10.0}
+    metrics = {
+        "config": {"model": {"name": "mpnn"}, "dataset": {"name": "smiles_csv", "file": "lab/own.csv"}},
+        "graphs": {"test": 9}, "best_epoch": 1, "epochs": 2, "metric_for_best": "loss", "test": {"mae": 9.0},
+        "baselines": {"mean": {"mae": 8.0}}, "target_mae": errors,
+    }  # fmt: skip
+    found = graphs_report.results(metrics, tmp_path)
+    assert found.title == "mpnn on own.csv"
+    assert [list(row) for row in found.tables[1].rows] == [
+        ["mpnn, epoch 1", "0.5", "20"],
+        ["ridge on atom counts", "0.7", "10"],
+        ["mean of the training targets", "0.6", "undefined"],
+    ]
+    assert list(found.tables[1].notes) == ["The model is ahead of every baseline in 1 of these 2."]
+    labels = {"model": {"a": 0.9, "b": None}, "frequencies": {"a": 0.5, "b": None}}
+    (_, table) = graphs_report.results(
+        {**{k: v for k, v in metrics.items() if k != "target_mae"}, "target_roc_auc": labels}, tmp_path
+    ).tables
+    assert [list(row) for row in table.rows] == [
+        ["mpnn, epoch 1", "0.9", "undefined"],
+        ["frequencies of the training labels", "0.5", "undefined"],
+    ]
+    assert list(table.notes) == ["The model is ahead of every baseline in 1 of these 2."]
+
+
 def test_a_run_on_pairs_shows_its_error_by_distance(root: Path, tmp_path: Path) -> None:
     settings = ["dataset=synthetic/tree", "dataset.num_graphs=20", "dataset.task=distance_regression"]
     assert run(root, tmp_path, *settings, "training.epochs=1", "training.scheduler.warmup_epochs=0") == 0

@@ -163,7 +163,7 @@ def test_a_large_error_does_not_overflow_in_half_precision():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("regresion",), "did you mean 'regression'"),
+        (("regresion",), "known: classification, edge_prediction, multilabel, regression"),
         (("regression", "bce"), "not a loss of regression"),
         (("classification", "bce_logits", 3), "not a loss of classification with num_classes=3"),
         (("classification", "bce", 5), "num_classes=5"),
@@ -248,3 +248,13 @@ def test_entries_are_counted_on_the_host_as_torch_counts_them(shape, masked):
     target[torch.rand(shape, generator=generator) < 0.4] = math.nan
     mask = torch.rand(shape[0], generator=generator) < 0.5 if masked else None
     assert float(get_loss_fn("regression").count(target, mask)) == float(counted(target, mask).sum())
+
+
+@pytest.mark.parametrize("kind", ["mse", "mae", "huber"])
+def test_errors_are_taken_in_the_units_of_the_targets(kind):
+    pred, target = torch.tensor([[1.0, 700.0], [2.0, 100.0]]), torch.tensor([[0.0, 100.0], [math.nan, 400.0]])
+    scale = torch.tensor([2.0, 200.0])
+    found = get_loss_fn("regression", kind, target_scale=scale)(pred, target)
+    assert torch.equal(found, get_loss_fn("regression", kind)(pred / scale, target / scale))
+    with pytest.raises(ConfigError, match="one number for each target"):
+        get_loss_fn("multilabel", target_scale=scale)

@@ -199,6 +199,37 @@ def test_what_is_no_comma_separated_file_is_named(text, message, tmp_path):
         get_dataset("smiles_csv", file=file)
 
 
+def test_targets_like_identifiers_or_labels_are_named(tmp_path, caplog):
+    rows = [[text, 1000 + n, n % 2, n / 2] for n, text in enumerate(SMILES)]
+    file = table(tmp_path, ["smiles", "id", "active", "logP"], rows)
+    get_dataset("smiles_csv", tmp_path, file=file, num_workers=0)
+    assert "'id' has a different whole number in every row" in caplog.text
+    assert "dataset.targets=[active,logP]" in caplog.text
+    assert "'active' has no values but 0 and 1" in caplog.text
+    caplog.clear()
+    get_dataset("smiles_csv", tmp_path, file=file, targets=["id", "logP"], num_workers=0)  # which somebody wants
+    assert not caplog.text
+
+
+def test_deviations_are_calibrated_on_graphs_with_known_targets(tmp_path):
+    rows = [(text, len(text) / 10, number % 5 if number < 5 else "") for number, text in enumerate(SMILES)]
+    file = table(tmp_path, ["smiles", "size", "rare"], rows)
+    data = get_dataset("smiles_csv", tmp_path, "light", file=file, split="random", num_workers=0)
+    size = {"num_edge_features": data.num_edge_features, "node_pe_dim": data.node_pe_dim}
+    models = [get_model("mpnn", data.num_features, 2, 8, 1, **size) for _ in range(3)]
+    texts = [graph.smiles for graph in data.train]
+    options = {"pe_config": "light", "device": "cpu"}
+    plain, found = (predict_smiles(models, texts, **options, **more) for more in ({}, {"calibrate_on": data.train}))
+    assert plain.factors is None
+    assert found.factors[1] == 1  # of which fewer than ten values are known
+    assert torch.equal(found.mean, plain.mean)
+    assert torch.equal(found.deviation, plain.deviation * found.factors)
+    error = (found.mean - torch.stack([graph.y.flatten() for graph in data.train])).abs()[:, 0]
+    assert 0.65 < (error <= found.deviation[:, 0] * (1 + 1e-9)).double().mean() < 0.75
+    with pytest.raises(ConfigError, match="regression by 1; pass None"):
+        predict_smiles(models[:1], texts, **options, calibrate_on=data.val)
+
+
 def test_names_of_columns_are_stripped_and_one_without_a_name_is_no_target(tmp_path, caplog):
     rows = [(number, text, number) for number, text in enumerate(SMILES)]
     data = get_dataset("smiles_csv", file=table(tmp_path, ["", " smiles", " y "], rows))

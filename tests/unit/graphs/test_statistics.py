@@ -149,3 +149,30 @@ def test_a_warm_up_that_is_an_epoch_ahead_wastes_none():
     assert rates(warmup_epochs=2, warmup_offset=1)[2:] == rates(warmup_epochs=2)[2:]
     with pytest.raises(ConfigError, match="warmup_offset=2: must be 0 or 1"):
         rates(warmup_epochs=2, warmup_offset=2)
+
+
+def test_a_model_with_measured_targets_answers_in_their_units():
+    rows = [[100.0, 1.0], [300.0, math.nan], [math.nan, 3.0], [100.0, 3.0], [300.0, 1.0], [math.nan, 2.0]]
+    known = [SimpleNamespace(**{**vars(GRAPHS[i]), "y": torch.tensor([row])}) for i, row in enumerate(rows)]
+    found = graph_statistics(known, targets=True)
+    assert (found.target_mean.tolist(), found.target_scale.tolist()) == ([200.0, 2.0], pytest.approx([100, 0.8**0.5]))
+    torch.manual_seed(0)
+    scaled = model(statistics=found, num_classes=2).eval()
+    torch.manual_seed(0)
+    plain = model(statistics=graph_statistics(known), num_classes=2).eval()
+    batch = collate(GRAPHS)
+    assert torch.equal(scaled(batch), plain(batch) * found.target_scale + found.target_mean)
+    again = model(statistics=GraphStatistics.unknown(4, 2), num_classes=2).eval()
+    again.load_state_dict(scaled.state_dict())
+    assert torch.equal(again(batch), scaled(batch))
+
+
+def test_targets_that_do_not_fit_are_refused():
+    rows = [[1.0, math.nan], [2.0, math.nan]]
+    unknown = [SimpleNamespace(num_nodes=2, y=torch.tensor([row])) for row in rows]
+    with pytest.raises(ConfigError, match=r"\[1\] of the targets have no known value"):
+        graph_statistics(unknown, targets=True)
+    one = graph_statistics([SimpleNamespace(num_nodes=2, y=torch.tensor([[2.0]]))], targets=True)
+    assert one.target_scale.tolist() == [1.0]  # a constant
+    with pytest.raises(ConfigError, match="1 targets of a graph, and the model has 2 outputs"):
+        model(statistics=one, node_pe_dim=None, num_classes=2)

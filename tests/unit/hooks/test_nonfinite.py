@@ -39,6 +39,11 @@ class Rows(Dataset):
         return self.x[index] + (0.01 * torch.rand(1) if self.noise else 0.0), self.y[index]
 
 
+class Squares:
+    def step(self, model, batch, totals=None, generator=None):
+        return StepOutput(model(batch).square().mean(), weight=len(batch))
+
+
 class Fit(BaseTrainer):
     def __init__(self, folder, hooks=(), *, bad=(12,), workers=0, model=None, steps=STEPS, batch=4, **settings):
         super().__init__(steps, workspace=folder, device="cpu", **settings)
@@ -139,6 +144,25 @@ def test_raise_is_the_engines_own_error_with_a_record(tmp_path):
     assert event["action"] == "raised"
     assert caught.value.step == event["step"]
     assert finite(trainer)
+
+
+@pytest.mark.parametrize("settings", [{"max_non_finite_grad_retries": 1}, {"hooks": ("skip",)}], ids=["retry", "skip"])
+def test_a_refused_step_leaves_running_statistics_alone(settings, tmp_path):
+    """A run over a batch of NaN ends as a run without that batch."""
+
+    def trained(batches, hooks=(), **settings):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        hooks = [NonFiniteHook(policy, path=tmp_path) for policy in hooks]
+        engine = Engine(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Squares(), device="cpu", hooks=hooks, **settings
+        )
+        engine.run(batches, epochs=1)
+        return model.state_dict()
+
+    good = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    bad = torch.full((4, 3), math.nan)
+    assert differences(trained(good), trained([*good[:2], bad, *good[2:]], **settings)) == []
 
 
 def test_retry_uses_the_engines_retries(tmp_path):

@@ -17,6 +17,8 @@ from treadle.cli.runpage.tables import section
 _MOST_SETTINGS, _MOST_RESULTS = 8, 6
 # Settings determined by the location or the machine of a run rather than chosen.
 _PLACES = re.compile(r"(.*[._])?(out|out_dir|workspace|save_dir|output_dir|checkpoint_dir|path|device|name|run_name)")
+# Numbers of weights, which follow from the chosen sizes.
+_COUNTS = re.compile(r"(model|optimizer)\.(parameters|trainable)")
 _NUMBERS = re.compile(r"((?<==)-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|\d+)")  # the value of a setting, or digits
 _SEED = re.compile(r"(.*[._])?seed")
 
@@ -172,7 +174,16 @@ def _different(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for run in runs for key in run.config if not _PLACES.fullmatch(key))
     found = {key: [run.config.get(key) for run in runs] for key in keys}
     different = {key: values for key, values in found.items() if len(set(_texts(values))) > 1}
+    chosen = {key: values for key, values in different.items() if not _COUNTS.fullmatch(key)}
+    if _distinct(chosen) == _distinct(different):
+        different = chosen
     return dict(sorted(different.items(), key=lambda item: bool(_SEED.fullmatch(item[0]))))
+
+
+def _distinct(settings: Mapping[str, Sequence[Any]]) -> int:
+    """Return the number of different combinations of settings without seeds."""
+    chosen = [_texts(values) for key, values in settings.items() if not _SEED.fullmatch(key)]
+    return len(set(zip(*chosen, strict=True)))
 
 
 def _shared(runs: Sequence[RunRecords], key: str) -> bool:

@@ -67,6 +67,8 @@ def load_smiles_csv(
     smiles, columns, rows, lines = _read_table(Path(file), smiles, "dataset.smiles")
     chosen = _chosen(targets, [column for column in columns if column != smiles], Path(file), smiles)
     values = [_column(name, [row[name] for row in rows], lines, task) for name in chosen]
+    if task == "regression":
+        _warn_of_odd(dict(zip(chosen, values, strict=True)), by_default=targets is None)
     found, unusable = usable_graphs([row[smiles] for row in rows], num_workers=num_workers, lines=lines)
     if unusable:
         _log.warning("%s: %s", file, describe_unusable(unusable, len(rows)))
@@ -105,6 +107,29 @@ def _parts(smiles: Sequence[str], molecules: Indices, split: str, file: Path) ->
             value=split,
         )
     return parts
+
+
+def _warn_of_odd(targets: Mapping[str, Sequence[float]], *, by_default: bool) -> None:
+    """Warn about a regression of what looks like identifiers, if they are targets by default, or like labels."""
+    for column, values in targets.items():
+        known = [value for value in values if not math.isnan(value)]
+        others = [name for name in targets if name != column]
+        if by_default and others and len(known) > 2 and len(set(known)) == len(known) and all(map(_is_whole, known)):
+            _log.warning(
+                "targets: %r has a different whole number in every row, like an identifier, and is predicted as all "
+                "columns are; name those to predict: dataset.targets=%s",
+                column, others[0] if len(others) == 1 else f"[{','.join(others)}]",
+            )  # fmt: skip
+        elif set(known) <= {0.0, 1.0}:
+            _log.warning(
+                "targets: %r has no values but 0 and 1, and is predicted as a number; dataset.task=multilabel "
+                "predicts probabilities",
+                column,
+            )
+
+
+def _is_whole(value: float) -> bool:
+    return value == math.floor(value)
 
 
 def _chosen(targets: str | Sequence[str] | None, columns: Sequence[str], file: Path, smiles: str) -> list[str]:
@@ -234,8 +259,8 @@ def _number(text: str, column: str, line: int, task: str) -> float:
         value = float(text if "_" not in text else "")  # Python alone reads 1_000
     except ValueError:
         raise ConfigError(
-            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty, or name the "
-            "columns to predict, such as dataset.targets=logP"
+            f"targets: {column!r} has {text!r} in line {line}, which is not a number; leave it empty if it is unknown, "
+            "write labels as 0 and 1, or name the columns to predict, such as dataset.targets=logP"
         ) from None
     if abs(value) > torch.finfo(torch.float32).max or (
         task == "multilabel" and value not in (0.0, 1.0) and not math.isnan(value)
