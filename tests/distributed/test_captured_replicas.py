@@ -142,7 +142,7 @@ def differs(patch):
 def differing(*args, largest, **kwargs):
     from treadle.capture.check import what_differs
 
-    return what_differs(*args, largest=largest, **kwargs) or "a captured step gives other numbers"
+    return what_differs(*args, largest=largest, **kwargs) or "a captured step differs from an eager one"
 
 
 def cannot(patch):

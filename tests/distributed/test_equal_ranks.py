@@ -53,10 +53,10 @@ def test_what_one_rank_changes_is_noticed_on_all_and_named():
         for what in ("gradient", "weight"):
             step, told = found[what, 12]
             assert step == 7, (rank, told)
-            assert "the weights of rank 1 differ from those of rank 0 after step 6, and did not after step 3" in told
+            assert "the weights of rank 1 differ from those of rank 0 after step 6, but not after step 3" in told
             step, told = found[what, 5]  # at the end at the latest
             assert step == 5
-            assert "after step 5, and did not after step 3" in told
+            assert "after step 5, but not after step 3" in told
 
 
 def test_one_process_has_nothing_to_compare_and_a_bad_interval_is_refused():

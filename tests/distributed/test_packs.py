@@ -139,7 +139,7 @@ def test_spectra_go_on_from_one_rank_to_two_and_end_as_one(tmp_path):
     for ended, left, _ in (first, second):
         assert ended[0].startswith("ConfigError: the run in")
         assert "model.d_model was 8 and is now 16" in ended[0]
-        assert ended[1].startswith("ConfigError: batch_size=1: is shared among 2 ranks")
+        assert ended[1].startswith("ConfigError: batch_size=1: is split over 2 ranks")
         assert ended[2] == "killed"
         assert left == 1  # the group ended with the training
     assert second[0][3] is None  # the first rank alone reports

@@ -142,7 +142,7 @@ def test_a_damaged_object_is_named_and_the_rest_is_used(tmp_path, url):
     other = workspace(url, tmp_path / "b")
     assert other.restore(said.append)
     assert len(said) == 1
-    assert "checkpoint_step_5.pt is damaged and left out" in said[0]
+    assert "checkpoint_step_5.pt is damaged and skipped" in said[0]
     assert furthest(other.staging) == StateProgress(2, 0)
     for key in remote.store.sizes("objects/"):
         remote.store.put(key, b"")
@@ -230,7 +230,7 @@ class Refusing:
     [
         (PermissionError("Access Denied"), "a request was refused (Access Denied); check the credentials"),
         (NotADirectoryError("a file"), "a request was refused (a file)"),
-        (FileNotFoundError("no such bucket"), "nothing can be written (no such bucket); make the bucket first"),
+        (FileNotFoundError("no such bucket"), "cannot be written to (no such bucket); create the bucket first"),
     ],
 )
 def test_a_store_that_refuses_is_named_at_once_with_what_to_look_at(tmp_path, url, error, words):

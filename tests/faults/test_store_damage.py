@@ -163,7 +163,7 @@ def test_when_the_disk_does_not_confirm_a_rename_the_message_does_not_say_that_t
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(files, "sync_folder", fails)
-    with pytest.raises(CheckpointError, match="is written, but"):
+    with pytest.raises(CheckpointError, match="was written, but"):
         save_checkpoint(tree(2.0), tmp_path / "a.pt")
     assert load_checkpoint(tmp_path / "a.pt")["model"]["w"][0] == 2
 

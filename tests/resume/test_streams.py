@@ -120,7 +120,7 @@ def test_a_stream_whose_state_is_not_its_place_is_named_before_step_1_and_replay
 
     class First(MeanSquare):
         def step(self, *args, **kwargs):
-            said.append("cannot be entered in the middle" in caplog.text)
+            said.append("cannot resume inside an epoch" in caplog.text)
             return super().step(*args, **kwargs)
 
     set_seed(0)
@@ -140,7 +140,7 @@ def test_a_state_that_leads_back_to_its_place_at_first_only_is_found_later(caplo
     assert cursor.state_dict()["loader"] is not None
     cursor.take(2)
     assert cursor.state_dict()["loader"] is None
-    assert "taken after 8 samples and loaded, it does not give the next one" in caplog.text
+    assert "taken after 8 samples and loaded, it does not give the next sample" in caplog.text
 
 
 @pytest.mark.slow  # packs the data in a process of its own

@@ -302,10 +302,10 @@ def test_another_setting_of_the_schedule_is_said_since_the_checkpoints_goes_on(c
 def test_a_schedule_of_a_function_with_another_length_is_said_since_its_rate_jumps(make, caplog):
     state = moved(lambda o: make(o, 10))
     scheduled(lambda o: make(o, 20)).load_state_dict(state)
-    assert "after 3 moves the schedule of this run gives a learning rate of" in caplog.text
+    assert "after 3 scheduler steps the learning rate is" in caplog.text
     caplog.clear()
     scheduled(lambda o: make(o, 10)).load_state_dict(through_a_file(state))
-    assert "the schedule of this run" not in caplog.text
+    assert "scheduler steps the learning rate" not in caplog.text
 
 
 def test_another_kind_of_schedule_is_refused_in_words():

@@ -516,7 +516,7 @@ def mspe_log_hooks():
 
 def mspe_lists_of_encodings():
     assert list(parse_pe_config({"node": {"types": ["hks", "lap_pe"], "dim": 32}}).node.blocks) == ["lap", "hks"]
-    with pytest.raises(ConfigError, match="first of a list alone"):
+    with pytest.raises(ConfigError, match="only the first of a list"):
         parse_pe_config({"relative": {"types": ["spd", "bfs"]}})
 
 

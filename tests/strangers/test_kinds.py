@@ -93,7 +93,7 @@ def test_an_optimizer_that_loads_no_state_is_refused_by_name():
 
     engine = engine_of(optimizer=made)
     engine.run(points_loader(), max_steps=2)
-    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.weight: after loading, .*nothing there"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.weight: after loading, .*missing"):
         engine_of(optimizer=made).load_state_dict(through_a_file(engine.state_dict()))
 
 
@@ -521,15 +521,15 @@ def in_parts(self: Any, trainer: Any) -> Any:
         ("on_after_step", lambda self: None, "is called as on_after_step\\(trainer\\)"),
         ("on_after_epoch", lambda self, trainer, epoch: None, "is called as on_after_epoch\\(trainer\\)"),
         ("on_state_dict", lambda self, trainer: None, "is called as on_state_dict\\(trainer, state_dict\\)"),
-        ("on_after_train", None, "on_after_train=None: is no method"),
-        ("on_log", property(lambda self: 3), "on_log=3: is no method"),
+        ("on_after_train", None, "on_after_train=None: is not a method"),
+        ("on_log", property(lambda self: 3), "on_log=3: is not a method"),
         ("on_after_step", in_another_loop, "is an async function"),
         ("on_after_epoch", in_parts, "is a generator function"),
     ],
 )
 def test_an_event_that_could_not_be_called_is_refused_before_anything_is_built(event, value, message):
     hook = type("Mine", (BaseHook,), {event: value})()
-    with pytest.raises(ConfigError, match=f"Mine.{event}.*{message}" if "no method" not in message else message):
+    with pytest.raises(ConfigError, match=f"Mine.{event}.*{message}" if "not a method" not in message else message):
         Fit(max_steps=1, device="cpu", hooks=[hook])
 
 

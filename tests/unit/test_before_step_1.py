@@ -201,9 +201,9 @@ def test_a_direction_against_the_name_of_the_metric_is_named(caplog):
     [
         (lambda: trainer(scheduler=torch.optim.lr_scheduler.StepLR), "scheduler: is the class StepLR; make an object"),
         (lambda: trainer().evaluate({"a": loader()}), "dataloader: is a dict of loaders"),
-        (lambda: trainer().train(loader(), 1, save_dir="~/runs"), "save_dir='~/runs': '~' is a home folder to a shell"),
-        (lambda: trainer().train(loader(), 1, save_dir=""), "save_dir='': an empty string is no path"),
-        (lambda: Base(max_steps=1, workspace="~/runs"), "workspace='~/runs': '~' is a home folder"),
+        (lambda: trainer().train(loader(), 1, save_dir="~/runs"), "save_dir='~/runs': only a shell expands '~'"),
+        (lambda: trainer().train(loader(), 1, save_dir=""), "save_dir='': must not be empty"),
+        (lambda: Base(max_steps=1, workspace="~/runs"), "workspace='~/runs': only a shell expands '~'"),
         (lambda: trainer(config={"training": {"lr": 0.1}}), "unknown key 'lr'; did you mean 'learning_rate'"),
         (lambda: trainer(compile="block"), "^compile='block'"),
     ],
@@ -220,7 +220,7 @@ def test_a_folder_in_the_place_of_a_file_stays_where_it_is(tmp_path, make):
     folder = tmp_path / "runs"
     folder.mkdir()
     (folder / "mine").write_text("x")
-    with pytest.raises(ConfigError, match=r"runs'?: is a folder; name a file"):
+    with pytest.raises(ConfigError, match=r"runs'?: is a folder; give the path"):
         Engine(*parts(), Fit(), device="cpu", hooks=[make(folder)]).run(loader(), max_steps=1)
     assert os.listdir(tmp_path) == ["runs"]
     assert os.listdir(folder) == ["mine"]

@@ -102,7 +102,7 @@ REFUSED = {
         config(trainer={"type": "Fit", "max_steps": 3, "data_cfg": 1}), "data: given twice, .*trainer.data_cfg"
     ),
     "no trainer": ({"trianer": {}}, r"no section 'trainer'.*did you mean 'trianer'\?"),
-    "empty": ({}, "no section 'trainer'.*there is no key at all"),
+    "empty": ({}, "no section 'trainer'.*there are no keys"),
     "no dict": ([], "must be a dict, not a list"),
     "no type": (config(trainer={"max_steps": 3}), "trainer: must be a dict with the key 'type'"),
     "unknown type": (config(trainer={"type": "Fid"}), "trainer.type: 'Fid' is not registered; nearest: 'Fit'"),

@@ -276,9 +276,9 @@ def test_an_unknown_name_near_to_nothing_lists_all(registry):
         ("torch.nn.Liner", "'torch.nn' has no 'Liner', did you mean 'Linear'"),
         ("torch.nn.Linear.no_such", "'torch.nn.Linear' has no 'no_such'"),
         ("keyword.no_such", "'keyword' has no 'no_such'"),
-        ("torch..Linear", "is no dotted path"),
-        (".Linear", "is no dotted path"),
-        ("torch.nn.", "is no dotted path"),
+        ("torch..Linear", "is not a dotted path"),
+        (".Linear", "is not a dotted path"),
+        ("torch.nn.", "is not a dotted path"),
     ],
 )
 def test_a_path_that_cannot_be_imported_says_which_part_is_missing(path, message):
@@ -299,7 +299,7 @@ def test_an_error_inside_an_imported_module_leaves_unchanged(tmp_path, monkeypat
 
 @pytest.mark.parametrize("kind", [Net, 3, None, ["Net"]])
 def test_a_type_that_is_no_string_is_refused(kind):
-    with pytest.raises(ConfigError, match=r"^type: .* is no name; write a registered name or a dotted path"):
+    with pytest.raises(ConfigError, match=r"^type: .* is not a name; write a registered name or a dotted path"):
         build_from_cfg({"type": kind})
 
 
@@ -309,7 +309,7 @@ def test_a_path_to_what_cannot_be_called_is_refused():
 
 
 def test_a_key_that_is_no_string_is_refused(registry):
-    with pytest.raises(ConfigError, match=r"^a\[3\]: the key 3 is no argument of 'Thing'"):
+    with pytest.raises(ConfigError, match=r"^a\[3\]: the key 3 is not an argument of 'Thing'"):
         build_from_cfg({"a": {"type": "Thing", 3: 4}}, registry, recursive=True)
 
 

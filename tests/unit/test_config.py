@@ -522,7 +522,7 @@ def test_removing_takes_the_first_equal_entry_of_the_same_type():
         ("a.cc!=", r"no key 'a\.cc'; did you mean 'a\.c'\?$"),
         ("ll+=1", r"no key 'll'; did you mean 'l'\?; a new list needs the form '\+ll=\[1\]'"),
         ("['a.b']=1", r"no key '\['a\.b'\]'|no key \"\['a\.b'\]\""),
-        ("[[]]=1", "no path"),
+        ("[[]]=1", "not a path"),
         ("l[3]=1", r"l has 3 entries and no \[3\]; append with 'l\+=…'"),
         ("+l[-4]=1", r"l has 3 entries"),
         ("l[-4]!=", r"l has 3 entries"),
@@ -532,17 +532,17 @@ def test_removing_takes_the_first_equal_entry_of_the_same_type():
         ("lr.x=1", r"lr is 0\.1, which has no keys"),
         ("+lr.x=1", r"lr is 0\.1, which has no keys"),
         ("l-=yy", r"l has no entry 'yy'; did you mean 'y'\?"),
-        ("lr+=1", r"lr is 0\.1 and no list"),
-        ("a-=b", r"and no list; '\+=' and '-=' change lists"),
+        ("lr+=1", r"lr is 0\.1, not a list"),
+        ("a-=b", r"not a list; '\+=' and '-=' change lists"),
         ("a.b", "has no '='; the forms are"),
-        ("=1", "names no key"),
-        ("+=1", "names no key"),
-        ("a..b=1", "no path; write it like 'model"),
-        ("a.=1", "no path"),
-        (".a=1", "no path"),
-        ("l[0=1", "no path"),
-        ("l[]=1", "no path"),
-        ("l[0]x=1", "no path"),
+        ("=1", "has no key"),
+        ("+=1", "has no key"),
+        ("a..b=1", "not a path; write it like 'model"),
+        ("a.=1", "not a path"),
+        (".a=1", "not a path"),
+        ("l[0=1", "not a path"),
+        ("l[]=1", "not a path"),
+        ("l[0]x=1", "not a path"),
         ("a.b!=1", "'!=' deletes and takes no value"),
         ("+l+=1", r"'\+' before a path goes with '=' only"),
         ("+l!=", r"'\+' before a path goes with '=' only"),
@@ -601,10 +601,10 @@ def test_a_value_keeps_its_kind_unless_the_form_says_otherwise(override, before,
 @pytest.mark.parametrize(
     ("override", "before", "words"),
     [
-        ("x=maybe", True, ["x is True, a bool", "'maybe' is a text", "x=true or x=false", "+x=maybe"]),
+        ("x=maybe", True, ["x is True, a bool", "'maybe' is a string", "x=true or x=false", "+x=maybe"]),
         ("x=1", True, ["x is True, a bool", "1 is a number"]),
-        ("x=off", "auto", ["x is 'auto', a text", "False is a bool", "x='off'"]),
-        ("x=fast", 0.1, ["x is 0.1, a number", "'fast' is a text", "x=0.1"]),
+        ("x=off", "auto", ["x is 'auto', a string", "False is a bool", "x='off'"]),
+        ("x=fast", 0.1, ["x is 0.1, a number", "'fast' is a string", "x=0.1"]),
         ("x=yes", 3, ["x is 3, a number", "True is a bool"]),
         ("x=3", {"a": 1}, ["a section", "set its keys"]),
         ("x=3", [1], ["x is [1], a list", "x+="]),
@@ -869,10 +869,10 @@ def test_a_mandatory_value_must_be_given_by_a_later_file(write):
         ("", "is empty; a YAML configuration is a mapping"),
         ("# nothing\n\n", "is empty"),
         ("- a\n", "holds a list"),
-        ("3\n", "no YAML configuration"),
-        ("a: [\n", "no YAML configuration"),
+        ("3\n", "not a YAML configuration"),
+        ("a: [\n", "not a YAML configuration"),
         ("a: 1\na: 2\n", "duplicate key"),
-        ("a: !!python/object/apply:os.getcwd []\n", "no YAML configuration"),
+        ("a: !!python/object/apply:os.getcwd []\n", "not a YAML configuration"),
         ("parents: 3\n", "parents must be a file name"),
     ],
 )
@@ -883,7 +883,7 @@ def test_a_yaml_file_that_is_no_mapping_is_refused_by_name(write, text, message)
 
 def test_a_yaml_file_that_is_no_text_is_refused_by_name(tmp_path):
     (tmp_path / "wrong.yaml").write_bytes(b"a: \xff\n")
-    with pytest.raises(ConfigError, match=r"wrong\.yaml: no YAML configuration"):
+    with pytest.raises(ConfigError, match=r"wrong\.yaml: not a YAML configuration"):
         load_config(tmp_path / "wrong.yaml")
 
 

@@ -102,7 +102,7 @@ CRAFTED = {
     "backslashes": (lambda: adding("archive\\..\\x"), "outside the archive"),
     "drive letter": (lambda: adding("C:x"), "outside the archive"),
     "record given twice": (twice, "twice"),
-    "nested archive": (lambda: adding("archive/inner.zip", saved()), "none that torch.save writes"),
+    "nested archive": (lambda: adding("archive/inner.zip", saved()), "not one that torch.save writes"),
     "TorchScript": (lambda: adding("archive/code/__torch__.py"), "TorchScript"),
     "something before it": (lambda: b"#!/bin/sh\nrm -rf x\n" + saved(), "before the archive|damaged"),
     "something after it": (lambda: saved() + b"#!/bin/sh" * 9, "before the archive|damaged"),

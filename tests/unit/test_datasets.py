@@ -133,7 +133,7 @@ def test_an_array_of_objects_is_refused(package):
 
 def test_another_shape_is_refused(package):
     np.savez(package / "x.npz", a=np.zeros(3))
-    with pytest.raises(ValueError, match=r"shape \(3,\), it must have \(4,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), but must have \(4,\)"):
         read({"a": (4,)})
 
 

@@ -126,7 +126,7 @@ def test_a_stream_that_every_worker_reads_whole_is_named_before_step_1(case):
     make, named = CASES[case]
     said = said_before_step_1(make())
     assert len(said) == named
-    assert all("shard_iterable" in line and "each comes 2 times" in line for line in said)
+    assert all("shard_iterable" in line and "each occurs 2 times" in line for line in said)
 
 
 X = torch.arange(12.0).reshape(12, 1)

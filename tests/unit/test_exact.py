@@ -37,7 +37,7 @@ def test_a_function_inside_another_is_refused():
     def inner():
         raise AssertionError
 
-    with pytest.raises(ConfigError, match="at the top of a module"):
+    with pytest.raises(ConfigError, match="at the top level of a module"):
         treadle.verify(inner)
 
 

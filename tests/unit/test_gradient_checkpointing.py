@@ -128,7 +128,7 @@ def test_a_models_own_method_is_asked_without_reentry():
     ("model", "setting", "message"),
     [
         (nn.Linear(1, 1), True, "no ModuleList"),
-        (Own(nn.BatchNorm1d(1)), True, "would move twice"),
+        (Own(nn.BatchNorm1d(1)), True, "would update twice"),
         (Stack(), ["layer.*"], "no module has the name 'layer.\\*'; did you mean"),
         (Stack(), ["layers.0", "layers.0.inner"], "is inside 'layers.0'"),
     ],
@@ -140,7 +140,7 @@ def test_what_cannot_be_run_twice_is_refused(model, setting, message):
 
 
 def test_a_pattern_in_place_of_names_is_refused():
-    with pytest.raises(treadle.ConfigError, match=r"setting='layers\.\*': must be True or False or a list of texts"):
+    with pytest.raises(treadle.ConfigError, match=r"setting='layers\.\*': must be True or False or a list of strings"):
         treadle.checkpoint_model(Stack(), "layers.*")
 
 

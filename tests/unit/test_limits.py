@@ -217,9 +217,9 @@ def test_a_part_of_an_epoch_needs_a_length():
         def __iter__(self):
             return batches()
 
-    with pytest.raises(ConfigError, match=r"limit_train_batches=0.5: a part of an epoch needs a loader with a length"):
+    with pytest.raises(ConfigError, match=r"limit_train_batches=0.5: a fraction of an epoch needs a loader"):
         Fit(3, data=Endless(), limit_train_batches=0.5).train()
-    with pytest.raises(ConfigError, match="of 10 batches that is none"):
+    with pytest.raises(ConfigError, match="gives no batch out of 10"):
         Fit(3, limit_train_batches=0.01).train()
     trainer = Fit(7, data=Endless(), limit_train_batches=3)
     trainer.train()

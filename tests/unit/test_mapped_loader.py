@@ -189,7 +189,7 @@ def test_rows_that_are_missing_are_no_silent_copies():
     array = Watched()
     loader = MappedLoader(array, **SMALL)
     array.__class__ = type("CutOff", (Watched,), {"__getitem__": lambda self, rows: X[rows][:1]})
-    with pytest.raises(OSError, match="rows 0 to 9 were asked for and 1 came"):
+    with pytest.raises(OSError, match="rows 0 to 9 were requested and 1 returned"):
         next(iter(loader))
 
 
@@ -203,7 +203,7 @@ def test_leaving_a_pass_ends_its_thread_and_so_does_close():
     next(running)
     loader.close()
     assert threads() == []
-    with pytest.raises(RuntimeError, match="this pass cannot continue"):
+    with pytest.raises(RuntimeError, match="this iterator is no longer valid"):
         next(running)
     assert rows(loader)[0][0] == 14, "two batches were given"
 

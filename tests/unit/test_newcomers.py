@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ranks import run_on_ranks
-from treadle import BaseTrainer, ConfigError, Trainer
+from treadle import BaseTrainer, ConfigError, Trainer, ValidationHook
 
 
 def pairs() -> DataLoader:
@@ -75,7 +75,10 @@ def refused_on_two_ranks():
         with pytest.raises(ConfigError) as refused:
             trainer.train(data, 1 + call.pop("n", 0), **call)
         found.append(str(refused.value)[:62])
-    return found
+    hooks = [ValidationHook(data, interval=1)] if rank == 0 else []
+    with pytest.raises(ConfigError) as refused:
+        Trainer(model, None, nn.MSELoss(), device="cpu", hooks=hooks, progress=False).train(data, 1)
+    return [*found, str(refused.value)]
 
 
 def test_what_ranks_do_together_is_asked_for_by_all_of_them():
@@ -83,5 +86,6 @@ def test_what_ranks_do_together_is_asked_for_by_all_of_them():
         "evaluation_loader: it is given on rank 0 and None on rank 1, a",
         "evaluation_loader: it is ['a'] on rank 0 and ['b'] on rank 1, ",
         "epochs: it is 1 on rank 0 and 2 on rank 1, and must be the sam",
+        "hooks: rank 0 has ValidationHook and rank 1 none, whose work all ranks share; pass the same to all",
     ]
     assert run_on_ranks(refused_on_two_ranks, 2) == [expected, expected]

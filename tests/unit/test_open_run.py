@@ -39,9 +39,9 @@ def test_a_trainer_of_epochs_has_the_best_state_and_the_folder_is_only_read(run)
     assert torch.equal(
         trainer.predict(loader()), open_run(folder / "best_model.pt", make(ema_decay=0.5)).predict(loader())
     )
-    with pytest.raises(ConfigError, match=r"was opened to be used: open it with read_only=False"):
+    with pytest.raises(ConfigError, match=r"was opened read-only; open it with read_only=False"):
         trainer.train(loader(), 5)
-    with pytest.raises(ConfigError, match="was opened to be used"):
+    with pytest.raises(ConfigError, match="was opened read-only"):
         trainer.train_step(next(iter(loader())))
     assert files(folder) == before
 
@@ -105,7 +105,7 @@ def test_a_trainer_of_steps(tmp_path):
     assert trainer.step == 7
     assert trainer.test(loader()) == trained.test(loader())
     assert torch.equal(trainer.predict(loader()), trained.predict(loader()))
-    with pytest.raises(ConfigError, match="was opened to be used"):
+    with pytest.raises(ConfigError, match="was opened read-only"):
         trainer.train()
     assert files(tmp_path) == before
     longer = open_run(tmp_path, Saved(9), read_only=False)

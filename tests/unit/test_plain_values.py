@@ -68,12 +68,19 @@ class Opened:
         {"generator": {"bit_generator": "seed"}},
         {"object": {"args": [1]}, "of": "subprocess:Popen"},
         {"record": [1], "of": "subprocess:Popen"},
+        {"iterator": "iter", "arguments": {"tuple": [{"class": f"{__name__}:Opened"}, 1]}, "state": None},
+        {
+            "reduced": "itertools.accumulate",
+            "made": "called",
+            "state": None,
+            "arguments": {"tuple": [[1, 2, 3], {"class": f"{__name__}:Opened"}]},
+        },
     ],
     ids=lambda tree: next(iter(tree)),
 )
 def test_a_file_cannot_choose_what_is_called(tree):
     state = np.random.get_state()[1].tolist()
     with pytest.raises(CheckpointError):
-        decode(tree)
+        next(iter(decode(tree)))
     assert Opened.calls == 0
     assert np.random.get_state()[1].tolist() == state

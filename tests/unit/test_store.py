@@ -287,7 +287,7 @@ def test_what_a_run_goes_on_before_is_renamed_and_never_deleted(tmp_path, caplog
     (tmp_path / "checkpoint_latest.pt").symlink_to("checkpoint_step_20.pt")
     beyond = move_aside_beyond([*paths, tmp_path / "checkpoint_latest.pt"], StateProgress(10, 2))
     assert [path.name for path in beyond] == ["checkpoint_step_20.superseded.pt"]
-    assert "further than step 10, epoch 2" in caplog.text
+    assert "this run began at step 10, epoch 2" in caplog.text
     assert files_in(tmp_path) == ["checkpoint_step_10.pt", "checkpoint_step_2.pt", "checkpoint_step_20.superseded.pt"]
     write_many(tmp_path, [20])
     assert move_aside_beyond(tmp_path.iterdir(), StateProgress(10, 2))[0].name == "checkpoint_step_20.superseded-2.pt"

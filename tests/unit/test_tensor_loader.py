@@ -134,7 +134,7 @@ def test_a_mapping_gives_dicts():
     assert [{name: t.tolist() for name, t in batch.items()} for batch in loader] == [
         {"x": [0, 1, 2], "y": [0, -1, -2]}, {"x": [3], "y": [-3]},
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="nothing beside it"):
+    with pytest.raises(ConfigError, match="either one mapping"):
         TensorLoader({"x": torch.arange(4)}, torch.arange(4), batch_size=3)
 
 
@@ -165,7 +165,7 @@ def test_a_pass_whose_position_another_one_took_says_so_instead_of_going_on_wron
     training = iter(rows)
     next(training)
     assert len(list(rows)) == 4  # an evaluation over the same loader goes on from its position, and ends the epoch
-    with pytest.raises(RuntimeError, match="a loader each"):
+    with pytest.raises(RuntimeError, match="separate loaders"):
         next(training)
 
 

@@ -176,7 +176,7 @@ def test_without_a_gpu_batches_pass_as_they_are_and_a_warning_says_so(caplog):
     batches = [{"x": torch.ones(2)}, {"x": torch.zeros(2)}]
     with caplog.at_level(logging.WARNING, logger="treadle.data"):
         loader = TransferLoader(batches, "cpu")
-    assert "no copy to hide" in caplog.text
+    assert "no copy to overlap" in caplog.text
     assert all(given is batch for given, batch in zip(loader, batches, strict=True))
     assert len(loader) == 2
 
@@ -273,7 +273,7 @@ def test_a_stop_iteration_inside_the_data_set_is_no_end():
     cursor = Cursor()
     cursor.open(played(DataLoader(Broken(8), batch_size=1)))
     assert len(cursor.take(3).batches) == 3
-    with pytest.raises(RuntimeError, match="that is not the end"):
+    with pytest.raises(RuntimeError, match="before the end"):
         cursor.take(1)
 
 
@@ -295,7 +295,7 @@ def test_what_is_asked_of_it_is_answered_by_the_wrapped_loader():
 
 
 def test_a_loader_that_writes_over_its_batches_is_refused():
-    with pytest.raises(ConfigError, match="num_buffers=2 would write over"):
+    with pytest.raises(ConfigError, match="num_buffers=2 would overwrite"):
         TransferLoader(TensorLoader(torch.arange(10), batch_size=3, num_buffers=2), "cpu")
 
 

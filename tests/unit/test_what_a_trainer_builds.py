@@ -47,7 +47,7 @@ def test_hooks_that_are_given_come_after_those_that_are_built():
     trainer.prepare()
     assert trainer.hooks[:2] == [built, given]
     assert list(trainer.state_dict()["ema"]) == ["ema"]
-    with pytest.raises(ConfigError, match=r"hooks\[0\]: must be a hook, and this is the class EmaHook"):
+    with pytest.raises(ConfigError, match=r"hooks\[0\]: must be a hook, but this is the class EmaHook"):
         Line(2, device="cpu", hooks=[EmaHook])
 
 
@@ -68,9 +68,9 @@ def test_an_evaluation_before_the_training_says_what_to_call():
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        (CheckpointingHook(5), r"hooks: must be a list of hooks, and this is of type CheckpointingHook"),
-        ([CheckpointingHook], r"hooks\[0\]: must be a hook, and this is the class CheckpointingHook"),
-        ([BaseHook(), "jsonl"], r"hooks\[1\]: must be a hook, and this is of type str"),
+        (CheckpointingHook(5), r"hooks: must be a list of hooks, but this is of type CheckpointingHook"),
+        ([CheckpointingHook], r"hooks\[0\]: must be a hook, but this is the class CheckpointingHook"),
+        ([BaseHook(), "jsonl"], r"hooks\[1\]: must be a hook, but this is of type str"),
     ],
 )
 def test_what_is_no_list_of_hooks_is_refused(hooks, message):

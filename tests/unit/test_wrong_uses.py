@@ -285,7 +285,7 @@ def make(seed, workspace, lr=0.1):
         ({"seeds": 3}, "seeds=3: must be several"),
         ({"seeds": ["a"]}, "seeds='a': must be a whole number"),
         ({"settings": {"lr": [1, 2]}}, "settings={'lr': \\[1, 2\\]}: must be a list"),
-        ({"seeds": [1], "gpus": ["0"]}, "gpus=.*belongs to worker"),
+        ({"seeds": [1], "gpus": ["0"]}, "gpus=.*applies only to worker"),
     ],
     ids=str,
 )

@@ -139,7 +139,8 @@ def expected_vectors(
             counts = sorted(set(inside.sum(1).tolist()))
             if len(counts) > 1 or not counts[0]:
                 raise ConfigError(
-                    f"they have {counts} tokens of the modality; must all have as many", argument="sequences"
+                    f"they have {counts} tokens of the modality, but must all have the same number",
+                    argument="sequences",
                 )
             logits = _logits(model, tokens, batch["types"], batch["attn_mask"])
             chosen = logits[:, :-1][inside[:, 1:]][:, base : base + len(values_KD)]
@@ -147,7 +148,8 @@ def expected_vectors(
     lengths = {len(part[0]) for part in found}
     if len(lengths) != 1:
         raise ConfigError(
-            f"they have {sorted(lengths)} tokens of the modality; must all have as many", argument="sequences"
+            f"they have {sorted(lengths)} tokens of the modality, but must all have the same number",
+            argument="sequences",
         )
     return torch.cat(found)
 
@@ -180,7 +182,7 @@ def _place(vocab: VocabSpec, sequence: Mapping[str, Any], number: int, column: i
     ends = (torch.as_tensor(sequence["tokens"]) == vocab.sep_id).nonzero().flatten().tolist()
     if len(ends) < 2 or ends[section] - ends[section - 1] != vocab.n_columns + 1:
         raise ConfigError(
-            f"sequences[{number}] has no place for each of the {vocab.n_columns} columns; encode it with "
+            f"sequences[{number}] has no position for each of the {vocab.n_columns} columns; encode it with "
             "scalars=[None, ...] where they are missing"
         )
     return int(ends[section - 1]) + 1 + column

@@ -67,12 +67,7 @@ def draw_spectra(
             shown, types = tokens[:, :position], types_NL[0, :position].expand(len(tokens), -1)
             mask = torch.ones_like(shown, dtype=torch.bool)
             logits = model(shown.to(device), types.to(device), mask.to(device))[:, -1].float().cpu()
-            first = _first_id(vocab, int(tokens_NL[0, position]))
+            first = max(base for base in vocab.base_spectrum.values() if base <= int(tokens_NL[0, position]))
             chances = logits[:, first : first + vocab.v_spectra].softmax(-1)
             tokens[:, position] = first + torch.multinomial(chances, 1, generator=generator)[:, 0]
     return tokens.reshape(len(tokens_NL), draws, -1)
-
-
-def _first_id(vocab: VocabSpec, id: int) -> int:
-    """Return the first id of the spectrum group that contains an id."""
-    return max(first for first in vocab.base_spectrum.values() if first <= id)

@@ -79,7 +79,7 @@ class SequenceGrammar:
         allowed = " or ".join(kind for kind, is_legal in zip(self._kinds, legal, strict=True) if is_legal)
         raise ConfigError(
             f"tokens[{row}, {position}]={int(tokens_BL[row, position])} is not legal there: {allowed} must follow; "
-            "prompts begin as encode_sequence lays sequences out, or leave vocab out to generate without a rule"
+            "begin prompts like sequences of encode_sequence, or omit vocab to generate without this check"
         )
 
     def advance(self, states_B: Tensor, ids_B: Tensor) -> Tensor:
@@ -227,9 +227,7 @@ def _check(
 
 def _check_vocab(model: CausalTransformerLM, vocab: VocabSpec | None, *, legal_only: bool) -> None:
     if legal_only and vocab is None:
-        raise ConfigError(
-            "=True, but vocab=None: the legal tokens follow from the vocabulary; give it", argument="legal_only"
-        )
+        raise ConfigError("=True needs vocab, which defines the legal tokens", argument="legal_only")
     if vocab is not None and (vocab.vocab_size != model.vocab_size or vocab.n_types > model.n_types):
         raise ConfigError(
             f"vocab has {vocab.vocab_size} ids and {vocab.n_types} types, the model vocab_size={model.vocab_size} and "

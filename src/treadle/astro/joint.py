@@ -269,7 +269,7 @@ class JointRegressor(nn.Module):
         if d_model % n_heads:
             raise ConfigError(f"={d_model} must be a multiple of n_heads={n_heads}", argument="d_model")
         if waves < 0:
-            raise ConfigError(f"={waves} must be 0 or more; 0 reads numbers without waves", argument="waves")
+            raise ConfigError(f"={waves} must be 0 or more; 0 disables the waves", argument="waves")
         self.inputs = nn.ModuleDict({name: SurveyInputs(survey, d_model, waves) for name, survey in surveys.items()})
         self.layers = nn.ModuleList(
             CausalLayer(d_model, n_heads=n_heads, d_ff=d_ff, dropout=dropout, causal=False) for _ in range(n_layers)

@@ -244,7 +244,9 @@ def check_shapes(name: str, given: Tensor, width: int, targets: Tensor, vocab: V
             "give one id for each position"
         )
     if vocab is not None and width != vocab.vocab_size:
-        raise ConfigError(f"logits of {width} ids for a vocabulary of {vocab.vocab_size}; build both from one")
+        raise ConfigError(
+            f"logits of {width} ids for a vocabulary of {vocab.vocab_size}; build both for the same vocabulary"
+        )
 
 
 class _GivenLogits:

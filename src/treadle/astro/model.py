@@ -152,7 +152,7 @@ class CausalTransformerLM(nn.Module):
         """
         start = caches[0].length
         if start and tokens.shape[1] != 1:
-            raise ValueError(f"tokens has {tokens.shape[1]} positions behind {start} cached ones; give one at a time")
+            raise ValueError(f"tokens has {tokens.shape[1]} positions after {start} cached ones; give one at a time")
         self._check_input(tokens, types, None, start=start)
         return self._transform(tokens, types, caches=caches, start=start)
 

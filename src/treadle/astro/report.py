@@ -57,7 +57,7 @@ def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, o
     asked = cross_predict(trainer.model, data.tokenizers, data.train, data.test, scalars_last=config.scalars_last > 0)
     metrics = to_json({
         "epochs": trainer.epoch,
-        "best_epoch": _best_epoch(trainer),
+        "best_epoch": int(min(trainer.history, key=lambda record: record["val_loss_total"])["epoch"]),
         "val": trainer.evaluate(data.loader("val", config)),
         "test": trainer.evaluate(data.loader("test", config)),
         "tokenizers": data.tokenizers.quality(data.test.values()),
@@ -66,10 +66,6 @@ def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, o
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     })  # fmt: skip
     return Results(metrics, draw(data, trainer, asked, out / "pictures"))
-
-
-def _best_epoch(trainer: AstroTrainer) -> int:
-    return int(min(trainer.history, key=lambda record: record["val_loss_total"])["epoch"])
 
 
 def as_values(result: CrossResult) -> dict[str, Any]:

@@ -131,11 +131,11 @@ class AstroRunConfig:
     use_ce: bool = True
     """Whether the loss includes the cross-entropy; ``training.meaningful_loss`` configures the other terms."""
     hidden_scalars: float = 0.5
-    """Mean fraction of scalars replaced by MISS in training, drawn anew each time; at most 0.5."""
+    """Mean fraction of scalars replaced by MISS in training, redrawn each time; at most 0.5."""
     start_from_codebooks: bool = True
     """Whether ids of similar values start with similar embeddings (``initialise_from_codebooks``)."""
     scalars_last: float = 0.5
-    """Fraction of sequences, drawn anew each time, whose scalars come after the spectra instead of before them."""
+    """Fraction of sequences, redrawn each time, whose scalars come after the spectra instead of before them."""
     data: DataConfig = field(default_factory=_data_config)
     """The split of each of the three surveys."""
     repeats: RepeatsConfig = field(default_factory=RepeatsConfig)

@@ -52,7 +52,7 @@ class AstroData:
         return 4 + height * width // size**2 + vocab.n_columns + segments + len(vocab.spectrum_groups)
 
     def train_loader(self, config: AstroRunConfig) -> DataLoader[Any]:
-        """Return the training loader; hidden scalars and the order of modalities are drawn anew each time."""
+        """Return the training loader; hidden scalars and the order of modalities are redrawn each time."""
         dataset = ScalarDropout(
             self.sequences["train"], self.tokenizers.vocab(), share=config.hidden_scalars,
             scalars_last=config.scalars_last,
@@ -116,7 +116,7 @@ def _load_or_fit(path: Path, config: AstroRunConfig, train: Surveys) -> SurveyTo
         return load_tokenizers(path)
     except CheckpointError as error:
         _log.warning(
-            "%s; they are fitted again, which gives the same ones where numpy and scikit-learn are those of the run",
+            "%s; they are fitted again, which gives the same ones if numpy and scikit-learn are those of the run",
             error,
         )
         return _fit(config, train)

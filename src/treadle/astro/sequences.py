@@ -98,8 +98,8 @@ def move_scalars_last(sequence: Mapping[str, Any], vocab: VocabSpec) -> dict[str
     ends = ((tokens == vocab.sep_id).nonzero().flatten() + 1).tolist()
     if len(ends) != 2 + len(vocab.spectrum_groups):
         raise ConfigError(
-            f"{len(ends)} SEP; one of encode_sequence has {2 + len(vocab.spectrum_groups)}, one behind the "
-            "image, the scalars and each spectrum group",
+            f"{len(ends)} SEP; one of encode_sequence has {2 + len(vocab.spectrum_groups)}, one after the image, the "
+            "scalars and each spectrum group",
             argument="sequence",
         )
     image, scalars, last = ends[0], ends[1], ends[-1]

@@ -88,7 +88,7 @@ def codebooks_of(
     weights = config.term_weights(vocab)
     if not use_ce and not any(weights.values()):
         raise ConfigError(
-            "=False, and meaningful_loss is not enabled or has no weight: nothing would be trained; turn one on",
+            "=False, and meaningful_loss is not enabled or has no weight: nothing would be trained; enable one of them",
             argument="use_ce",
         )
     arguments = (
@@ -110,7 +110,10 @@ def check_model(model: nn.Module, vocab: VocabSpec) -> None:
     """Raise ConfigError if the model has a different number of ids."""
     size = getattr(unwrap(model), "vocab_size", None)
     if isinstance(size, int) and size != vocab.vocab_size:
-        raise ConfigError(f"model has vocab_size={size} but the vocabulary has {vocab.vocab_size} ids; build it for it")
+        raise ConfigError(
+            f"model has vocab_size={size} but the vocabulary has {vocab.vocab_size} ids; build the model for this "
+            "vocabulary"
+        )
 
 
 def default_optimizer(model: nn.Module, settings: TrainingConfig) -> AdamW:

@@ -197,7 +197,7 @@ def code_use(tokens: ArrayLike, size: int) -> dict[str, float | int]:
 
 
 class ScalarDropout(Dataset[dict[str, Tensor]]):
-    """Data set of sequences with a random subset of scalars replaced by MISS, drawn anew each time.
+    """Data set of sequences with a random subset of scalars replaced by MISS, redrawn each time.
 
     A model trained on them can predict a column from any of the others, or from the image or spectrum alone. In half of
     the sequences arbitrary scalars are hidden, in the others the first ones: with independent draws, all columns before
@@ -269,11 +269,12 @@ def _only(what: str, parts: list[Any]) -> Any:
     present = [part for part in parts if part is not None]
     if not present:
         raise ConfigError(
-            f"no survey has them; a vocabulary has a codebook for them, add a survey with {what}", argument=what
+            f"no survey has them, but the vocabulary needs a codebook for them; add a survey with {what}", argument=what
         )
     if len(present) > 1:
         raise ConfigError(
-            f"{len(present)} surveys have them; a vocabulary has one codebook, give one survey", argument=what
+            f"{len(present)} surveys have them, but the vocabulary has a single codebook; give one survey",
+            argument=what,
         )
     return present[0]
 

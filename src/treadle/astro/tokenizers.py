@@ -149,7 +149,7 @@ def _patches(pictures: NDArray[np.generic], size: int) -> Floats:
     parts = pictures.reshape(count, channels, height // size, size, width // size, size).transpose(0, 2, 4, 1, 3, 5)
     vectors = np.ascontiguousarray(parts, dtype=np.float32).reshape(count, -1, channels * size * size)
     if not np.isfinite(vectors).all():  # the nearest patch to NaN would be the first
-        raise ConfigError(f"images of shape {pictures.shape}: must be finite; fill or leave out those with holes")
+        raise ConfigError(f"images of shape {pictures.shape}: must be finite; fill or drop those with gaps")
     return vectors
 
 

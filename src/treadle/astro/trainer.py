@@ -315,7 +315,7 @@ class AstroTrainer(EpochFace):
         known = results_by_name(("loss_total", *(f"loss_{term}" for term in TERMS)), loaders)
         if key not in known and type(self).compute_loss is AstroTrainer.compute_loss:
             raise ConfigError(
-                f"no epoch's record will have it as a loss; it has {', '.join(f'val_{name}' for name in known)}",
+                f"no epoch's record will have it as a loss, only {', '.join(f'val_{name}' for name in known)}",
                 argument="best_model_metric", value=metric,
             )  # fmt: skip
         return partial(BestRule, f"val_{key}", "min")

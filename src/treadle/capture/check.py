@@ -102,19 +102,19 @@ def what_differs(
     step.prepare()
     if drawn:
         return (
-            "the step draws random numbers on the CPU, which would be drawn once and used forever; draw them on the "
+            "the step draws random numbers on the CPU, which every replay of a graph would reuse; draw them on the "
             "device, or in the data loader"
         )
     if not difference:
         return None
     if not ((itself or kernels) and replayed.is_like(eager, start=kept.weights)):
         return (
-            f"a captured step gives other numbers than an eager one, {difference:.3g} apart at most: it depends on "
-            "something that changes from call to call, or its kernels do"
+            f"a captured step differs from an eager one by up to {difference:.3g}: it depends on something that "
+            "changes between calls, or its kernels are not deterministic"
         )
     engine.logger.warning(
-        "capture: kernels of this step do not give the same bits twice: %s. A captured and an eager step differ by "
-        "%.3g at most, two eager ones by %.3g", ", ".join(kernels) or "torch does not know which", difference, itself,
+        "capture: kernels of this step are not deterministic: %s. A captured and an eager step differ by up to %.3g, "
+        "two eager ones by up to %.3g", ", ".join(kernels) or "torch does not name them", difference, itself,
     )  # fmt: skip
     return None
 

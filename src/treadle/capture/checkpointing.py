@@ -159,7 +159,7 @@ def _enable_own(model: nn.Module, enable: Any) -> None:
     if moved:
         raise ConfigError(
             f"{name} has its own method for it and layers with running statistics ({type(moved[0]).__name__}), "
-            "which that would move twice a step; give names of its blocks instead, such as ['layers.*']",
+            "which recomputing it would update twice a step; give names of its blocks instead, such as ['layers.*']",
             argument="gradient_checkpointing",
             value=True,
         )

@@ -83,15 +83,15 @@ def compile_model(
     done = [part for part in parts if is_compiled(part)]
     if done or is_compiled(model):
         name = type(done[0]).__name__ if done else "model"
-        raise ConfigError(f"the {name} is compiled already; compile it once", argument="compile", value=setting)
+        raise ConfigError(f"the {name} is already compiled; compile it once", argument="compile", value=setting)
     for part in parts:
         compile_in_place(part, backend=backend, mode=mode, dynamic=dynamic)
     warn_of_sharded(inner)
     if backend == "inductor" and torch.cuda.is_available() and not _chooses_without_timing():
         _log.warning(
             "compile: torch chooses GPU kernels by timing them and keeps its choice in a cache; a resume with another "
-            "cache may round otherwise. Keep the folder TORCHINDUCTOR_CACHE_DIR, or set TORCHINDUCTOR_DETERMINISTIC=1 "
-            "(from torch 2.10 on)"
+            "cache may round differently. Keep the folder TORCHINDUCTOR_CACHE_DIR, or set "
+            "TORCHINDUCTOR_DETERMINISTIC=1 (from torch 2.10 on)"
         )
     return model
 
@@ -113,8 +113,8 @@ def warn_of_sharded(model: nn.Module) -> None:
     names = {type(part).__name__ for part in model.modules() if is_compiled(part) and _is_of_torch(part)}
     if names:
         _log.warning(
-            "compile: %s: layers of torch's own classes are not compiled where FSDP2 shards them; put them into a "
-            "module of your own, or use parallel='ddp'", ", ".join(sorted(names)),
+            "compile: %s: layers of torch's own classes are not compiled where FSDP2 "
+            "shards them; wrap them in a module of your own, or use parallel='ddp'", ", ".join(sorted(names)),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from treadle.engine import Engine
 
 OFF, EAGER, RECORD, REPLAY = -1.0, 0.0, 1.0, 2.0
-"""What a rank can do with its next step: it has given up capturing, has no graph, could capture one, or has one."""
+"""Capture state of a rank: it has given up capturing, has no graph, could capture one, or has one."""
 
 
 class RankAgreement:

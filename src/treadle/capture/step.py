@@ -124,7 +124,7 @@ class CapturedStep:
         if isinstance(self._guard.weights, (GivenWeights, EqualWeights)):
             self._guard.weights.begin()
         if self._engine.train_step(Group(batches, [0.0] * len(batches))) != "applied":
-            raise RuntimeError("a micro-batch had no loss, which only the host can decide")
+            raise RuntimeError("a micro-batch had no loss, which only the host can handle")
         found_inf = self._engine.precision.forget_recorded(self._engine.optimizer)
         self._averages = () if self._late_flags is None else tuple(self._averages_inside())
         for average in self._averages:
@@ -160,7 +160,7 @@ class CapturedStep:
             for inputs, batch in zip(self._inputs, group.batches, strict=True):
                 inputs.fill(batch)
         self._graph.replay()
-        return self._results.read(weights or _unknown(group))
+        return self._results.read(weights or [None] * len(group.batches))
 
     @property
     def runs_ahead(self) -> bool:
@@ -253,10 +253,6 @@ class CapturedStep:
         if uncounted:
             return skip(engine, "the total weight is 0")
         return refuse(engine) if bad else apply_step_effects(engine)
-
-
-def _unknown(group: Group) -> list[None]:
-    return [None] * len(group.batches)
 
 
 class _StepResults:
@@ -378,7 +374,7 @@ class _RecordingGuard(FiniteGuard):
 
     def apply(self, optimizer: Any, norm: Tensor, total_weight: float | Tensor, *, locate: Locate) -> None:
         """Step the optimizer, which skips the step if a flag is set."""
-        assert self._skips is not None, "judge() comes first"
+        assert self._skips is not None, "call judge() first"
         judged = None if self.branch is None else self.branch.mark()
         step_unless(self._skips, optimizer)
         if isinstance(self._replays, LateSkips) and not self.weight_on_device:

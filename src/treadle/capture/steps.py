@@ -45,8 +45,8 @@ def steps_of(engine: Engine) -> Steps:
     if reason is None:
         if makes_cuda_graphs(engine.model):
             engine.logger.warning(
-                "capture=%r: a part of the model is compiled with mode='reduce-overhead', which makes CUDA graphs of "
-                "its own inside the captured one; compile it with the default mode", engine.capture,
+                "capture=%r: a part of the model is compiled with mode='reduce-overhead', which "
+                "would nest CUDA graphs inside the captured one; compile it with the default mode", engine.capture,
             )  # fmt: skip
         return CapturedSteps(engine)
     _refuse(engine, reason)
@@ -70,18 +70,18 @@ def _reason_against(engine: Engine) -> str | None:
         return f"there are {engine.num_ranks} ranks: {reason}"
     if not can_be_recorded(engine.optimizer, engine.device):
         return (
-            f"the step of {type(engine.optimizer).__name__} cannot be recorded; build it with fused=True, or where "
-            "it has not that, capturable=True, in every parameter group"
+            f"the step of {type(engine.optimizer).__name__} cannot be captured; build it with fused=True, or "
+            "capturable=True if it has no fused, in every parameter group"
         )
     if listening:
         return (
-            f"{', '.join(listening)} acts before the optimizer step, which is inside the graph; leave it out, or "
-            "mark that method with treadle.hooks.base.capturable if it only launches work on the device"
+            f"{', '.join(listening)} acts before the optimizer step, which is inside the graph; remove it, or mark "
+            "that method with treadle.hooks.base.capturable if it only launches work on the device"
         )
     if observed:
-        return "the optimizer has step hooks, which would run while it is captured only; remove them"
+        return "the optimizer has step hooks, which would run only during capture; remove them"
     if is_checkpointed(engine.model):
-        return "gradient checkpointing keeps the random state of each block on the host; train without one of the two"
+        return "gradient checkpointing keeps the random state of each block on the host; turn one of the two off"
     if type(engine).train_step is not Engine.train_step:
         return f"{type(engine).__name__} overrides train_step"
     return None
@@ -90,17 +90,17 @@ def _reason_against(engine: Engine) -> str | None:
 def _reason_against_ranks(engine: Engine) -> str | None:
     """Return the reason why capturing is impossible on several ranks."""
     if engine.capture == "auto":
-        return "a step that holds an exchange is captured with capture=True only"
+        return "a step with an all-reduce is captured only with capture=True"
     if not engine.exchange.recordable:
-        return "a graph can hold the exchange of replicas through NCCL only; use parallel='ddp'"
+        return "a graph can include only the NCCL all-reduce of replicas; use parallel='ddp'"
     if hasattr(engine.task, "prepare_batch"):
-        return "the trainer counts what each batch holds on the host, and the ranks may count otherwise"
+        return "the trainer counts each batch on the host, and counts may differ between ranks"
     if not (engine.guard.deferred or engine.guard.can_wait):
         return "with retries, a policy, or fp16 and an optimizer that is not fused, the host decides on each step"
     if torch.cuda.current_stream(engine.device) == torch.cuda.default_stream(engine.device):
         return (
-            "DistributedDataParallel keeps nodes of the stream it was built on, and the default stream cannot be "
-            "captured; build the model and train inside `with torch.cuda.stream(torch.cuda.Stream()):`"
+            "DistributedDataParallel keeps autograd nodes of the stream it was built on, and the default stream "
+            "cannot be captured; build the model and train inside `with torch.cuda.stream(torch.cuda.Stream()):`"
         )
     return None
 
@@ -293,7 +293,7 @@ class CapturedSteps(RunsAhead):
     ) -> CapturedStep | None:
         """Capture the step of a key; return it, or None if impossible or too early."""
         if len(self._steps) >= _MAX_GRAPHS:
-            self._give_up(f"there are more than {_MAX_GRAPHS} shapes of data; pad it into a few", known=True)
+            self._give_up(f"the data has more than {_MAX_GRAPHS} shapes; pad it to a few", known=True)
             return None
         known = None if None in weights else [weight for weight in weights if weight is not None]
         step = self._capture(group, known, gather)
@@ -402,7 +402,7 @@ def _getter_of_plain_values(group: dict[str, Any]) -> Callable[[dict[str, Any]],
 
 
 _HINT = (
-    "A captured step reads nothing from the device (no .item(), .cpu(), printing or branching on a tensor) and keeps "
+    "A captured step must not read from the device (no .item(), .cpu(), printing or branching on a tensor) or change "
     "its shapes"
 )
 

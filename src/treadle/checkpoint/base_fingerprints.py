@@ -81,10 +81,10 @@ class FrozenBase:
         if wrong:
             name = wrong[0]
             raise CheckpointError(
-                f"the checkpoint leaves frozen weights out, and belongs to another base model: {len(wrong)} of "
-                f"{len(marks)} frozen weights differ, first {name}, which is {marks[name]} there and "
-                f"{here.get(name, 'missing')} here (dtype, shape, CRC-32). Build the "
-                "model on the weights, in the dtype, that the run was started with"
+                f"the checkpoint has no frozen weights and was trained on another base model: {len(wrong)} of "
+                f"{len(marks)} frozen weights differ; the first is {name}, which is {marks[name]} there and "
+                f"{here.get(name, 'missing')} here (dtype, shape, CRC-32). Load the base weights that the run was "
+                "started with, in the same dtype"
             )
         return frozenset(marks)
 

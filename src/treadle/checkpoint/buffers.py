@@ -49,7 +49,7 @@ class HostBuffers:
                 return torch.empty_like(tensor, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 self._pinning = False
-                _log.info("checkpoints are copied without page-locked memory, more slowly: %s", error)
+                _log.info("no pinned memory, so checkpoints are copied more slowly: %s", error)
         return torch.empty_like(tensor, device="cpu")
 
     def ready(self) -> None:

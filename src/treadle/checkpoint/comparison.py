@@ -32,18 +32,18 @@ def unequal(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str]]:
         elif one.shape != other.shape:
             yield path, f"shape {tuple(one.shape)} and {tuple(other.shape)}"
         elif not same_bits(one, other):
-            yield path, "other values"
+            yield path, "different values"
     elif isinstance(one, Mapping) and isinstance(other, Mapping):
         if one is other or _equal_dicts_of_scalars(one, other):
             return
         for key in one:
             if key not in other:
-                yield f"{path}.{key}".lstrip("."), "nothing there after loading"
+                yield f"{path}.{key}".lstrip("."), "missing after loading"
         for key, value in other.items():
             if key in one:
                 yield from unequal(one[key], value, f"{path}.{key}".lstrip("."))
             else:
-                yield f"{path}.{key}".lstrip("."), "nothing there in the file"
+                yield f"{path}.{key}".lstrip("."), "missing in the file"
     elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         if len(one) != len(other):
             yield path, f"{len(one)} and {len(other)} items"

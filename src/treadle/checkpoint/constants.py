@@ -124,7 +124,7 @@ def class_at(path: str, held: Any = None, *, base: type = object) -> Any:
     if not isinstance(found, type) or not issubclass(found, base):
         raise CheckpointError(
             f"the checkpoint holds an object of the class {path.replace(':', '.')}, which this run does not have; "
-            "import its module before the run is resumed, under the same name"
+            "import its module under the same name before resuming"
         )
     return found
 

@@ -50,15 +50,15 @@ def convert_checkpoint(
     if path.is_dir() and not has_shards(path):
         found = find_latest(states for folder in (path, path / "checkpoints") for states in states_in(folder))
         if found is None:
-            raise ConfigError(f"{str(path)!r}: there is no checkpoint in this folder")
+            raise ConfigError(f"{str(path)!r}: the folder has no checkpoint")
     path, tree = found or (path, load_checkpoint(path))
     if (tree.get("format") or {}).get("name") != FORMAT_NAME:
-        raise CheckpointError(f"{str(path)!r} is not a checkpoint of treadle, so there is no training state to convert")
+        raise CheckpointError(f"{str(path)!r} is not a treadle checkpoint, so it has no training state to convert")
     name = path.resolve().name.removesuffix(".pt")
     target = Path(out) if out is not None else path.parent / "export" / (f"{name}.pt" if to == "file" else name)
     if os.path.lexists(target) and not force:
         raise ConfigError(
-            " is there already; choose another name, or pass force (--force)", argument="out", value=str(target)
+            " already exists; choose another name, or pass force (--force)", argument="out", value=str(target)
         )
     if target.exists() and target.is_dir() != (to == "folder"):
         raise ConfigError(

@@ -132,8 +132,8 @@ def _confirm(target: Path) -> None:
         sync_folder(target.parent)
     except Exception as error:
         raise CheckpointError(
-            f"{str(target)!r} is written, but the disk did not confirm it ({first_line(error)}): after a power loss "
-            "what was there before may be back; check the disk"
+            f"{str(target)!r} was written, but the disk did not confirm it ({first_line(error)}), so a power loss may "
+            "undo it; check the disk"
         ) from error
 
 

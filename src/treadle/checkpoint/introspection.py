@@ -87,9 +87,8 @@ def attributes_of(owner: Any) -> dict[str, Any]:
     if isinstance(owner, partial):
         held = {f"args[{number}]": item for number, item in enumerate(owner.args)}
         return {**held, **owner.keywords, **vars(owner)}
-    slots = [
-        _mangled(name, kind) for kind in type(owner).__mro__ for name in _as_names(vars(kind).get("__slots__", ()))
-    ]
+    listed = [(kind, vars(kind).get("__slots__", ())) for kind in type(owner).__mro__]
+    slots = [_mangled(name, kind) for kind, names in listed for name in ([names] if isinstance(names, str) else names)]
     found = {
         name: getattr(owner, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(owner, name)
     }
@@ -152,10 +151,6 @@ def _set_in_partial(owner: partial[Any], name: str, value: Any) -> None:
     else:
         args = [value if name == f"args[{number}]" else item for number, item in enumerate(owner.args)]
         owner.__setstate__((owner.func, tuple(args), owner.keywords, vars(owner)))  # type: ignore[attr-defined]
-
-
-def _as_names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _mangled(name: str, kind: type) -> str:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from treadle.checkpoint.generators import new_bit_generator, set_state, state_of
+from treadle.errors import CheckpointError
 
 _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -125,8 +126,11 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         return opaque if waiting is opaque else {"queue": waiting, "of": type(value).__name__, "most": value.maxsize}
     if isinstance(value, memoryview):
         return {"memory": value.tobytes().hex(), "format": value.format} if value.contiguous else opaque
-    if type(value) not in (*_KINDS, *_ITERATORS):
-        return None
+    return _reduced(value, encode, opaque) if type(value) in (*_KINDS, *_ITERATORS) else None
+
+
+def _reduced(value: Any, encode: Callable[[Any], Any], opaque: Any) -> Any:
+    """Return a value as a tree of the arguments and the state by which it can be made again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from itertools, which Python 3.14 can no longer pickle
         try:
@@ -134,7 +138,10 @@ def encode_library_value(value: Any, encode: Callable[[Any], Any], opaque: Any) 
         except TypeError:
             return opaque
     is_new = function is copyreg.__newobj__  # type: ignore[attr-defined]
-    arguments, state = encode(tuple(given[1:] if is_new else given)), encode(state)
+    given = tuple(given[1:] if is_new else given)
+    if any(callable(argument) for argument in given):
+        return opaque
+    arguments, state = encode(given), encode(state)
     maker = next((name for name, made in _MAKERS.items() if made is function), None)
     if arguments is opaque or state is opaque or not (is_new or maker or function is type(value)):
         return opaque
@@ -201,7 +208,7 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
     if kind == "memory":
         return _viewed(bytes.fromhex(inner), value["format"], held)
     if kind == "iterator":
-        made, state = _MAKERS[inner](*decode(value["arguments"])), decode(value["state"])
+        made, state = _MAKERS[inner](*_without_classes(decode(value["arguments"]))), decode(value["state"])
         if state is not None:
             made.__setstate__(state)
         return made
@@ -217,7 +224,7 @@ def decode_library_value(value: Mapping[str, Any], decode: Callable[[Any], Any],
 
 
 def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) -> Any:
-    arguments, state = decode(value["arguments"]), decode(value["state"])
+    arguments, state = _without_classes(decode(value["arguments"])), decode(value["state"])
     made = kind.__new__(kind, *arguments) if value["made"] == "new" else kind(*arguments)
     if state and hasattr(made, "__setstate__"):
         made.__setstate__(state)
@@ -226,6 +233,17 @@ def _rebuilt(kind: Any, value: Mapping[str, Any], decode: Callable[[Any], Any]) 
         for name, item in {**(plain or {}), **(slots or {})}.items():
             object.__setattr__(made, name, item)
     return made
+
+
+def _without_classes(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an iterator, which would call a class among them: a file must not choose it.
+
+    Raises:
+        CheckpointError: one is a class.
+    """
+    if any(isinstance(argument, type) for argument in arguments):
+        raise CheckpointError("the checkpoint holds an iterator that calls a class, which treadle does not write")
+    return arguments
 
 
 def _shared(content: bytes, held: Any) -> Any:

@@ -270,15 +270,15 @@ def _holder(path: Path) -> str:
 
 def _refusal(folder: Path, holder: str) -> CheckpointError:
     return CheckpointError(
-        f"{str(folder)!r} is in use by {holder}: two runs in one folder would overwrite each other's checkpoints. "
-        "Wait for it, end it, or choose another folder"
+        f"{str(folder)!r} is in use by {holder}: two runs in one folder would overwrite each other's checkpoints. Wait "
+        "for it to end, stop it, or choose another folder"
     )
 
 
 def _warn_unlockable(path: Path, reason: str) -> None:
     if str(path.parent) not in _warned:
         _warned.add(str(path.parent))
-        _log.warning("%s cannot be locked (%s): see to it that only one run uses it", path.parent, reason)
+        _log.warning("%s cannot be locked (%s): make sure that only one run uses it", path.parent, reason)
 
 
 def _unlock(descriptor: int | None, path: Path) -> None:

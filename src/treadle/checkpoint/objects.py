@@ -90,7 +90,7 @@ class ObjectStore:
         try:
             self._files.pipe_file(path, data, mode="create" if create else "overwrite")
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.url}: nothing can be written ({error}); make the bucket first") from error
+            raise CheckpointError(f"{self.url}: cannot be written to ({error}); create the bucket first") from error
         except OSError as error:
             if create and error.errno == errno.EINVAL:  # s3fs's error for an unmet condition
                 raise FileExistsError(path) from error
@@ -133,8 +133,8 @@ class ObjectStore:
                 raise
             except _REFUSALS as error:
                 raise CheckpointError(
-                    f"{self.url}: a request was refused ({error}); check the credentials, what they may read and "
-                    "write there, the clock of this machine, and the URL"
+                    f"{self.url}: a request was refused ({error}); check the credentials, their permissions, the clock "
+                    "of this machine, and the URL"
                 ) from error
             except Exception as error:
                 if attempt == self.tries - 1:

@@ -146,9 +146,9 @@ def move_aside_beyond(paths: Iterable[Path], begun: StateProgress, *, source: st
     if renamed:
         sync_folder(renamed[0].parent)
         _log.warning(
-            "%s: %d checkpoints of an earlier run are further than step %d, epoch %d, where this run began%s: they are "
-            "renamed (%s, ...) and not resumed from any more; to go back to one, name it",
-            renamed[0].parent, len(renamed), begun.step, begun.epoch, f" ({source})" if source else "", renamed[0].name,
+            "%s: this run began at step %d, epoch %d%s, so %d later checkpoints of an earlier run were renamed (%s, "
+            "...) and are not resumed from automatically; to resume from one, pass its path",
+            renamed[0].parent, begun.step, begun.epoch, f" ({source})" if source else "", len(renamed), renamed[0].name,
         )  # fmt: skip
     return renamed
 

@@ -318,8 +318,8 @@ def _dict_like(value: Mapping[str, Any], decoded: dict[Any, Any]) -> Any:
     factory = value.get("factory")
     if factory is not None and factory not in _FACTORIES:
         raise CheckpointError(
-            f"a defaultdict with the keys {list(decoded)[:3]} is not there when the checkpoint is loaded, and its "
-            "default_factory is in no checkpoint; make it in __init__"
+            f"a defaultdict with the keys {list(decoded)[:3]} does not exist when the checkpoint is loaded, and "
+            "checkpoints do not hold its default_factory; create it in __init__"
         )
     kind = value.get("kind")
     if kind == "defaultdict":

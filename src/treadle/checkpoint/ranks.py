@@ -67,7 +67,7 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
     try:
         dist.all_gather_object(gathered, (value, problem), group=group)
     except Exception as error:
-        raise WriterLostError(f"a rank was lost while all worked on a checkpoint: {first_line(error)}") from error
+        raise WriterLostError(f"a rank was lost during work on a checkpoint: {first_line(error)}") from error
     for rank, (_, theirs) in enumerate(gathered):
         if theirs is not None:
             raise CheckpointError(f"rank {rank}: {theirs}") from own
@@ -118,7 +118,7 @@ def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
         >>> on_all_ranks(lambda: 1)
         [1]
     """
-    return together(_deciders(), work)
+    return together(distributed.control_group() if distributed.world_size() > 1 else None, work)
 
 
 def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -140,7 +140,3 @@ def open_on_ranks(path: str | os.PathLike[str]) -> dict[str, Any]:
     if len(set(paths)) > 1:
         raise CheckpointError(f"the ranks would resume from different checkpoints: {', '.join(sorted(set(paths)))}")
     return tree
-
-
-def _deciders() -> dist.ProcessGroup | None:
-    return distributed.control_group() if distributed.world_size() > 1 else None

@@ -71,6 +71,6 @@ class References:
         if tree[PART] not in self._at:
             raise CheckpointError(
                 f"the checkpoint refers to the {tree[PART]}, which this run does not have; build the model and the "
-                "objects beside it as they were"
+                "other objects as in the run that saved it"
             )
         return Reference(self._at[tree[PART]])

@@ -179,7 +179,7 @@ class RemoteWorkspace:
                 states += is_state(name)
             except (CheckpointError, FileNotFoundError) as error:
                 damaged.append(name)
-                warn(f"{self.store.url}: {name} is damaged and left out: {error}")
+                warn(f"{self.store.url}: {name} is damaged and skipped: {error}")
         if not states and any(map(is_state, damaged)):
             raise CheckpointError(f"{self.store.url}: no state of {manifest.key} is intact: {', '.join(damaged[:5])}")
 
@@ -206,7 +206,7 @@ class RemoteWorkspace:
         now, _ = self.latest()
         if (now and now.key) != (self.manifest and self.manifest.key):
             self.claim.release()
-            raise CheckpointError(f"{self.store.url} was written to by another process meanwhile; start again")
+            raise CheckpointError(f"{self.store.url} was changed by another process in the meantime; start again")
 
     def ahead(self) -> bool:
         """Return whether the staging folder holds a further state than the store."""
@@ -225,7 +225,7 @@ class RemoteWorkspace:
                 intact.
         """
         if self.claim.is_lost():
-            raise CheckpointError(f"{self.store.url} was claimed by another process; nothing more is uploaded here")
+            raise CheckpointError(f"{self.store.url} was claimed by another process; this run uploads nothing more")
         before = self.manifest
         known = before.files if before is not None and before.claim == self.claim.number else {}
         with contextlib.ExitStack() as opened:

@@ -128,8 +128,8 @@ class RemoteClaim:
 
     def _refusal(self, held: dict[str, Any]) -> CheckpointError:
         return CheckpointError(
-            f"{self.store.url} is used by process {held.get('pid', '?')} on {held.get('host', '?')}: one process at a "
-            "time trains in a workspace; wait for it, end it, or choose another URL"
+            f"{self.store.url} is used by process {held.get('pid', '?')} on {held.get('host', '?')}: only one process "
+            "at a time may train in a workspace; wait for it to end, stop it, or choose another URL"
         )
 
 

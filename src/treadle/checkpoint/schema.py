@@ -67,7 +67,7 @@ OF_USERS: dict[str, Encoding] = {
     "model": "odd", "optimizer": "odd", "scheduler": "odd", "ema": "odd", "objects": "exact", "data": "exact",
     "hooks": "exact",
 }  # fmt: skip
-"""Keys under which objects of users write, and what is encoded there."""
+"""Keys of the state of user objects, which may hold encoded values."""
 _PLAIN = (bool, int, float, str)
 _SCALARS = frozenset({*_PLAIN, type(None)})
 _ON = "cuda"  # device type whose small tensors are copied together
@@ -194,7 +194,7 @@ def _clone(tensor: Tensor, path: str, copies: dict[Any, Any], buffers: HostBuffe
     tensor = tensor.detach()
     is_plain = type(tensor) is Tensor
     if tensor.is_meta or (not is_plain and hasattr(tensor, "__tensor_flatten__")):
-        raise _not_plain(path, tensor, "it owns no memory that could be saved")
+        raise _not_plain(path, tensor, "it has no memory that could be saved")
     if not is_plain:
         tensor = tensor.as_subclass(Tensor)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import re
 import warnings
@@ -77,7 +76,7 @@ def write_shard(
     except CheckpointError:
         raise
     except Exception as error:
-        raise WriterLostError(f"a rank was lost while a checkpoint was written: {first_line(error)}") from error
+        raise WriterLostError(f"a rank was lost while writing a checkpoint: {first_line(error)}") from error
     return summed.sums
 
 
@@ -94,17 +93,13 @@ class _Planner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return one item for each non-empty part."""
-        items = [_item(key, part) for key, part in self._parts.items() if part.local.numel() or _is_empty(part)]
+        items = [_item(key, part) for key, part in self._parts.items() if part.local.numel() or 0 in part.shape]
         self.plan = SavePlan(items)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return the tensor of a part."""
         return self._parts[write_item.index.fqn].local.detach()
-
-
-def _is_empty(part: LocalShard) -> bool:
-    return math.prod(part.shape) == 0
 
 
 def _item(key: str, part: LocalShard) -> WriteItem:

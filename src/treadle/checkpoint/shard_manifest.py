@@ -128,7 +128,7 @@ def parse_marker(data: bytes) -> tuple[Marker | None, list[str]]:
         return None, [f"{MARKER} cannot be read ({type(error).__name__})"]
     if version > _VERSION:
         return None, [f"its format {version} is newer than this treadle reads ({_VERSION}); update treadle"]
-    return (marker, []) if named and plain else (None, [f"{MARKER} is none that treadle writes"])
+    return (marker, []) if named and plain else (None, [f"{MARKER} was not written by treadle"])
 
 
 def folder_problems(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -196,7 +196,7 @@ def begin(folder: Path) -> Path:
     finish_replacement(folder)
     place = _hidden(folder, _NEW) if is_whole(folder) else folder
     if os.path.lexists(place):
-        raise CheckpointError(f"{str(place)!r} is in the way of a checkpoint and is none; move it elsewhere")
+        raise CheckpointError(f"{str(place)!r} is not a checkpoint and has the name of the next one; move it away")
     os.mkdir(place)
     (place / _BEGUN).touch()
     sync_folder(place)
@@ -243,7 +243,7 @@ def unfinished(parent: Path, pattern: str) -> list[Path]:
 def remove_unfinished(folder: Path) -> None:
     """Clean up like :func:`finish_replacement`, and log removed folders."""
     if is_unfinished(folder):
-        _log.warning("%s is unfinished, as some rank never wrote its part: it is removed", folder)
+        _log.warning("removing %s: it is unfinished, since some rank never wrote its part", folder)
     finish_replacement(folder)
 
 

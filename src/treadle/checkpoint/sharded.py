@@ -118,7 +118,9 @@ def _read_back(
     for name, expected in written.items():
         with reported(place / name):
             if checksum(place / name) != expected:
-                raise CheckpointError(f"{place / name} does not read back as it was written; the disk may fail")
+                raise CheckpointError(
+                    f"{place / name} reads back differently from what was written; the disk may be failing"
+                )
     sync_folder(place)
     return files
 

@@ -112,7 +112,7 @@ def check_written(path: Path, content: bytes | None = None) -> list[str]:
     try:
         if content is not None:
             check_last_record(content)
-            return [] if path.read_bytes() == content else ["it is not what was written"]
+            return [] if path.read_bytes() == content else ["its content differs from what was written"]
         read_archive(path)
     except ArchiveError as error:
         return [str(error)]
@@ -249,7 +249,7 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
             copy_file(source, temporary)
             if not same_contents(source, temporary):
                 raise CheckpointError(
-                    f"checkpoint {target} was not written: it is not what was copied; the disk may fail"
+                    f"checkpoint {target} was not written: the copy differs from the original; the disk may be failing"
                 )
 
     with reported(target):
@@ -260,7 +260,7 @@ def copy_checkpoint(source: Path, target: Path) -> Path:
 def _refuse_half_written(temporary: Path, target: Path, content: bytes | None) -> None:
     problems = check_written(temporary, content)
     if problems:
-        raise CheckpointError(f"checkpoint {target} was not written: {'; '.join(problems)}; the disk may fail")
+        raise CheckpointError(f"checkpoint {target} was not written: {'; '.join(problems)}; the disk may be failing")
 
 
 def non_finite_path(target: Path, bad: list[str]) -> Path:
@@ -268,7 +268,7 @@ def non_finite_path(target: Path, bad: list[str]) -> Path:
     aside = non_finite_name(target)
     if distributed.rank() == 0:
         _log.warning(
-            "not writing %s: %d tensors are not finite (first: %s); the state goes to %s and no file is pruned",
+            "not writing %s: %d tensors are not finite (first: %s); saving the state as %s and deleting no older files",
             target.name, len(bad), bad[0], aside.name,
         )  # fmt: skip
     return aside
@@ -310,7 +310,7 @@ def find_latest(
         )
         raise CheckpointError(
             f"no intact checkpoint among {_listed(list(present.values()))}{aside}; "
-            "starting afresh must be asked for: remove the files, or resume from nothing"
+            "to start over, move these files away or turn resuming off"
         )
     return None
 

@@ -111,7 +111,7 @@ class ShardFolder:
             return target
         items = create_read_items_for_chunk_list(key, described, [block])
         if sum(math.prod(item.lengths) for item in items) != target.numel():
-            raise CheckpointError(f"checkpoint {self.path!r}: parts of {key!r} are in none of its files")
+            raise CheckpointError(f"checkpoint {self.path!r}: parts of {key!r} are missing from its files")
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except Exception as error:
@@ -191,8 +191,8 @@ class _Restricted(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):  # Python 3.11 pickles an Enum this way
             return _encoding
         raise CheckpointError(
-            f"it holds pickled objects ({shortened(f'{module}.{name}')}), which metadata never has and which could run "
-            "code"
+            f"it holds pickled objects ({shortened(f'{module}.{name}')}), which metadata never contains and which "
+            "could run code"
         )
 
 
@@ -221,16 +221,16 @@ def _check(metadata: Any, sizes: Mapping[str, int]) -> None:
     """Raise CheckpointError unless all tensors are plain blocks within the files of the folder."""
     for key, described in metadata.state_dict_metadata.items():
         if type(key) is not str or type(described) is not TensorStorageMetadata:
-            raise CheckpointError(f"{shortened(str(key))} is no tensor")
+            raise CheckpointError(f"{shortened(str(key))} is not a tensor")
         for chunk in described.chunks:
             bounds = zip(chunk.offsets, chunk.sizes, described.size, strict=True)
             if any(offset < 0 or size < 0 or offset + size > most for offset, size, most in bounds):
                 raise CheckpointError(f"a part of {shortened(key)} is outside its bounds")
     for index, where in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(where) is not _StorageInfo:
-            raise CheckpointError("it places something that is no part of a tensor")
+            raise CheckpointError("it locates something that is not part of a tensor")
         if getattr(where, "transform_descriptors", None):
-            raise CheckpointError("its tensors are packed in a way that treadle never asks for")
+            raise CheckpointError("its tensors are packed in a way that treadle never uses")
         if where.relative_path not in sizes:
             raise CheckpointError(f"it refers to {shortened(str(where.relative_path))}, which the marker does not name")
         if where.offset < 0 or where.length < 0 or where.offset + where.length > sizes[where.relative_path]:

@@ -93,7 +93,7 @@ class CheckpointWriter:
         try:
             running.begin()
         except RuntimeError as error:  # too many threads, or the interpreter is shutting down
-            _log.warning("no thread for a background save (%s): this one is written in the foreground", error)
+            _log.warning("cannot start a thread for a background save (%s): saving in the foreground", error)
             running.run()  # its error is reported like a thread's, so that other ranks learn of it too
         self._running.append(running)
 
@@ -121,8 +121,8 @@ class CheckpointWriter:
             if self._running and self._running[0].collective and self._running[0].runs_longer_than(patience):
                 self._running.pop().abandon()
                 return CheckpointError(
-                    f"a background save was given up after {patience:g} s: another rank did not take part in it any "
-                    "more. Existing files are intact"
+                    f"a background save was abandoned after {patience:g} s, because another rank stopped taking part "
+                    "in it. Existing files are intact"
                 )
             self.wait()
         except CheckpointError as error:
@@ -209,8 +209,8 @@ class _BackgroundWrite:
             raise error
         if error is not None:
             raise CheckpointError(
-                f"a background save failed with {type(error).__name__}: {first_line(error)}. What was there before is "
-                "intact; save with background=False to see where"
+                f"a background save failed with {type(error).__name__}: {first_line(error)}. Existing files are "
+                "intact; use background=False for a full traceback"
             ) from error
 
 

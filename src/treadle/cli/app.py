@@ -35,8 +35,8 @@ app = typer.Typer(
 )  # fmt: skip
 train = typer.Typer(
     cls=TrainGroup, no_args_is_help=True, rich_markup_mode=None, subcommand_metavar="COMMAND | FILE [ARGS]...",
-    help="Train a model: a command below, with its own data, or what your configuration FILE (.yaml, .yml, .py) "
-    "describes. Running the same command again resumes.\n\n\b\nExamples:\n  treadle train spectra epochs=20\n"
+    help="Train a model: one of the packs below, with its own data, or what your configuration FILE (.yaml, .yml, "
+    ".py) describes. Running the same command again resumes.\n\n\b\nExamples:\n  treadle train spectra epochs=20\n"
     "  treadle train run.yaml\n  torchrun --nproc_per_node 4 -m treadle train run.yaml",
 )  # fmt: skip
 app.add_typer(train, name="train", short_help="Train a model, or resume its training.")

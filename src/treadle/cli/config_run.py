@@ -89,7 +89,9 @@ def _run(file: Path, settings: Sequence[str], *, messages: Console, trackers: st
             ))  # fmt: skip
         return
     if target.get("seed") is None:
-        _log.info("%s gives no seed, so a fresh run starts from other weights each time; seed: 0 would fix them", file)
+        _log.info(
+            "%s sets no seed, so each new run starts from different weights; add seed: 0 for reproducible ones", file
+        )
     record = RunRecordHook(file, settings, target)
     with tracked(trackers, lambda: target), observing(_Keeper(record)):
         started = time.perf_counter()
@@ -200,7 +202,7 @@ class _Keeper:
     def before_running(self, engine: Engine) -> None:
         """Append the hook that writes the record."""
         if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
-            _log.warning("no hook saves and resumes: once stopped, this run starts afresh; add a CheckpointingHook")
+            _log.warning("no hook saves checkpoints, so this run cannot resume after a stop; add a CheckpointingHook")
         engine.hooks = [*engine.hooks, self.record]
 
 

@@ -104,7 +104,7 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        text = _message(error)
+        text = " ".join(str(error).split()) if isinstance(error, TreadleError) else described(error)
         if text is None:
             raise
         leave_for_torchrun(error)
@@ -114,10 +114,6 @@ def errors_as_one_line(console: Console) -> Iterator[None]:
         line.stylize("bold red", 0, len("error: "))
         _audible(console).print(line, soft_wrap=True)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
-
-
-def _message(error: Exception) -> str | None:
-    return " ".join(str(error).split()) if isinstance(error, TreadleError) else described(error)
 
 
 # -- tables and reports ---------------------------------------------------------------------------------------------

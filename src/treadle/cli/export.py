@@ -103,7 +103,7 @@ def _sentence(done: Exported) -> str:
     if source.adapters_only:
         lines.append("  adapters only: the frozen base model is not in the checkpoint")
     if source.not_validated:
-        lines.append(f"  not taken: the average {', '.join(source.not_validated)}, which was not validated")
+        lines.append(f"  not exported: the average {', '.join(source.not_validated)}, which was not validated")
     if done.tied:
         lines.append(f"  tied: {', '.join(f'{name} is {first}' for name, first in done.tied.items())}")
     if source.left_out:

@@ -78,7 +78,9 @@ def write_start(face: str, folder: Path, *, force: bool = False) -> list[Path]:
     there = [str(path) for path in texts if path.exists()]
     if there and not force:
         raise ConfigError(
-            f"{' and '.join(there)} is there already; --force replaces it", argument="FOLDER", value=str(folder)
+            f"would overwrite {' and '.join(there)}; choose another folder, or pass --force",
+            argument="FOLDER",
+            value=str(folder),
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

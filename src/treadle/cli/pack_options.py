@@ -13,7 +13,7 @@ Device = Annotated[
     typer.Option(help="cpu, cuda, cuda:1, mps. By default CUDA, then MPS, then the CPU.", show_default=False),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume/--no-resume", help="Resume from the folder's checkpoint, or start afresh.")
+    bool, typer.Option("--resume/--no-resume", help="Resume from the folder's checkpoint, or start over.")
 ]
 Trackers = Annotated[
     Optional[str],  # noqa: UP045

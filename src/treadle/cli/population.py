@@ -122,7 +122,7 @@ def several(settings: Sequence[str], seeds: str | None, current: Callable[[str],
     numbers = read_seeds(seeds)
     if numbers is not None:
         if "seed" in swept or any(text.lstrip("+").startswith("seed=") for text in fixed):
-            raise ConfigError(f"--seeds {seeds}: the settings have a seed, too; give only one")
+            raise ConfigError(f"--seeds {seeds}: the settings have a seed too; give only one")
         swept["seed"] = [str(seed) for seed in numbers]
     if not swept:
         return None
@@ -219,7 +219,7 @@ def train_several(
         SystemExit: 1 if a run failed.
     """
     if launched():
-        raise ConfigError("several runs are spread over processes without torchrun; use --workers, or one run on ranks")
+        raise ConfigError("torchrun starts the ranks of one run; for several runs use --workers without torchrun")
     from treadle.device import get_device
     from treadle.population import Population
 

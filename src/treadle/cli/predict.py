@@ -121,7 +121,8 @@ def predict(
     """
     messages, results = message_console(), result_console()
     with errors_as_one_line(messages), log_to(messages):
-        _check_suffix(out)
+        if out is not None and out.suffix not in (".npz", ".csv"):
+            raise ConfigError(f"--out {out}: must end in .npz or .csv")
         check_sizes(batch_size)
         given: dict[str, Any] = {
             "split": split, "prompt": prompt, "count": count, "num_tokens": num_tokens, "seed": seed, "greedy": greedy,
@@ -227,11 +228,6 @@ def _print(predicted: Predictions, target: Path, results: Console) -> None:
         shape = " x ".join(f"{size:,}" for size in array.shape)
         results.print(f"{name:<24}{shape}", markup=False, soft_wrap=True)
     results.print(str(target), markup=False, soft_wrap=True)
-
-
-def _check_suffix(out: Path | None) -> None:
-    if out is not None and out.suffix not in (".npz", ".csv"):
-        raise ConfigError(f"--out {out}: must end in .npz or .csv")
 
 
 def write_arrays(arrays: Mapping[str, Any], path: Path, *, nan: str = "nan") -> Path:

@@ -16,7 +16,7 @@ FORMS = "'a.b=1' sets, 'l[0]=x' sets an entry, 'l+=x' appends, 'l-=x' removes, '
 WORDS: Mapping[str, bool | None] = {
     "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None,
 }  # fmt: skip
-"""Words with one meaning everywhere, in any case; in quotes they are texts."""
+"""Words with one meaning everywhere, in any case; in quotes they are strings."""
 
 _FORM = re.compile(r"(?P<new>\+*)(?P<path>[^=]*?)(?P<sign>!=|\+=|-=|=)(?P<value>.*)", re.DOTALL)
 _PART = re.compile(r"(?:^|(?!^)\.)(?P<name>[^.\[\]]+)|\[(?P<index>[^\[\]]+)\]")
@@ -133,14 +133,14 @@ def _keys(path: str, text: str) -> tuple[Any, ...]:
     while at < len(path):
         part = _PART.match(path, at)
         if part is None:
-            raise ConfigError(f"override {text!r}: {path[at:]!r} is no path; write it like 'model.layers[2].type'")
+            raise ConfigError(f"override {text!r}: {path[at:]!r} is not a path; write it like 'model.layers[2].type'")
         index = _literal(part["index"] or "")
         if type(index) not in (int, str):
             raise ConfigError(f"override {text!r}: [{part['index']}] is neither an index nor a key")
         keys.append(index if part["name"] is None else part["name"])
         at = part.end()
     if not keys:
-        raise ConfigError(f"override {text!r} names no key; the forms are: {FORMS}")
+        raise ConfigError(f"override {text!r} has no key; the forms are: {FORMS}")
     return tuple(keys)
 
 
@@ -178,7 +178,7 @@ def kind_of(value: Any) -> str | None:
         ('number', 'bool', 'list')
     """
     kinds: list[tuple[Any, str]] = [
-        (bool, "bool"), ((int, float), "number"), (str, "text"), (Mapping, "section"), ((list, tuple), "list"),
+        (bool, "bool"), ((int, float), "number"), (str, "string"), (Mapping, "section"), ((list, tuple), "list"),
     ]  # fmt: skip
     return next((kind for types, kind in kinds if isinstance(value, types)), None)
 
@@ -202,13 +202,13 @@ def fitted(assignment: Assignment, current: Any) -> Any:
     value, kind = assignment.value, kind_of(current)
     if assignment.new or value is None or kind in (None, kind_of(value)):
         return same_tuple(current, value) if isinstance(current, tuple) and isinstance(value, list) else value
-    if kind == "text" and kind_of(value) == "number":
+    if kind == "string" and kind_of(value) == "number":
         return assignment.raw.strip()
     key, raw = assignment.key, assignment.raw.strip()
     ways = {
         "bool": f"write {key}=true or {key}=false",
         "number": f"write a number, such as {key}={current!r}",
-        "text": f"write {key}={raw!r} for the text",
+        "string": f"write {key}={raw!r} for the string",
         "section": "set its keys one by one",
         "list": f"write a list, such as {key}=[1,2], or append with {key}+=…",
     }

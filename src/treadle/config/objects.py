@@ -157,7 +157,9 @@ def build_at(place: str, cfg: Mapping[str, Any], registry: Registry, recursive: 
     for key, value in cfg.items():
         here = join_path(place, key)
         if not isinstance(key, str):
-            raise ConfigError(f"the key {key!r} is no argument of {name!r}; argument names are strings", argument=here)
+            raise ConfigError(
+                f"the key {key!r} is not an argument of {name!r}; argument names are strings", argument=here
+            )
         # An argument overridden by kwargs is not built: it may be a placeholder.
         if key == "type" or key in given:
             continue
@@ -212,7 +214,7 @@ def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: s
         is_number = type(item.default) in (int, float) or item.annotation in (int, float, "int", "float")
         if is_number and isinstance(cfg.get(key), str):
             default = "" if item.default is item.empty else f", such as its default, {item.default!r}"
-            rule = f"{name!r} takes a number here{default}, and this is a text"
+            rule = f"{name!r} takes a number here{default}, but this is a string"
             return ConfigError(rule, argument=join_path(place, key), value=cfg[key])
     return None
 
@@ -220,7 +222,7 @@ def _text_for_number(target: Callable[..., Any], cfg: Mapping[str, Any], name: s
 def find_target(name: Any, place: str, registry: Registry) -> Callable[..., Any]:
     """Return the registered or imported object called ``name``."""
     if not isinstance(name, str):
-        raise _wrong_type("is no name; write a registered name or a dotted path as a string", place, name)
+        raise _wrong_type("is not a name; write a registered name or a dotted path as a string", place, name)
     name = name.removeprefix(_PARTIAL)
     target: Any = registry.get(name)
     if target is None:
@@ -247,7 +249,7 @@ def _import(name: str, place: str) -> Any:
     """Follow a dotted path step by step, importing modules if an attribute does not exist yet."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise _wrong_type("is no dotted path; write it like 'torch.nn.Linear'", place, name)
+        raise _wrong_type("is not a dotted path; write it like 'torch.nn.Linear'", place, name)
     found: Any = None
     for count, part in enumerate(parts, 1):
         if count > 1 and hasattr(found, part):

@@ -137,7 +137,7 @@ def _nearest_path(node: dict[Any, Any], override: Assignment, depth: int) -> str
     prefix = f"{place}." if place else ""
     if alike is not None:
         return f"did you mean {prefix + alike!r}?"
-    return nearest(str(override.keys[depth]), map(str, node), prefix=prefix) if node else "there is no key at all"
+    return nearest(str(override.keys[depth]), map(str, node), prefix=prefix) if node else "there are no keys"
 
 
 def _path_to(node: Any, key: Any) -> str | None:
@@ -162,7 +162,7 @@ def _change(node: Any, key: Any, override: Assignment, fit: Fit) -> None:
 def _change_entries(node: Any, key: Any, override: Assignment) -> None:
     target, place = node[key], override.place(len(override.keys))
     if not isinstance(target, (list, tuple)):
-        raise override.error(f"{place} is {target!r} and no list; '+=' and '-=' change lists")
+        raise override.error(f"{place} is {target!r}, not a list; '+=' and '-=' change lists")
     entries = target if isinstance(target, list) else list(target)
     if override.sign == "+=":
         entries.append(copied(override.value))

@@ -212,11 +212,11 @@ def _as_arguments(parts: Mapping[str, Any], section: Mapping[str, Any], taken: _
             raise ConfigError(
                 f"{kind!r} takes no such argument; {nearest(str(key), taken.names)}", argument=f"trainer.{key}"
             )
-    known = f"its parts are {', '.join(taken.parts)}" if taken.parts else "it takes no part at all"
+    known = f"its parts are {', '.join(taken.parts)}" if taken.parts else "it takes no parts"
     for part in parts:
         argument = f"{part}{_SUFFIX}"
         if argument in section:
-            raise ConfigError(f"given twice, here and as trainer.{argument}; take one of them out", argument=part)
+            raise ConfigError(f"given twice, here and as trainer.{argument}; remove one of them", argument=part)
         if not taken.open and argument not in taken.names:
             hint = f"; write it as trainer.{part}" if part in taken.names else ""
             raise ConfigError(

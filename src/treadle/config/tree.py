@@ -26,7 +26,7 @@ def join_path(prefix: str, key: Any) -> str:
 def nearest_key(key: Any, known: Iterable[Any]) -> str:
     """Return a hint listing the existing keys, closest first."""
     names = [str(name) for name in known]
-    return nearest(str(key), names) if names else "there is no key at all"
+    return nearest(str(key), names) if names else "there are no keys"
 
 
 def copied(value: Any) -> Any:
@@ -112,7 +112,10 @@ def _merge_into(target: dict[str, Any], over: Mapping[str, Any], where: str, pla
         here = join_path(place, key)
         if value is DELETE:
             if key not in target:
-                _warn_of_useless_delete(where, here, nearest_key(key, target))
+                _log.warning(
+                    "%s%s: DELETE of a key that no earlier configuration has does nothing; %s",
+                    _prefix(where), here, nearest_key(key, target),
+                )  # fmt: skip
             target.pop(key, None)
         elif isinstance(value, Mapping) and isinstance(target.get(key), dict):
             _merge_into(target[key], value, where, here)
@@ -136,12 +139,6 @@ def _settled(value: Any, where: str, place: str) -> Any:
         items = [_settled(item, where, join_path(place, index)) for index, item in enumerate(value)]
         return items if isinstance(value, list) else same_tuple(value, items)
     return value
-
-
-def _warn_of_useless_delete(where: str, place: str, hint: str) -> None:
-    _log.warning(
-        "%s%s: DELETE of a key that no earlier configuration has does nothing; %s", _prefix(where), place, hint
-    )
 
 
 def _prefix(where: str) -> str:

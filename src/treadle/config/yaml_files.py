@@ -48,7 +48,7 @@ def parse(raw: bytes, file: Path) -> dict[str, Any]:
         loaded = omegaconf.OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, omegaconf.errors.OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split()).replace(' in "<file>", line', ", line")
-        raise ConfigError(f"{file}: no YAML configuration: {reason}") from error
+        raise ConfigError(f"{file}: not a YAML configuration: {reason}") from error
     content = omegaconf.OmegaConf.to_container(loaded, resolve=False)
     blank = all(line.strip() == "" or line.lstrip().startswith("#") for line in text.splitlines())
     if blank or not isinstance(content, dict):
@@ -103,7 +103,7 @@ def _unresolved(keys: tuple[Any, ...], text: Pending, error: Exception) -> str:
     for key in keys:
         place = join_path(place, key)
     if text == _MISSING:
-        return f"{text.file}: {place}: '???' marks a mandatory value and no later file gives one; set it there"
+        return f"{text.file}: {place}: '???' marks a mandatory value, but no later file sets it; set it there"
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return f"{text.file}: {place}: {str(text)!r} cannot be resolved: {reason}; name a key of the merged configuration"
 

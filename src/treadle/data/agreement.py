@@ -48,17 +48,16 @@ class Lengths:
             >>> try:
             ...     Lengths((5, 6), certain=True).check_equal()
             ... except ConfigError as error:
-            ...     print(str(error)[:102])
-            loader: the ranks have unequal numbers of micro-batches in an epoch: 5 on rank 0, 6 on rank 1. Those t
+            ...     print(str(error)[:95])
+            loader: the ranks have different numbers of micro-batches in an epoch: 5 on rank 0, 6 on rank 1
         """
         if len({length for length in self.batches if length is not None}) > 1:
             numbers = ", ".join(
                 f"{'unknown' if n is None else n} on rank {rank}" for rank, n in enumerate(self.batches)
             )
             raise ConfigError(
-                f"the ranks have unequal numbers of micro-batches in an epoch: {numbers}. Those that have more "
-                "would wait for ever. Share the data with a treadle.data.RankBatchSampler, or leave batches out on "
-                "the ranks that have more",
+                f"the ranks have different numbers of micro-batches in an epoch: {numbers}. Ranks with more would "
+                "wait forever. Split the data with a treadle.data.RankBatchSampler, or drop the extra batches",
                 argument="loader",
             )
 
@@ -91,7 +90,7 @@ class EpochAgreement:
             Warnings about samples that several ranks read.
 
         Raises:
-            ConfigError: the ranks shard their data by different orders, or must have equal lengths and do not.
+            ConfigError: the ranks order their data differently, or must have equal lengths and do not.
         """
         self.lengths = None
         if self.mode == "independent" or distributed.world_size() == 1:
@@ -127,7 +126,7 @@ def lengths_of_ranks(length: int | None, *, certain: bool, order: GlobalOrder | 
         data: a fingerprint of this rank's data; 0 if unknown.
 
     Raises:
-        ConfigError: the ranks shard their data by different orders.
+        ConfigError: the ranks order their data differently.
     """
     settings = [0] * len(_SETTINGS) if order is None else [int(getattr(order, name, 0)) for name in _SETTINGS]
     own = [-1 if length is None else length, int(certain and length is not None), int(order is not None), data]
@@ -143,8 +142,8 @@ def _refuse_other_orders(rows: Sequence[Sequence[int]]) -> None:
     for name, values in zip(_SETTINGS, zip(*shared, strict=True), strict=False):
         if len(set(values)) > 1:
             raise ConfigError(
-                f"the ranks share their data by different orders: {name} is {sorted(set(values))}, and must be "
-                "the same on all ranks, or samples are lost and doubled",
+                f"the ranks order their data differently: {name} is {sorted(set(values))}, but must be the same on "
+                "all ranks, or samples are lost or repeated",
                 argument="loader",
             )
 

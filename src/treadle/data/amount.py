@@ -18,7 +18,7 @@ def check_amount(amount: Any, argument: str) -> None:
     if amount is None or (type(amount) is int and amount >= 1) or (type(amount) is float and 0 < amount <= 1):
         return
     raise ConfigError(
-        "must be a whole number of batches >= 1, or a float above 0 and up to 1, the part of an epoch",
+        "must be a whole number of batches >= 1, or a float above 0 and up to 1, a fraction of an epoch",
         argument=argument,
         value=amount,
     )
@@ -43,12 +43,16 @@ def batches_in(amount: Amount, length: int | None, argument: str) -> int:
         return amount
     if length is None:
         raise ConfigError(
-            "a part of an epoch needs a loader with a length; give a number of batches", argument=argument, value=amount
+            "a fraction of an epoch needs a loader with a length; give a number of batches",
+            argument=argument,
+            value=amount,
         )
     count = int(length * amount)
     if count == 0:
         raise ConfigError(
-            f"of {length} batches that is none; give a number of batches, >= 1", argument=argument, value=amount
+            f"gives no batch out of {length}; use a larger fraction, or a number of batches >= 1",
+            argument=argument,
+            value=amount,
         )
     return count
 

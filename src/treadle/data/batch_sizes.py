@@ -11,7 +11,7 @@ from treadle.data.transfer import TransferLoader
 
 
 def sizes_between_epochs(loader: Any, accumulation: int) -> dict[str, int]:
-    """Return the entries that a checkpoint holds between two epochs: inside one, its length and counters tell them.
+    """Return entries of a checkpoint between two epochs; inside one, they follow from its length and counters.
 
     Example:
         >>> sizes_between_epochs([[1.0], [2.0]], 2)
@@ -37,8 +37,8 @@ def other_batch_size(saved: Mapping[str, Any], loader: Any) -> list[str]:
     if before is None or now is None or before == now:
         return []
     return [
-        f"batches had {before} samples in the run that wrote the checkpoint and have {now} now: from here on the run "
-        f"is another. Keep batch_size={before} to continue it"
+        f"batches had {before} samples in the run that wrote the checkpoint and have {now} now, so the run differs "
+        f"from here on; use batch_size={before} to continue it exactly"
     ]
 
 
@@ -54,12 +54,12 @@ def other_accumulation(tree: Mapping[str, Any], now: int) -> list[str]:
         return []
     return [
         f"accumulation_steps: a step had {before} micro-batches in the run that wrote the checkpoint and has {now} "
-        f"now: from here on the run is another. Keep {before} to continue it"
+        f"now, so the run differs from here on; use {before} to continue it exactly"
     ]
 
 
 def _accumulation_of(progress: Mapping[str, Any], data: Mapping[str, Any], step: Any) -> int | None:
-    """Return the micro-batches of a step that a checkpoint tells of; None where it restores their number."""
+    """Return the micro-batches of a step recorded in a checkpoint; None where it restores their number."""
     if "accumulation_steps" in (progress.get("settings") or {}):
         return None  # a hook has changed it
     if "accumulation_steps" in data or data.get("ended"):

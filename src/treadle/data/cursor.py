@@ -287,7 +287,7 @@ class Cursor:
         return whole if self._end is None else self._end if whole is None else min(whole, self._end)
 
     def _attached_source(self) -> Source:
-        assert self._source is not None, "attach() comes first"
+        assert self._source is not None, "call attach() first"
         return self._source
 
     def take(self, count: int) -> Group:
@@ -303,7 +303,7 @@ class Cursor:
             self.ended, self._iterator = True, None
             return group
         while len(group.batches) < count and not self.ended:
-            assert self._iterator is not None, "open() comes first"
+            assert self._iterator is not None, "call open() first"
             start = time.perf_counter()
             try:
                 batch = self._next_batch(self._iterator)
@@ -344,9 +344,9 @@ class Cursor:
         num_buffers = getattr(self._loader, "num_buffers", None)
         if isinstance(num_buffers, int) and count > num_buffers:
             raise ConfigError(
-                f"={num_buffers}: a step of {count} micro-batches needs {count} sets of tensors, or the "
-                f"last ones are written over the first; pass num_buffers={count} to the {type(self._loader).__name__}, "
-                "or None for new tensors",
+                f"={num_buffers}: a step of {count} micro-batches needs {count} sets of tensors, or later "
+                f"micro-batches overwrite earlier ones; pass num_buffers={count} to the "
+                f"{type(self._loader).__name__}, or None for new tensors",
                 argument="num_buffers",
             )
 
@@ -359,8 +359,8 @@ class Cursor:
             left = f"{unused}" if self.ended else f"{unused} or more"
             left = left if self.length is None else f"{self.length - self.position}"
             self.warn([
-                f"rank {distributed.rank()}: another rank has no more data in this epoch, so it ends for all: "
-                f"{left} micro-batches are not used here"
+                f"rank {distributed.rank()}: another rank has no more data, so the epoch ends on all ranks; {left} "
+                "micro-batches are not used here"
             ])  # fmt: skip
             for part in (group.batches, group.data_time, group.sample_ids):
                 del part[used:]
@@ -372,8 +372,8 @@ class Cursor:
         except StopIteration as error:
             if not self._attached_source().is_over_at(self.position - self._passed):
                 raise RuntimeError(
-                    "a StopIteration was raised inside the data set, its collate function or a worker: that is not the "
-                    "end of the data"
+                    "a StopIteration was raised inside the data set, its collate function or a worker before the end "
+                    "of the data"
                 ) from error
             return _END
 
@@ -455,8 +455,8 @@ class Cursor:
     def _warn_of_lost(self) -> None:
         lost = [
             f"{name} has changed, but checkpoints do not hold it: a resume is exact only if no item depends on it. "
-            "Define state_dict and load_state_dict on its object, or make items from their index and the global random "
-            "generators"
+            "Define state_dict and load_state_dict on its object, or compute items from their index and the global "
+            "random generators"
             for name in self._objects.lost()
         ]
         self.warn(lost, topic="state that is lost")

@@ -15,7 +15,7 @@ from treadle.data.order import in_global_order
 from treadle.data.samplers import samplers_of
 
 _SHARES = ("worker", "rank", "shard", "replica")
-_FIX = "give it treadle.data.shard_iterable(items), or take every n-th item by treadle.data.rank_and_worker()"
+_FIX = "pass it treadle.data.shard_iterable(items), or select items by treadle.data.rank_and_worker()"
 
 
 def repeated_by_workers(loader: Any) -> list[str]:
@@ -35,7 +35,7 @@ def repeated_by_workers(loader: Any) -> list[str]:
         return []
     return [
         f"an IterableDataset ({type(loader.dataset).__name__}) and num_workers={loader.num_workers}: every worker "
-        f"reads all items, so each comes {loader.num_workers} times in an epoch; {_FIX}, or use one worker"
+        f"reads all items, so each occurs {loader.num_workers} times in an epoch; {_FIX}, or use one worker"
     ]
 
 
@@ -56,8 +56,8 @@ def repeated_by_ranks(loader: Any, *, same_data: bool) -> list[str]:
         return []
     return [
         f"loader: each of the {ranks} ranks trains on all {_size(loader.dataset)} samples of the {name}, so each "
-        f"sample comes {ranks} times in an epoch; share them by DataLoader(dataset, batch_sampler="
-        "treadle.data.RankBatchSampler(dataset, batch_size, shuffle=True))"
+        f"sample occurs {ranks} times in an epoch; split them with DataLoader(dataset, "
+        "batch_sampler=treadle.data.RankBatchSampler(dataset, batch_size, shuffle=True))"
     ]
 
 

@@ -58,10 +58,10 @@ def find_place(
         keeps_state=False,
         exact=False,
         warnings=[
-            f"the checkpoint was written by {wrote} ranks inside an epoch and this run has {ranks}: the position in a "
-            f"{loader} cannot be carried over, and some samples of this epoch are read twice or not at all "
-            f"(going on after {scaled} of {length if length is not None else 'an unknown number of'} micro-batches); "
-            "a treadle.data.RankBatchSampler continues with the very samples that are left"
+            f"the checkpoint was written by {wrote} ranks inside an epoch and this run has {ranks}: the position of a "
+            f"{loader} cannot be converted, so some samples of this epoch are read twice or not at all (continuing "
+            f"after {scaled} of {length if length is not None else 'an unknown number of'} micro-batches); a "
+            "treadle.data.RankBatchSampler continues with exactly the remaining samples"
         ],
     )
 
@@ -71,26 +71,25 @@ def _place_in_another_order(position: int, loader: str) -> ResumePoint:
         position,
         exact=False,
         warnings=[
-            f"the checkpoint was written inside an epoch whose samples came in another order than those of this "
-            f"{loader} do: some samples of this epoch are read twice or not at all"
+            f"the checkpoint was written inside an epoch with a different sample order from that of this {loader}: "
+            "some samples of this epoch are read twice or not at all"
         ],
     )
 
 
 def _place_in_order(before: Mapping[str, Any], order: GlobalOrder) -> ResumePoint:
-    """Return the position in the remaining samples, divided anew into batches."""
+    """Return the position in the remaining samples, divided into new batches."""
     start = int(before["consumed"])
     left = order.num_batches(start)
     warnings = [
-        f"the epoch continues after {start} of its {order.num_samples} samples, in the same order and none lost or "
-        f"doubled, but in other batches: {before['global_batch_size']} samples on {before['num_replicas']} ranks "
-        f"before, {order.global_batch_size} on {order.num_replicas} now. From here on the run differs"
+        f"the epoch continues after {start} of its {order.num_samples} samples, in the same order, none lost or "
+        f"repeated, but in different batches: {before['global_batch_size']} samples on {before['num_replicas']} ranks "
+        f"before, {order.global_batch_size} on {order.num_replicas} now. The run differs from here on"
     ]
     unread = order.num_samples - order.consumed(left, start)
     if unread and not order.drop_last:
         warnings.append(
-            f"the last {unread} samples of the epoch are fewer than the {order.num_replicas} ranks: they are not read "
-            "in this epoch"
+            f"the last {unread} samples of the epoch are skipped, as they are fewer than the {order.num_replicas} ranks"
         )
     return ResumePoint(order.num_batches() - left, start=start, keeps_state=False, exact=False, warnings=warnings)
 
@@ -148,12 +147,12 @@ def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     workers = saved.get("num_workers")
     if workers is not None and workers != now["num_workers"] and now.get("depends_on_workers"):
         words.append(
-            f"num_workers was {workers} and is now {now['num_workers']}, and the code that reads the data asks which "
-            "worker it is in"
+            f"num_workers was {workers} and is now {now['num_workers']}, and the data set depends on the worker that "
+            "reads it"
         )
     elif workers is not None and bool(workers) != bool(now["num_workers"]):
         words.append(
-            f"num_workers was {workers} and is now {now['num_workers']}: items draw their random numbers from the "
-            "main process with 0 workers and from their own seeds with more"
+            f"num_workers was {workers} and is now {now['num_workers']}: random numbers of items come from the main "
+            "process with 0 workers, and from seeds of the workers with more"
         )
     return words

@@ -333,7 +333,7 @@ class IndexedSource:
     def finish(self, iterator: Iterator[Any]) -> None:
         """Exhaust the sampler, as a plain loop does: its generator may advance once more."""
         for _ in self.feed.current or ():
-            raise RuntimeError(f"the sampler of {self.feed.lists!r} gives more than its length")
+            raise RuntimeError(f"the sampler of {self.feed.lists!r} yields more than its length")
 
     def is_over_at(self, position: int) -> bool:
         """Return whether the epoch has no more than ``position`` batches."""
@@ -354,7 +354,7 @@ class IndexedSource:
             sentences.append("in_order=False: batches come as workers finish them, so no run can be repeated exactly")
         if self.feed.current is not None and self.feed.current.draws_while_running:
             sentences.append(
-                "the sampler draws from the global RNG between batches, so a resume inside an epoch cannot repeat "
+                "the sampler draws from the global RNG between batches, so a resume inside an epoch cannot reproduce "
                 "its order; give the sampler its own generator"
             )
         return sentences

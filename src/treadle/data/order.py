@@ -28,7 +28,7 @@ class GlobalOrder:
     A last batch with fewer samples than ranks takes as many as it needs from the previous one. If both together have
     fewer than two samples per rank, they become one batch. Nothing is repeated or left out.
 
-    An epoch may be resumed after ``start`` samples: the rest of the same order is then divided anew, for any number of
+    An epoch may be resumed after ``start`` samples: the rest of the same order is then divided again, for any number of
     ranks and any batch size. If it has fewer samples than ranks, it has no batch.
 
     Attributes:

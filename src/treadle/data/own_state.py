@@ -175,7 +175,7 @@ class LoaderState:
         for path, entry in now.items():
             before = found.get(path, {})
             held, moved = before.get("attributes", {}), entry.get("attributes", {})
-            is_kept = path in self._attributes and not has_state(self.owners[path])  # else its own state tells
+            is_kept = path in self._attributes and not has_state(self.owners[path])  # else its own state is compared
             starts = self._attributes[path].initial_values(moved.keys() - held.keys()) if is_kept else {}
             if starts:
                 found[path] = {**before, "attributes": {**to_plain(starts, path, encoding="exact"), **held}}
@@ -269,9 +269,9 @@ def hidden_generators(loader: Any) -> list[str]:
         part for owner in owners if isinstance(owner, nn.Module) for part in owner.modules() if part is not owner
     ]
     return [
-        f"{type(owner).__name__}.{name} is a random generator that no checkpoint holds, since each worker has a "
-        "copy: if data are drawn with it, a resume is not exact. Draw from the global generators of torch, NumPy or "
-        "Python, or use num_workers=0"
+        f"{type(owner).__name__}.{name} is a random generator that no checkpoint holds, since each worker has a copy: "
+        "a resume is not exact if items draw from it. Use the global generators of torch, NumPy or Python, or use "
+        "num_workers=0"
         for owner in owners
         for name, value in attributes_of(owner).items()
         if any(isinstance(item, GENERATORS) for item in _items_of(value))
@@ -369,7 +369,7 @@ class WatchedState:
             if not same(now.get("state"), then.get("state")) or not same(now.get("modules"), then.get("modules")):
                 raise ConfigError(
                     f"the state_dict of {name} changes while items are read, and each worker has a copy of it whose "
-                    "state no checkpoint can hold; use num_workers=0, or make items from their index"
+                    "state no checkpoint can hold; use num_workers=0, or compute items from their index"
                 )
             if self._reads > 1:
                 self._name_changes(path, then.get("attributes", {}), now.get("attributes", {}))
@@ -379,8 +379,9 @@ class WatchedState:
             if (path, name) not in self._named and not same(value, before.get(name)):
                 self._stopped, self._looks = True, False
                 _log.warning(
-                    "%s.%s changes while items are read, and each worker has a copy of it that no checkpoint holds: a "
-                    "resume is exact only if no item depends on it. Use num_workers=0, or make items from their index",
+                    "%s.%s changes while items are read, and each worker has a copy of it that no checkpoint holds: "
+                    "a resume is exact only if no item depends on it. Use num_workers=0, or compute items from their "
+                    "index",
                     _name_of(self._state.owners[path]) if self._state else path, name,
                 )  # fmt: skip
 

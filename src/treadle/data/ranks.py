@@ -170,7 +170,7 @@ def shard_iterable(iterable: Iterable[_T]) -> IterableDataset[_T]:
     each.
 
     Args:
-        iterable: picklable if the loader's workers are spawned; iterated anew for each epoch.
+        iterable: picklable if the loader's workers are spawned; iterated again for each epoch.
 
     Example:
         >>> list(shard_iterable("abc"))

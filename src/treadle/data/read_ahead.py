@@ -39,9 +39,9 @@ def checked_to_resume(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
         loader.load_state_dict(state)
         if not _same_batch(after, next(iter(loader), None)):
             raise ConfigError(
-                f"the state_dict of this {type(loader).__name__}, taken after its first batch, does not lead to the "
-                "second one: it reads ahead, and its state has to be that of the batches that it has given; count in "
-                "__iter__ where a batch is yielded",
+                f"the state_dict of this {type(loader).__name__}, taken after its first batch, does not resume at the "
+                "second one: it counts batches that were read ahead. Count batches in __iter__, where they are "
+                "yielded",
                 argument="loader",
             )
         loader.load_state_dict(state)
@@ -60,8 +60,8 @@ def warning_of_drawing_threads(loader: Any, iterator: Iterator[Any]) -> Iterator
             time.sleep(_WATCHED_SECONDS)
             if not same(before, RngState.capture().to_plain()):
                 _log.warning(
-                    "a thread of this %s draws from the global random generators while others do: the order, and so "
-                    "the run, cannot be repeated, resumed or not. Give it a generator, which it alone draws from",
+                    "a thread of this %s draws from the global random generators at the same time as other threads, "
+                    "so no run is reproducible, resumed or not. Give the thread its own generator",
                     type(loader).__name__,
                 )
         yield first

@@ -176,8 +176,8 @@ class RowLoader:
 
     def _refuse_old_pass(self) -> NoReturn:
         raise RuntimeError(
-            f"{type(self).__name__}: this pass cannot continue, since it was closed or another one was begun over the "
-            "same loader, which has one position; give training and evaluation a loader each"
+            f"{type(self).__name__}: this iterator is no longer valid: it was closed, or another one was started over "
+            "the same loader. Use separate loaders for training and evaluation"
         )
 
     def _reading(self, order: GlobalOrder, ahead: Iterator[range]) -> contextlib.AbstractContextManager[Read]:

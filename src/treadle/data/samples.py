@@ -29,7 +29,7 @@ def refuse_single_graphs(loader: Any, argument: str) -> None:
     if isinstance(loader, DataLoader):
         if loader.collate_fn is default_collate and _first_graph(loader.dataset) is not None:
             raise ConfigError(
-                f"a DataLoader of torch cannot join graphs of torch_geometric; use {_LOADER}", argument=argument
+                f"a DataLoader of torch cannot batch graphs of torch_geometric; use {_LOADER}", argument=argument
             )
         return
     first = _first_graph([loader])
@@ -95,8 +95,8 @@ def unjoined(error: Exception, samples: Sequence[Any]) -> Exception:
 
     Example:
         >>> print(unjoined(TypeError("found NoneType"), [None, None]))
-        collate_fn: torch's default cannot join the samples of a batch: found NoneType. Its first samples are (NoneType,
-        NoneType); pass collate_fn= to the DataLoader, or return tensors of one shape, numbers or strings
+        collate_fn: torch's default collate function cannot batch these samples: found NoneType. The first ones are
+        (NoneType, NoneType); pass collate_fn= to the DataLoader, or return tensors of one shape, numbers or strings
     """
     if isinstance(error, TreadleError):
         return error
@@ -105,7 +105,7 @@ def unjoined(error: Exception, samples: Sequence[Any]) -> Exception:
     fix = "pass collate_fn= to the DataLoader, or return tensors of one shape, numbers or strings"
     text = str(error).strip().rstrip(".")
     return ConfigError(
-        f"torch's default cannot join the samples of a batch: {text}. Its first samples are "
+        f"torch's default collate function cannot batch these samples: {text}. The first ones are "
         f"{shapes_of(list(samples[:3]))}; {f'use {_LOADER}' if graphs else fix}",
         argument="collate_fn",
     )

@@ -41,15 +41,15 @@ class ShuffleBuffer(ResumableStream):
         ...     ShuffleBuffer([1, 2, 3], 2)
         ... except ConfigError as error:
         ...     print(str(error)[:38])
-        stream: a list offers no state_dict an
+        stream: a list has no state_dict and l
     """
 
     @checked
     def __init__(self, stream: Any, size: int, *, seed: int = 0):
         if not has_state(stream):
             raise ConfigError(
-                f": a {type(stream).__name__} offers no state_dict and load_state_dict, so no place in it can be kept; "
-                "pass a stream that does, such as datasets.IterableDataset",
+                f": a {type(stream).__name__} has no state_dict and load_state_dict, so its position cannot be saved; "
+                "pass a stream that has both, such as datasets.IterableDataset",
                 argument="stream",
             )
         check_least(2, size=size)

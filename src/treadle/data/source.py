@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from treadle.data.amount import length_of
 
-EXACT_REPLAY = "That is exact only if what it yields depends on the RNG at its opening alone"
+EXACT_REPLAY = "This is exact only if its items depend on nothing but the random state at its start"
 
 
 class Source(Protocol):

@@ -100,7 +100,7 @@ class _Stateful:
         if resuming and self._replays:
             return [
                 f"the sampler of this {type(self.loader).__name__} keeps state: the epoch is replayed from its "
-                "start, and the consumed batches are read again and dropped; a plain DataLoader passes over them"
+                "start, and the consumed batches are read again and dropped; a plain DataLoader skips them"
             ]
         if resuming and getattr(self.loader, "num_workers", 0) > 0 and not seeds_workers(self.loader):
             return [
@@ -140,16 +140,17 @@ class _Replayed(FromStart):
         name = type(self.loader).__name__
         if self.one_shot:
             return [
-                f"the data comes from a one-shot {name}: it cannot be opened a second time, so there is one epoch and "
-                "no exact resume; pass an iterable that makes a fresh iterator each time"
+                f"the data comes from a {name}, which can be iterated only once: there is one epoch and no exact "
+                "resume; pass an iterable that returns a new iterator each time"
             ]
         sentences = hidden_generators(self.loader) + unrepeatable_shuffles(self.loader)
         if resuming and type(self.loader) not in (list, tuple, range):  # replay does not change these
             sentences.append(
-                f"a {name} cannot be entered in the middle: its epoch is replayed from the start and the consumed "
+                f"a {name} cannot resume inside an epoch: the epoch is replayed from the start and the consumed "
                 f"batches are read again and dropped. {EXACT_REPLAY}"
                 + (
-                    "; its persistent workers carry their random state on from epoch to epoch, which a resume cannot"
+                    "; its persistent workers keep their random state from epoch to epoch, which a resume cannot "
+                    "restore"
                     if _keeps_workers(self.loader)
                     else ""
                 )
@@ -203,7 +204,7 @@ def refuse_dataset(loader: Any, argument: str = "loader") -> None:
     """
     if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
         raise ConfigError(
-            f"a {type(loader).__name__} is a data set, whose items are single samples and no batches; pass "
+            f"a {type(loader).__name__} is a data set, whose items are single samples, not batches; pass "
             "DataLoader(dataset, batch_size=..., shuffle=True), with batch_size=None if its items are batches",
             argument=argument,
         )
@@ -258,8 +259,8 @@ def _refuse_sample_counts(loader: Any) -> None:
         )
     if hasattr(loader, "state_dict"):
         raise ConfigError(
-            f"the state of a {type(loader).__name__} is a count of samples, which after a resume gives other batches; "
-            f"use torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed exactly",
+            f"the state of a {type(loader).__name__} counts samples, so a resume gives different batches; use "
+            f"torch.utils.data.DataLoader over the same {type(dataset).__name__}: its epoch is replayed exactly",
             argument="loader",
         )
 

@@ -84,7 +84,8 @@ def seeded_workers(loader: Any, seed: int) -> Iterator[None]:
     if not seeds_workers(loader):
         yield
         return
-    _end_running(loader)
+    if loader.persistent_workers:
+        drop_iterator(loader)  # its workers have the seed of another epoch
     dataset, init = loader.dataset, loader.worker_init_fn
     seeded: Any = SeededReads(dataset, seed)
     if isinstance(dataset, IterableDataset):
@@ -117,12 +118,6 @@ def _starts_workers_as_torchdata(loader: Any) -> bool:
     except ImportError:
         return False
     return isinstance(loader, StatefulDataLoader) and type(loader)._get_iterator is StatefulDataLoader._get_iterator
-
-
-def _end_running(loader: Any) -> None:
-    """End persistent workers, which have the seed of another epoch."""
-    if loader.persistent_workers:
-        drop_iterator(loader)
 
 
 def drop_iterator(loader: Any) -> None:

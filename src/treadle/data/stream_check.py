@@ -50,7 +50,7 @@ class StreamCheck:
             try:
                 self._copy = copy.deepcopy(dataset)
             except Exception as error:  # noqa: BLE001  (a data set of any kind)
-                self.problem = f"it cannot be copied to try it ({type(error).__name__})"
+                self.problem = f"it cannot be copied for a trial ({type(error).__name__})"
 
     def record(self, sample: Any, before: CpuRngState) -> None:
         """Record a sample and the random state before it."""
@@ -76,7 +76,7 @@ class StreamCheck:
         before.restore()
         self._copy.load_state_dict(self._last)
         again = next(iter(self._copy), None)
-        return None if _alike(sample, again) else f"taken {after} and loaded, it does not give the next one"
+        return None if _alike(sample, again) else f"taken {after} and loaded, it does not give the next sample"
 
 
 def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
@@ -87,7 +87,7 @@ def shuffle_buffer_of_datasets(dataset: Any) -> str | None:
         True
     """
     for stage in stages_of_datasets(dataset, "BufferShuffledExamplesIterable"):
-        return f"the {stage.buffer_size} samples in its shuffle buffer are in no state, and would be lost"
+        return f"the {stage.buffer_size} samples in its shuffle buffer are not in its state and would be lost"
     return None
 
 

@@ -320,10 +320,10 @@ class StreamSource(FromStart):
         name = type(self.loader.dataset).__name__
         if self.problem is not None:
             sentences.append(
-                f"the stream {name} cannot be entered in the middle by its state_dict: {self.problem}. A resume "
-                "replays its epoch from the start, reads the consumed batches again and drops them. "
-                f"{EXACT_REPLAY}; treadle.data.ShardedStream and a treadle.data.ShuffleBuffer around a stream that "
-                "is not shuffled itself are entered where they are"
+                f"the stream {name} cannot resume inside an epoch from its state_dict: {self.problem}. The epoch is "
+                f"replayed from the start, and the consumed batches are read again and dropped. {EXACT_REPLAY}. "
+                "treadle.data.ShardedStream, or treadle.data.ShuffleBuffer around an unshuffled stream, resumes at "
+                "its position"
             )
         return sentences
 

@@ -307,7 +307,7 @@ def named_or_not(given: Sequence[Any], *, owner: str) -> tuple[tuple[str, ...] |
     if len(given) == 1 and isinstance(given[0], Mapping):
         return tuple(given[0]), list(given[0].values())
     if any(isinstance(one, Mapping) for one in given):
-        raise ConfigError(f"{owner}: give one mapping of names to tensors and nothing beside it, or tensors alone")
+        raise ConfigError(f"{owner}: give either one mapping of names to tensors, or tensors")
     return None, list(given)
 
 
@@ -332,7 +332,7 @@ def _check_buffers(num_buffers: int | None, tensors: Sequence[Tensor]) -> None:
         )
     if any(tensor.requires_grad for tensor in tensors):
         raise ConfigError(
-            f"={num_buffers}: a tensor that requires gradients cannot be written into a buffer; pass it "
-            "detached, or num_buffers=None",
+            f"={num_buffers}: a tensor that requires gradients cannot be written into a buffer; detach it, or pass "
+            "num_buffers=None",
             argument="num_buffers",
         )

@@ -63,14 +63,14 @@ class TransferLoader:
         num_buffers = getattr(loader, "num_buffers", None)
         if num_buffers is not None:
             raise ConfigError(
-                f"a {type(loader).__name__} with num_buffers={num_buffers} would write over a batch that is "
-                "being copied; pass num_buffers=None, or keep its tensors on the GPU and leave the TransferLoader out",
+                f"a {type(loader).__name__} with num_buffers={num_buffers} would overwrite a batch that is being "
+                "copied; pass num_buffers=None, or keep its tensors on the GPU and leave the TransferLoader out",
                 argument="loader",
             )
         self.copies: Copies | None = GpuCopies(self.device) if self.device.type == "cuda" else None
         if self.copies is None:
             _log.warning(
-                "TransferLoader: on %s there is no copy to hide: batches pass through as they are", self.device
+                "TransferLoader: on %s there is no copy to overlap, so batches pass through unchanged", self.device
             )
 
     def __len__(self) -> int:

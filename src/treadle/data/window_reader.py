@@ -64,7 +64,9 @@ class RowArray:
         """
         piece = self.array[rows.start : rows.stop]
         if len(piece) != len(rows):
-            raise OSError(f"rows {rows.start} to {rows.stop - 1} were asked for and {len(piece)} came: is it cut off?")
+            raise OSError(
+                f"rows {rows.start} to {rows.stop - 1} were requested and {len(piece)} returned; is it truncated?"
+            )
         # NumPy copies without the GIL, and without an extra thread pool for this thread.
         if isinstance(piece, Tensor):
             np.copyto(_bytes(out), _bytes(piece.detach().contiguous()))

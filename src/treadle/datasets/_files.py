@@ -57,7 +57,7 @@ def read_arrays(file_name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
     for name, shape in shapes.items():
         if arrays[name].shape != shape:
             raise ValueError(
-                f"array {name!r} of data file {file_name!r} has shape {arrays[name].shape}, it must have "
+                f"array {name!r} of data file {file_name!r} has shape {arrays[name].shape}, but must have "
                 f"{shape}: the file belongs to another version, reinstall treadle"
             )
         if arrays[name].dtype == np.float16:

@@ -251,7 +251,7 @@ class ReplicaExchange(GradientExchange):
         means = [bucket.means() for bucket in self._buckets]
         states = bytes((present if largest_states is None else largest_states()).numpy())
         if self._records and states != self._states:
-            raise RuntimeError("on this rank other parameters have a gradient than in the step before on all ranks")
+            raise RuntimeError("on this rank other parameters have a gradient than on all ranks in the previous step")
         self._states = states
         if self._looks_for_unused and any(states):
             self._looks_for_unused = False
@@ -283,9 +283,8 @@ class ReplicaExchange(GradientExchange):
         unused = [name for name, state in zip(trained, states, strict=True) if state == _NONE]
         if unused and distributed.rank() == 0:
             _log.warning(
-                "%d parameters got no gradient on any rank in the first step: %s. Freeze what no loss needs, by "
-                "requires_grad_(False); where only some steps use a part, find_unused_parameters=True of the wrapper "
-                "states that it is meant",
+                "%d parameters got no gradient on any rank in the first step: %s. Freeze unused parameters with "
+                "requires_grad_(False); if only some steps use them, pass find_unused_parameters=True to the wrapper",
                 len(unused), ", ".join(unused[:10]),
             )  # fmt: skip
 

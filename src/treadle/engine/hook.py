@@ -123,6 +123,7 @@ class BaseHook:
     writes_in_workspace_alone: bool = False
     """Whether a hook that writes does its work in a trainer without a workspace, and writes nothing then."""
     _may_fail_to_write: bool = False
+    _on_all_ranks: bool = False  # whether its events wait for other ranks, which must have it too
 
     replays: bool = False
     """Whether the hook runs a part of a run again; the trainer's own folder is neither read nor written then."""

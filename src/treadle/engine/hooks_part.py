@@ -1,4 +1,4 @@
-"""Checkpoint part with the state of hooks: what they save themselves, and further attributes of users' hooks."""
+"""Checkpoint part with the state of hooks: their own state dicts, and further attributes of users' hooks."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def _by_name(metrics: Any) -> list[tuple[str | None, Any]]:
 def _own_name(metric: Any, *, alone: bool) -> str | None:
     if isinstance(metric, str):
         return metric
-    if _is_object(metric):
+    if not _missing(metric):
         return None if alone else _name_of(metric)
     name = getattr(metric, "__name__", None) or getattr(getattr(metric, "func", None), "__name__", None)
     if callable(metric) and (name is None or not name.isidentifier()):
@@ -381,8 +381,9 @@ def _own_name(metric: Any, *, alone: bool) -> str | None:
     return name
 
 
-def _is_object(metric: Any) -> bool:
-    return all(callable(getattr(metric, word, None)) for word in ("update", "compute", "reset"))
+def _missing(metric: Any) -> list[str]:
+    """Return the methods of a metric that an object lacks."""
+    return [word for word in ("update", "compute", "reset") if not callable(getattr(metric, word, None))]
 
 
 def _as_metric(metric: Any, name: str | None, loss_fn: Any) -> Any:
@@ -396,9 +397,9 @@ def _as_metric(metric: Any, name: str | None, loss_fn: Any) -> Any:
         raise ConfigError(f"there is no metric {metric!r}; {nearest(metric, METRIC_NAMES)}", argument="metrics")
     if isinstance(metric, type):
         raise ConfigError(f"{metric.__name__} is a class; instantiate it: {metric.__name__}(...)", argument="metrics")
-    if _is_object(metric):
+    missing = _missing(metric)
+    if not missing:
         return metric
-    missing = [word for word in ("update", "compute", "reset") if not callable(getattr(metric, word, None))]
     if callable(metric) and len(missing) == 3:
         return FunctionMetric(metric, name or "metric")
     raise ConfigError(

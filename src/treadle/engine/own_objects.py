@@ -194,7 +194,7 @@ class OwnObjects:
         }
 
     def loaded_states(self) -> dict[str, Any]:
-        """Return copies of what a checkpoint has set since the last call, before hooks begin; nothing if none has."""
+        """Return copies of the values that checkpoints have set since the last call, before hooks begin."""
         is_new, self._is_new = self._is_new, False
         if not is_new:
             return {}
@@ -202,22 +202,23 @@ class OwnObjects:
         return {"states": states, "attributes": self.attributes()}
 
     def _copy_of(self, path: str) -> dict[str, Any]:
-        """Return a copy of the state of an object, and of what it leaves out of it where it is a module."""
+        """Return a copy of the state of an object, including the attributes that a module leaves out of it."""
         owner = self.owners[path]
         modules = self._modules[path].collect(owner) if path in self._modules else {}
         other = {key: value for key, value in modules.items() if key in _OF_MODULES}
         return dict(to_plain({"state": owner.state_dict(), "modules": other}, path, encoding="exact"))
 
     def restore_loaded(self, before: Mapping[str, Any]) -> Iterator[str]:
-        """Put back what hooks changed in ``on_before_train`` of what a checkpoint set: they made it as for a new run.
+        """Restore loaded values that hooks overwrote in ``on_before_train``, where they initialize for a new run.
 
-        What the run that wrote the checkpoint had left as they set it stays where it is a text, a time, or a constant.
+        A value that the saved run had left as its own hooks set it stays overwritten if it is a string, a flag, a time
+        or a constant: it cannot derive from the loaded state.
 
         Args:
-            before: what :meth:`loaded_states` returned then.
+            before: result of :meth:`loaded_states`.
 
         Yields:
-            In words, numbers that may have been set on purpose and are as in the checkpoint.
+            Descriptions of restored numbers that may have been set on purpose.
         """
         for path, state in before.get("states", {}).items():
             if not same(state, self._copy_of(path)):
@@ -389,7 +390,7 @@ def _fingerprints(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_derived(value: Any) -> bool:
-    """Return whether what a hook has just set may come from the state that was loaded, and is no text, flag or time."""
+    """Return whether a value that a hook has just set may derive from the loaded state: no string, flag or time."""
     if isinstance(value, Mapping):
         return next(iter(value), None) not in CONSTANTS
     if isinstance(value, bool) or not isinstance(value, (int, float)):

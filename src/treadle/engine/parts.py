@@ -186,7 +186,7 @@ class DataPart(StatePart):
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
         tree["data"] = engine.cursor.state_dict()
-        if engine.cursor.between_epochs:  # else the counters tell
+        if engine.cursor.between_epochs:  # else the counters show it
             tree["data"] |= sizes_between_epochs(engine.cursor.loader, engine.settings.accumulation_steps)
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:

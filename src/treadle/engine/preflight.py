@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
-from treadle.distributed import is_sharded
+from treadle.distributed import gather_objects, is_sharded
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.engine.failure import batch_named_in_errors
@@ -316,7 +316,7 @@ def into_training_mode(engine: Engine) -> None:
 
 
 def check_added_hooks(engine: Engine) -> None:
-    """Raise for a hook that was added too late for what it declares.
+    """Raise for a hook that was added too late for its declarations to take effect.
 
     Raises:
         ConfigError: it keeps averages, or has a plan for non-finite gradients.
@@ -338,6 +338,7 @@ def check_before_training(engine: Engine) -> None:
         ConfigError: a parameter is lazy or on the meta device, the optimizer needs a closure or holds no parameter of
             the model, or the scheduler belongs to another optimizer.
     """
+    _require_alike_hooks(engine)
     lazy = [name for name, parameter in engine.model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise ConfigError(
@@ -394,6 +395,18 @@ def _warn_of_uncalled(engine: Engine) -> None:
     if is_user_class(kind) and not engine.progress.step and not engine.state.num_runs:
         for warning in uncalled_methods(kind, object, known=_OF_A_TASK, foreign={"training_step": "step"}):
             engine.logger.warning("%s", warning)
+
+
+def _require_alike_hooks(engine: Engine) -> None:
+    """Raise ConfigError on all ranks if only some have a hook whose events wait for the others."""
+    given = gather_objects([type(hook).__name__ for hook in engine.hooks if hook._on_all_ranks])
+    for rank, names in enumerate(given):
+        if names != given[0]:
+            raise ConfigError(
+                f"rank 0 has {', '.join(given[0]) or 'none'} and rank {rank} {', '.join(names) or 'none'}, whose work "
+                "all ranks share; pass the same to all",
+                argument="hooks",
+            )
 
 
 def _warn_of_lone_ranks(engine: Engine) -> None:

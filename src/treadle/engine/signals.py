@@ -79,10 +79,6 @@ _LISTENING, _LEAVING, _OVER = 0, 1, 2
 _SECONDS_FOR_MAIN = 5.0  # a signal to the group reaches the main process late while it waits for a long kernel
 
 
-def _shared_byte() -> mmap.mmap:
-    return mmap.mmap(-1, 1)  # shared with forked processes
-
-
 class SignalListener:
     """Listener that records the first signal.
 
@@ -148,7 +144,7 @@ class SignalListener:
     @contextlib.contextmanager
     def _handled(self, signals: Sequence[int]) -> Iterator[None]:
         self._owner = os.getpid()
-        self._phase = _shared_byte()  # workers of an earlier run keep theirs, whose run is over
+        self._phase = mmap.mmap(-1, 1)  # shared with forked processes; workers of an earlier run keep theirs
         try:
             for number in dict.fromkeys(signals):
                 self._previous[number] = signal.signal(number, self._note)

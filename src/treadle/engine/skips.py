@@ -1,4 +1,4 @@
-"""Steps in fp16 that the device may have skipped: when the host must know, and what it takes back otherwise."""
+"""Steps in fp16 that the device may have skipped: when the host must know, and what it undoes otherwise."""
 
 from __future__ import annotations
 

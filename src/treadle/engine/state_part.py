@@ -97,7 +97,7 @@ def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Itera
     """Yield where a state in memory differs from a saved one; sharded tensors are compared on local shards."""
     for key, value in saved.items():
         if key not in now:
-            yield f"{path}.{key}", "nothing there after loading"
+            yield f"{path}.{key}", "missing after loading"
             continue
         live = now[key]
         if is_encoded(value):
@@ -106,7 +106,7 @@ def unlike(saved: Mapping[str, Any], now: Mapping[str, Any], path: str) -> Itera
         if isinstance(value, Mapping) and isinstance(live, Mapping):
             yield from unlike(value, live, f"{path}.{key}")
             for extra in live.keys() - value.keys():
-                yield f"{path}.{key}.{extra}", "nothing there in the file"
+                yield f"{path}.{key}.{extra}", "missing in the file"
             continue
         if is_dtensor(live) and not is_dtensor(value):
             placed = placed_state(value, live)

@@ -22,7 +22,7 @@ _KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "True or False"),
     int: ((Integral,), "a whole number"),
     float: ((Real,), "a number"),
-    str: ((str,), "a text"),
+    str: ((str,), "a string"),
     Path: ((str, os.PathLike), "a path"),
     os.PathLike: ((str, os.PathLike), "a path"),
     timedelta: ((timedelta,), "a timedelta"),
@@ -52,7 +52,7 @@ _SHAPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
 """Attributes that an object of a class has, those that it has not, and words for it."""
 _HOMES = ("torch", "treadle", "logging", "collections")
 _LISTS = (Sequence, Collection, list)
-_PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "strings"}
 
 
 def checked(target: Target) -> Target:
@@ -100,10 +100,10 @@ def check_argument(name: str, value: Any, hint: Any) -> None:
     if Path in _parts_of(hint) and isinstance(value, (str, os.PathLike)):
         text = os.fspath(value)
         if text == "":
-            raise ConfigError("an empty string is no path; write '.' for this folder", argument=name, value=value)
+            raise ConfigError("must not be empty; write '.' for the current folder", argument=name, value=value)
         if isinstance(text, str) and text.startswith("~"):
             raise ConfigError(
-                "'~' is a home folder to a shell alone; pass pathlib.Path(...).expanduser()", argument=name, value=value
+                "only a shell expands '~'; pass pathlib.Path(...).expanduser()", argument=name, value=value
             )
 
 
@@ -266,6 +266,6 @@ def _described(hint: Any) -> str:
         else:
             items = get_args(part) if kind in _LISTS else ()
             words.append(_KINDS[kind][1] + (f" of {_PLURALS.get(items[0], 'items')}" if items else ""))
-    if "a text" in words and "a path" in words:
-        words.remove("a text")
+    if "a string" in words and "a path" in words:
+        words.remove("a string")
     return " or ".join(dict.fromkeys(words))

@@ -116,7 +116,7 @@ def _refuse_to_overwrite(target: Path, *, is_folder: bool, force: bool) -> None:
         raise ConfigError(f" is {kinds[0]}; give the name of {kinds[1]}", argument="out", value=str(target))
     if not force:
         raise ConfigError(
-            " is there already; choose another name, or pass force (--force)", argument="out", value=str(target)
+            " already exists; choose another name, or pass force (--force)", argument="out", value=str(target)
         )
 
 

@@ -24,8 +24,8 @@ _MODELS = ("model_state_dict", "state_dict", "model", "model_state", "net", "net
 _OPTIMIZERS = ("optimizer_state_dict", "optimizer", "optimizer_state", "optim")
 _STEPS = ("global_step", "step", "iteration")
 
-RANDOM = "the random numbers of the run: training continued from here draws others"
-SCHEDULE = "the state of a schedule fits the same schedule only: build yours for the steps that are left"
+RANDOM = "the random state: training continued from here draws different numbers"
+SCHEDULE = "the state of the scheduler, which fits only the same scheduler: build yours for the remaining steps"
 SCALER = "a new fp16 scaler finds its scale within a few steps"
 _LIGHTNING = {
     "loops": "the position inside the epoch: training continues at the beginning of one",
@@ -143,8 +143,8 @@ def _from_torch(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
     if model is None:
         keys = ", ".join(shortened(str(key)) for key in list(tree)[:8])
         raise CheckpointError(
-            f"{str(path)!r} holds no weights: they are looked for at the top and under {', '.join(_MODELS)}, and its "
-            f"keys are {keys}; save a state dict, whose values are all tensors, under one of these"
+            f"{str(path)!r} holds no weights at the top or under {', '.join(_MODELS)}; its keys are {keys}; save a "
+            "state dict, whose values are all tensors, under one of these"
         )
     optimizer = next((key for key in _OPTIMIZERS if is_optimizer_state(tree.get(key))), None)
     step = next((key for key in _STEPS if number(tree.get(key), int) is not None), None)
@@ -169,12 +169,12 @@ def _why(key: str, value: Any) -> str:
     for word, reason in (("sched", SCHEDULE), ("scaler", SCALER), ("rng", RANDOM), ("random", RANDOM)):
         if word in key.lower():
             return reason
-    return "treadle has no place for it"
+    return "treadle has no equivalent"
 
 
 def _from_lightning(path: Path, tree: Mapping[str, Any]) -> ForeignCheckpoint:
     if not _is_state_dict(tree.get("state_dict")):
-        raise CheckpointError(f"{str(path)!r} holds no weights: its state_dict does not hold tensors alone")
+        raise CheckpointError(f"{str(path)!r} holds no weights: its state_dict does not hold only tensors")
     optimizers = tree.get("optimizer_states") or []
     only = optimizers[0] if len(optimizers) == 1 and is_optimizer_state(optimizers[0]) else None
     known = {"pytorch-lightning_version", "state_dict", "optimizer_states", "epoch", "global_step", "hparams_name"}

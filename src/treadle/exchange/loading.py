@@ -86,7 +86,7 @@ def take_over(
     else:
         load_model_state(model, weights)
         if found.optimizer is not None:
-            found = replace(found, not_taken=["optimizer: pass optimizer= to take it too", *found.not_taken])
+            found = replace(found, not_taken=["optimizer: pass optimizer= to load it too", *found.not_taken])
     return found
 
 
@@ -129,8 +129,8 @@ def _advice(model: nn.Module, found: ForeignCheckpoint) -> str:
     live = model_state(model)
     prefix = None if set(live) & set(found.model) else _likely_prefix(live, found.model)
     if prefix:
-        return f"Pass prefix={prefix!r} to take that part of the file alone"
-    return "Build the model as it was, or give the checkpoint of this one"
+        return f"Pass prefix={prefix!r} to load only that part of the file"
+    return "Build the model as it was, or pass a checkpoint of this one"
 
 
 def _with_tied(model: nn.Module, weights: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -193,7 +193,6 @@ def _check_shapes(entries: Mapping[str, Any], parameter: Tensor, name: str, wher
     for key, value in entries.items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
             raise CheckpointError(
-                f"{where}: its optimizer's {key} is {tuple(value.shape)} where {name} is {tuple(parameter.shape)}: the "
-                "parameters come in another order there; build model and optimizer as they were, or load without "
-                "optimizer="
+                f"{where}: its optimizer's {key} is {tuple(value.shape)} where {name} is {tuple(parameter.shape)}: its "
+                "parameters have a different order; build model and optimizer as they were, or load without optimizer="
             )

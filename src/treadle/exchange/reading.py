@@ -35,7 +35,7 @@ def read_foreign(path: str | os.PathLike[str]) -> ForeignCheckpoint:
         >>> torch.save({"state_dict": nn.Linear(2, 1).state_dict(), "epoch": 3, "best_acc": 0.9}, "old.pth")
         >>> found = read_foreign("old.pth")
         >>> found.kind, list(found.model), found.epoch, found.not_taken
-        ('torch', ['weight', 'bias'], 3, ['best_acc: treadle has no place for it'])
+        ('torch', ['weight', 'bias'], 3, ['best_acc: treadle has no equivalent'])
     """
     return without_wrapper(read_as_named(path))
 

@@ -87,7 +87,7 @@ def _best_in(folder: Path, files: list[Path]) -> tuple[Path, dict[str, Any]]:
         found = None
     if found is None:
         raise CheckpointError(
-            f"{str(folder)!r} has no intact checkpoint; 'treadle inspect {folder}' lists the faults of each"
+            f"{str(folder)!r} has no intact checkpoint; 'treadle inspect {folder}' lists the problems of each"
         )
     return found
 

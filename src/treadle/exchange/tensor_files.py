@@ -19,7 +19,7 @@ from treadle.errors import CheckpointError, MissingExtraError, PickledCodeError
 
 # Metadata of an export in the header of a safetensors file, in addition to the names of tied weights.
 HEADER = ("format", "treadle", "face", "step", "epoch", "weights")
-_ADVICE = "where the file was made, save the weights alone: torch.save(model.state_dict(), 'weights.pt')"
+_ADVICE = "save only the weights where the file was made: torch.save(model.state_dict(), 'weights.pt')"
 
 
 def read_tree(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str] | None]:

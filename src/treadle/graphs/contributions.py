@@ -62,7 +62,7 @@ def atom_contributions(model: nn.Module, graph: Any, *, batch_size: int = 64) ->
 
     if graph.x.dim() != 2 or not graph.x.is_floating_point():
         raise ConfigError(
-            f"has x of {graph.x.dtype} in shape {tuple(graph.x.shape)}; give columns of floats, (N, F)",
+            f"has x of {graph.x.dtype} in shape {tuple(graph.x.shape)}, but must have floats of shape (N, F)",
             argument="graph",
         )
     copies = [graph]

@@ -104,7 +104,7 @@ class GraphEpochs(SelectingEpochs):
         return value
 
     def _try_evaluation(self, val_loader: Iterable[Any]) -> list[str] | None:
-        """Evaluate one batch before step 1, where the loader counts every graph once by itself."""
+        """Evaluate one batch before step 1, where the loader counts every graph once anyway."""
         with self._task.counting_once(val_loader):
             return self._try_batch(val_loader, self._task)
 

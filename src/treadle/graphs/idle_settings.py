@@ -47,7 +47,7 @@ def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, ta
         >>> given = ["pe.node.type=rwse", "pe.node.lap.k=8"]
         >>> refuse_idle(given, read_settings(given), level="graph", task_type="regression")
         Traceback (most recent call last):
-        treadle.errors.ConfigError: pe.node.lap.k=8: would be without effect, as pe.node.type is 'rwse'; leave it out
+        treadle.errors.ConfigError: pe.node.lap.k=8: has no effect, as pe.node.type is 'rwse'; leave it out
     """
     idle = dict(_idle(config, level, task_type))
     for text in settings:
@@ -55,7 +55,7 @@ def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, ta
         reason = next((why for prefix, why in idle.items() if f"{key}.".startswith(f"{prefix}.")), None)
         value = _value(config.to_dict(), key)
         if reason is not None and value is not None:
-            raise ConfigError(f"={value}: would be without effect, as {reason}; leave it out", argument=key)
+            raise ConfigError(f"={value}: has no effect, as {reason}; leave it out", argument=key)
 
 
 def _value(values: Any, key: str) -> Any:

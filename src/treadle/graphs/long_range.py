@@ -58,7 +58,7 @@ def create_size_buckets(sizes: Sequence[int] | Tensor, num_buckets: int = 5) -> 
     """
     values = torch.as_tensor(sizes).sort().values.tolist()
     if not values:
-        raise ConfigError("there are none to make buckets of", argument="sizes")
+        raise ConfigError("there are none to divide into buckets", argument="sizes")
     lows = sorted({values[number * len(values) // num_buckets] for number in range(num_buckets)})
     return [*((low, following - 1) for low, following in pairwise(lows)), (lows[-1], values[-1])]
 

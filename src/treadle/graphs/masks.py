@@ -52,7 +52,7 @@ def counted_rows(batch: Any, split_mask: str) -> Tensor | None:
     if split_mask not in found:
         raise ConfigError(
             f"{split_mask}: the batch has {' and '.join(found)} and no {split_mask}, so which of its targets belong to "
-            f"this split is unknown; add {split_mask}, or take the masks off the data of this loader"
+            f"this split is unknown; add {split_mask}, or remove the masks from the data of this loader"
         )
     mask: Tensor = getattr(batch, split_mask)
     if mask.dtype != torch.bool:

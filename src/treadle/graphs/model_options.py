@@ -122,8 +122,8 @@ class ModelOptions:
         has_gat = self.use_local and self.mpnn_type == "gat"
         if self.name == "mpnn" and not self.use_local:
             raise ConfigError(
-                "='mpnn' is message passing without attention, and use_local=False takes that away; leave it out, "
-                "or take name='graph_transformer'",
+                "='mpnn' is message passing without attention, which use_local=False removes; leave it out, or use "
+                "name='graph_transformer'",
                 argument="name",
             )
         if not (self.use_local or self.has_attention):
@@ -146,7 +146,7 @@ class ModelOptions:
         for option, is_idle, reason in without_effect:
             if is_idle:
                 raise ConfigError(
-                    f" would be without effect, as {reason}; leave it out", argument=option, value=getattr(self, option)
+                    f" has no effect, as {reason}; leave it out", argument=option, value=getattr(self, option)
                 )
 
     def _check_statistics(self) -> None:

@@ -80,7 +80,7 @@ def say_what_is_idle(kind: str, given: Mapping[str, tuple[Any, Any]], used: Coll
     """
     idle = [f"{name}={value!r}" for name, (value, default) in given.items() if name not in used and value != default]
     if idle:
-        _log.warning("%r has no %s: without effect; leave it out, or take another type", kind, ", ".join(idle))
+        _log.warning("%r has no %s, so it has no effect; leave it out, or choose another type", kind, ", ".join(idle))
 
 
 @checked

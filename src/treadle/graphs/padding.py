@@ -57,7 +57,7 @@ def buckets_for(loader: Any, num_buckets: int) -> list[PadBucket]:
     if size is None or not hasattr(graphs, "__getitem__") or not hasattr(graphs, "__len__"):
         raise ConfigError(
             f"={num_buckets}: buckets are chosen from the graphs of the loader's dataset and its batch_size, and "
-            f"this {type(loader).__name__} does not tell them; give pad_to=plan_buckets(graphs, batch_size)",
+            f"this {type(loader).__name__} does not provide them; pass pad_to=plan_buckets(graphs, batch_size)",
             argument="pad_to",
         )
     with forked_rng():  # a data set may draw random numbers when a graph is read, which must not affect training
@@ -86,7 +86,7 @@ class Padding:
     def __init__(self, pad_to: PadTo = None, *, level: str | None = None, loss_fn: Any = None):
         if pad_to is not None and loss_fn is not None and not isinstance(loss_fn, GraphLoss):
             raise ConfigError(
-                f"loss_fn={loss_fn!r} cannot leave padding out; use a loss of get_loss_fn",
+                f"loss_fn={loss_fn!r} cannot ignore padding; use a loss of get_loss_fn",
                 argument="pad_to",
                 value=pad_to,
             )

@@ -128,7 +128,7 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
     Args:
         rows: with equal columns.
         digits: of numbers.
-        bold_best: whether the best of several rows is marked; which way is better is told by the metric's name.
+        bold_best: whether the best of several rows is marked; which direction is better follows from the metric's name.
 
     Raises:
         ConfigError: there are no rows.
@@ -144,7 +144,7 @@ def to_latex(rows: Sequence[Mapping[str, Any]], *, digits: int = 4, bold_best: b
         \end{tabular}
     """
     if not rows:
-        raise ConfigError("there are none to write", argument="rows")
+        raise ConfigError("there are no rows to write", argument="rows")
     columns = list(rows[0])
     best = {name: _best(rows, name) for name in columns} if bold_best and len(rows) > 1 else {}
 

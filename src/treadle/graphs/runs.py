@@ -200,7 +200,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         stored = tree.get("config", {}).get("run")
         if stored is None:
             raise ConfigError(
-                f"{path}: does not say how its data and model were built, since it is not a checkpoint of "
+                f"{path}: does not record how its data and model were built, since it is not a checkpoint of "
                 "`treadle train graphs` or scripts/train.py; load it with your own GraphTrainer and call eval_epoch"
             )
         return GraphsConfig.from_values(stored), int(tree["config"]["threads"])
@@ -272,7 +272,7 @@ def _as_started(run: Run[GraphsConfig]) -> GraphsConfig:
     before, now = flat(started.to_dict()), flat(run.config.to_dict())
     kept = [f"{key}={before.get(key)}" for key in now if before.get(key) != now[key]]
     if kept:
-        _log.info("%s keeps the settings that it was started with: %s", run.out, ", ".join(kept))
+        _log.info("%s keeps the settings it was started with: %s", run.out, ", ".join(kept))
     return started
 
 

@@ -123,7 +123,9 @@ def predict_file(
     column, rows, lines = read_smiles_to_predict(Path(file), smiles=column)
     written = {f"{target}_{what}" for target in first.targets for what in _COLUMNS}
     if taken := [name for name in rows[0] if name in written]:
-        raise ConfigError(f"--smiles: {str(file)!r} has columns that are written: {', '.join(taken)}; rename them")
+        raise ConfigError(
+            f"--smiles: {str(file)!r} has columns with names of the output: {', '.join(taken)}; rename them"
+        )
     smiles = [row[column].strip() for row in rows]
     found, unusable = usable_graphs(smiles, num_workers=0, lines=lines)
     if unusable:
@@ -154,7 +156,8 @@ def _refuse_mixed(stored: Sequence[StoredModel]) -> None:
         for each, value in zip(stored, its, strict=True):
             if value != its[0]:
                 raise ConfigError(
-                    f"--smiles: {each.path} has other {name} than {stored[0].path}; give runs that differ by the seed"
+                    f"--smiles: {each.path} has other {name} than {stored[0].path}; give runs that differ only in the "
+                    "seed"
                 )
 
 

@@ -245,15 +245,15 @@ class GraphTask:
         if isinstance(self.loss_fn, GraphLoss):
             if not isinstance(pred, Tensor):
                 raise ConfigError(
-                    f"it returned a {type(pred).__name__}, and {self.loss_fn!r} needs a tensor; pass a loss_fn "
-                    "of your own that takes it",
+                    f"it returned a {type(pred).__name__}, and {self.loss_fn!r} needs a tensor; pass your own loss_fn "
+                    "that accepts it",
                     argument="model",
                 )
             return self.loss_fn(pred, target, mask)
         if mask is not None:
             raise ConfigError(
                 "the batch has a mask of its targets (target_mask where it is padded, or train_mask, val_mask, "
-                "test_mask), and only a loss of get_loss_fn counts by it; use one",
+                "test_mask), which only losses of get_loss_fn apply; use one of these",
                 argument="loss_fn",
                 value=self.loss_fn,
             )
@@ -269,8 +269,8 @@ class GraphTask:
             tried = in_full_precision(self.loss_fn, pred.detach(), target, self.device)
         if bool(tried.isnan().any()):
             raise ConfigError(
-                "the batch has targets that are NaN, which are unknown, and the loss is NaN by them; use a loss of "
-                "get_loss_fn, which leaves them out, or leave these graphs out of the data",
+                "the batch has NaN (unknown) targets, which make the loss NaN; use a loss of get_loss_fn, which "
+                "ignores them, or remove these graphs from the data",
                 argument="loss_fn",
                 value=self.loss_fn,
             )

@@ -63,8 +63,8 @@ class TrainOutputsHook(BaseHook):
         elif not self._left_out:
             self._left_out = True
             trainer.logger.warning(
-                "the metrics of training outputs are over the latest %s values of each epoch, which has more; those of "
-                "an evaluation are over all", f"{MOST_KEPT:,}",
+                "training metrics use only the latest %s values of each epoch; those of an "
+                "evaluation use all", f"{MOST_KEPT:,}",
             )  # fmt: skip
         while len(self._outputs) > 1 and self._total() > MOST_KEPT:
             del self._outputs[0]

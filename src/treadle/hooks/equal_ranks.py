@@ -82,9 +82,9 @@ class EqualRanksHook(BaseHook):
         if others:
             raise RanksDifferError(
                 f"the weights of {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} differ from "
-                f"those of rank 0 after step {step}, and did not after step {self._equal_at}: something changes "
+                f"those of rank 0 after step {step}, but not after step {self._equal_at}: something changes "
                 "gradients, weights or the optimizer on some ranks only, such as a hook that acts on rank 0 alone. "
-                "Change them alike on every rank"
+                "Make the same change on every rank"
             )
         self._equal_at = step
 

@@ -42,7 +42,7 @@ def file_in_workspace(trainer: Engine, path: str | Path) -> Path:
     """
     path = in_workspace(trainer, path)
     if path.is_dir():
-        raise ConfigError("is a folder; name a file, which may be in it", argument="path", value=str(path))
+        raise ConfigError("is a folder; give the path of a file", argument="path", value=str(path))
     return path
 
 

@@ -70,7 +70,7 @@ class ImageFileLoggerHook(BaseHook):
                 value=self.image_format,
             )
         if trainer.step == 0 and distributed.rank() == 0 and folder.is_dir():
-            with self._guard(trainer, self, "setting the images of an earlier run aside"):
+            with self._guard(trainer, self, "moving the images of an earlier run"):
                 _set_aside(trainer, folder)
 
     def on_log_images(self, trainer: Engine, records: Mapping[str, Any], dry_run: bool = False) -> None:

@@ -77,7 +77,9 @@ class MlflowHook(TrackerHook):
         own_store = self.tracking_uri is None and not self._mlflow.is_tracking_uri_set()
         uri = self.tracking_uri
         if trainer.workspace is None:
-            trainer.logger.warning("MlflowHook: without a workspace the run id is not kept; a resume is a new run")
+            trainer.logger.warning(
+                "MlflowHook: without a workspace the run id is not saved, so a resume starts a new run"
+            )
         else:
             trainer.workspace.mkdir(parents=True, exist_ok=True)
             if own_store:
@@ -106,7 +108,9 @@ class MlflowHook(TrackerHook):
         try:
             return self._client.get_run(kept)
         except self._mlflow.MlflowException as error:
-            trainer.logger.warning("MlflowHook: the run in %s is not continued (%s); a new one starts", _ID_FILE, error)
+            trainer.logger.warning(
+                "MlflowHook: cannot continue the run in %s (%s); starting a new one", _ID_FILE, error
+            )
             return None
 
     def _experiment_id(self, trainer: Engine, own_store: bool) -> str:

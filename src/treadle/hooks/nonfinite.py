@@ -254,7 +254,9 @@ class NonFiniteHook(BaseHook):
         staged = parent / f".{target.name}.{os.getpid()}{TEMPORARY}"
         try:
             if not target.exists() and parent.is_dir() and len(list(parent.iterdir())) >= self.max_events:
-                trainer.logger.debug("max_events=%d are written; this one is only logged", self.max_events)
+                trainer.logger.debug(
+                    "max_events=%d records have been written; this event is only logged", self.max_events
+                )
                 return None
             event["batch"] = _save_batch(trainer, staged / "batch.pt")
             rng = self._noted(trainer).rng

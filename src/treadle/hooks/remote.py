@@ -84,7 +84,7 @@ class RemoteWorkspaceHook(BaseHook):
             raise ConfigError("a RemoteWorkspaceHook needs a local folder to mirror", argument="workspace")
         if int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size())) < distributed.world_size():
             trainer.logger.warning(
-                "%s: the workspace %s must be a folder that all machines see: rank 0 alone fills and uploads it",
+                "%s: the workspace %s must be a folder shared by all machines, as only rank 0 downloads and uploads it",
                 self.store.url, trainer.workspace,
             )  # fmt: skip
         on_rank_0(lambda: self._prepare_claim(trainer))
@@ -153,7 +153,7 @@ class RemoteWorkspaceHook(BaseHook):
             try:
                 remote.publish()
             except Exception as error:  # noqa: BLE001  (training continues without it)
-                self._logged.append(f"{error}. Training continues; the next upload comes with the next state")
+                self._logged.append(f"{error}. Training continues; the next save uploads again")
                 failed = time.monotonic() + 10 * self._poll
 
     def on_after_step(self, trainer: Engine) -> None:

@@ -119,8 +119,8 @@ class RemoteShardsHook(SavingHook):
         here = StateProgress(trainer.step, trainer.epoch)
         if self._saved is None and furthest is not None and self._shards.reach(furthest) > here:
             raise CheckpointError(
-                f"{self.store.url} holds {furthest}, which is further than where this run begins (step {here.step}): "
-                "the next resume would take it; choose another URL"
+                f"{self.store.url} holds {furthest}, which is beyond the start of this run (step {here.step}), so the "
+                "next resume would load it; choose another URL"
             )
 
     def _is_due(self, trainer: Engine) -> bool:
@@ -159,4 +159,4 @@ class RemoteShardsHook(SavingHook):
 
     def _refuse_if_lost(self) -> None:
         if self._claim.number and self._claim.is_lost():
-            raise CheckpointError(f"{self.store.url} was claimed by another process; nothing more is written here")
+            raise CheckpointError(f"{self.store.url} was claimed by another process; this run writes nothing more")

@@ -223,5 +223,5 @@ class TrackerHook(BaseHook):
         """Log once which values this tracker does not support."""
         if keys:
             self.guard.warn_once(
-                trainer, "skipped", f"{self.state_key}: not logged, because it takes no such values: {keys}"
+                trainer, "skipped", f"{self.state_key}: not logged, because it does not accept these values: {keys}"
             )

@@ -60,7 +60,9 @@ class TrackioHook(TrackerHook):
     def open(self, trainer: Engine) -> None:
         """Start the run, or continue the stored one."""
         if trainer.workspace is None:
-            trainer.logger.warning("TrackioHook: without a workspace the run's name is not kept; a resume is a new run")
+            trainer.logger.warning(
+                "TrackioHook: without a workspace the run's name is not saved, so a resume starts a new run"
+            )
         self._notes = RunNotes(trainer.workspace, "trackio")
         kept = self._notes.run_id
         arguments = {

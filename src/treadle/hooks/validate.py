@@ -33,12 +33,12 @@ def check_hooks(hooks: Any, *, warns: bool = True) -> list[BaseHook]:
     """
     if not isinstance(hooks, Sequence) or isinstance(hooks, str):
         raise ConfigError(
-            f"must be a list of hooks, and this is {_kind(hooks)}; give [hook, ...], or [] for none", argument="hooks"
+            f"must be a list of hooks, but this is {_kind(hooks)}; give [hook, ...], or [] for none", argument="hooks"
         )
     for number, hook in enumerate(hooks):
         if not isinstance(hook, BaseHook):
             raise ConfigError(
-                f"must be a hook, and this is {_kind(hook)}; make an object of a subclass of BaseHook",
+                f"must be a hook, but this is {_kind(hook)}; pass an instance of a subclass of BaseHook",
                 argument=f"hooks[{number}]",
             )
         _refuse_uncallable_events(hook)
@@ -55,12 +55,12 @@ def _refuse_uncallable_events(hook: BaseHook) -> None:
         parameters = list(inspect.signature(getattr(BaseHook, event)).parameters)[1:]
         call = f"{event}({', '.join(parameters)})"
         if not callable(method):
-            raise ConfigError(f"{where}={method!r}: is no method; define {event}(self, {', '.join(parameters)})")
+            raise ConfigError(f"{where}={method!r}: is not a method; define {event}(self, {', '.join(parameters)})")
         if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
             kind = "an async function" if inspect.iscoroutinefunction(method) else "a generator function"
-            raise ConfigError(f"{where}: is {kind}, whose body no call of it runs; make it a plain function")
+            raise ConfigError(f"{where}: is {kind}, so calling it does not run its body; make it a plain function")
         if not takes(method, len(parameters)):
-            raise ConfigError(f"{where}{inspect.signature(method)}: is called as {call}; take these arguments")
+            raise ConfigError(f"{where}{inspect.signature(method)}: is called as {call}; accept these arguments")
 
 
 def _kind(value: Any) -> str:

@@ -76,6 +76,7 @@ class ValidationHook(BaseHook):
 
     writes = True
     writes_in_workspace_alone = True
+    _on_all_ranks = True
 
     @checked
     def __init__(
@@ -244,7 +245,7 @@ class ValidationHook(BaseHook):
                 known |= {before + one.replace("/", "_") for one in ("loss", *found)}
         if self.metric not in known:
             raise ConfigError(
-                f"no evaluation will have it; it will have {', '.join(sorted(known))}", argument="metric",
+                f"no evaluation will report it, only {', '.join(sorted(known))}", argument="metric",
                 value=self.metric,
             )  # fmt: skip
 

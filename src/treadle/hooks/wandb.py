@@ -66,7 +66,9 @@ class WandbHook(TrackerHook):
             arguments["id"] = run_id
             arguments.setdefault("resume", "allow")
         if trainer.workspace is None:
-            trainer.logger.warning("WandbHook: without a workspace the run id is not kept; a resume is a new wandb run")
+            trainer.logger.warning(
+                "WandbHook: without a workspace the run id is not saved, so a resume starts a new wandb run"
+            )
         else:
             trainer.workspace.mkdir(parents=True, exist_ok=True)
             if "WANDB_DIR" not in os.environ:

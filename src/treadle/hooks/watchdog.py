@@ -180,7 +180,7 @@ class _Board:
         if not all(distributed.gather_objects(store is not None)):
             if distributed.rank() == 0:
                 trainer.logger.warning(
-                    "StuckRankHook: the ranks cannot reach rank 0 at %s, so each is on its own", host
+                    "StuckRankHook: the ranks cannot reach rank 0 at %s, so each one watches only itself", host
                 )
             return cls(None, 1)
         return cls(store, size)

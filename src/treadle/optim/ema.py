@@ -216,8 +216,8 @@ def _without_graphs(model: nn.Module) -> Iterator[None]:
         yield
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(
-            f"the {type(model).__name__} cannot be copied, so no average of it can be kept: {error}. Give "
-            "the part that refuses a __deepcopy__, or train without an average"
+            f"the {type(model).__name__} cannot be copied, so its average cannot be kept: {error}. Define __deepcopy__ "
+            "on the part that fails, or train without an average"
         ) from error
     finally:
         for module, name, value in held:

@@ -1,4 +1,4 @@
-"""Steps in fp16 that the device skips by itself: the scale moves there, and the host learns of skipped steps later."""
+"""Steps in fp16 that the device skips: the scale moves there, and the host learns of skipped steps later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle.optim.ema import Ema
-from treadle.optim.nonfinite import LateFlags, LateRefusal, StepLocation, Steps, skips_on_device, step_unless
+from treadle.optim.nonfinite import (
+    LateFlags,
+    LateRefusal,
+    StepLocation,
+    Steps,
+    finite_of,
+    place_of,
+    skips_on_device,
+    step_unless,
+)
 from treadle.optim.precision import Precision
 
 Tell = Callable[[int, int | None], None]
@@ -79,7 +88,7 @@ class LateSkips(LateFlags):
     def raise_for(self, norm: Tensor) -> Tensor:
         """Return the flag of a step, set if an unscaled gradient or the norm is not finite."""
         flag = self._precision.flag_of_step(norm.device)
-        self._found.add_to(flag, norm)
+        self._mark(flag, norm)
         torch.maximum(flag, self._ended, out=flag)
         self.refused.add_(flag)
         self.skips = flag
@@ -127,28 +136,17 @@ class LateSkips(LateFlags):
 
     def _refusal_in(self, steps: list[Steps]) -> LateRefusal | None:
         """Tell which steps were skipped; return the one that ended the run, if any."""
-        norms = torch.cat([noted.norms.reshape(-1) for noted in steps])
-        total = len(norms)
+        finite = finite_of(steps)
+        total = len(finite)
         ended = total - int(self._ended_steps)
-        bad = [number for number, finite in enumerate(norms.isfinite().tolist()) if not finite]
-        skipped = [number for number in bad if number < ended]
+        skipped = [number for number in range(ended) if not finite[number]]
         counted = total - self.open
         self.latest_skipped = total - 1 in skipped
-        latest = _place_of(steps, total - 1)[0].step if self.latest_skipped else None
+        latest = place_of(steps, total - 1)[0].step if self.latest_skipped else None
         self._tell(sum(number < counted for number in skipped), latest)
         if ended == total:
             return None
         self._ended.zero_()
         self._ended_steps.zero_()
         self.open = False
-        place, norm = _place_of(steps, ended)
-        return LateRefusal(place, norm, undone=counted - ended)
-
-
-def _place_of(steps: list[Steps], number: int) -> tuple[StepLocation, Tensor]:
-    """Return location and norm of a step by its index over all."""
-    for noted in steps:
-        if number < noted.norms.numel():
-            return noted.at(number)
-        number -= noted.norms.numel()
-    raise IndexError(number)
+        return LateRefusal(*place_of(steps, ended), undone=counted - ended)

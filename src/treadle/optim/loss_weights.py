@@ -154,7 +154,7 @@ class GroupWeights:
 
     def _share_total(self, gathered: Mapping[str, list[float]]) -> None:
         if any(gathered["summed"]) and any(gathered["averaged"]):
-            raise _mixed(self._reduction or "none here", "another rank had another one")
+            raise _mixed(self._reduction or "none here", "another rank used the other one")
         self.undivided = any(gathered["undivided"])
         self._anybody = any(gathered["losses"])
         if any(gathered["total on device"]):
@@ -232,7 +232,7 @@ class GivenWeights:
         if self._undivided:
             return output.loss
         if output.loss.dtype != torch.float32:
-            raise RuntimeError(f"the loss of accumulated micro-batches is {output.loss.dtype}, it must be float32")
+            raise RuntimeError(f"the loss of accumulated micro-batches is {output.loss.dtype}, but must be float32")
         return output.loss * factor if self._on_cuda else output.loss / factor
 
     def any_loss(self) -> bool:
@@ -324,7 +324,9 @@ def _checked(weight: float | Tensor | None) -> float | Tensor:
         return weight.detach()
     if not 0.0 <= weight < math.inf:
         raise ConfigError(
-            "how many things the loss is a mean over must be finite and >= 0", argument="weight", value=weight
+            "the number of elements that the loss is a mean over must be finite and >= 0",
+            argument="weight",
+            value=weight,
         )
     return float(weight)
 

@@ -125,35 +125,6 @@ class Verdict(NamedTuple):
     late: LateRefusal | None = None
 
 
-class FoundInf:
-    """Device flag of non-finite gradients, in the form used by fused optimizers and loss scaling.
-
-    Args:
-        device: device of the gradients.
-
-    Attributes:
-        flag: 0-d float32: 0.0, or 1.0 from the first non-finite norm on.
-
-    Example:
-        >>> found = FoundInf(torch.device("cpu"))
-        >>> [found.look_at(torch.tensor(norm)).item() for norm in (2.0, float("nan"), 2.0)]
-        [0.0, 1.0, 1.0]
-    """
-
-    def __init__(self, device: torch.device):
-        self.flag = torch.zeros((), device=device)
-        self._one = torch.ones((), device=device)
-
-    def look_at(self, norm: Tensor) -> Tensor:
-        """Set the flag if a norm is not finite; return it."""
-        self.add_to(self.flag, norm)
-        return self.flag
-
-    def add_to(self, flag: Tensor, norm: Tensor) -> None:
-        """Set another flag if a norm is not finite, in one kernel that multiplies the norm by one."""
-        torch._amp_foreach_non_finite_check_and_unscale_([norm.float()], flag, self._one)
-
-
 def step_unless(found_inf: Tensor, optimizer: Optimizer) -> None:
     """Step an optimizer, skipping the step on the device if ``found_inf`` is 1.
 
@@ -353,8 +324,8 @@ class LateFlags:
     """
 
     def __init__(self, device: torch.device):
-        self._found = FoundInf(device)
-        self.refused = self._found.flag
+        self.refused = torch.zeros((), device=device)
+        self._one = torch.ones((), device=device)
         self.raised = False
         self._on_cuda = device.type == "cuda"
         self._early: _FlagCopy | None = None  # that of the latest step, if sent before its update
@@ -365,7 +336,12 @@ class LateFlags:
 
     def raise_for(self, norm: Tensor) -> Tensor:
         """Set the flag on the device if a gradient norm is not finite; return it."""
-        return self._found.look_at(norm)
+        self._mark(self.refused, norm)
+        return self.refused
+
+    def _mark(self, flag: Tensor, norm: Tensor) -> None:
+        """Set a flag if a norm is not finite, in one kernel that multiplies the norm by one."""
+        torch._amp_foreach_non_finite_check_and_unscale_([norm.float()], flag, self._one)
 
     def step(self, optimizer: Optimizer, norm: Tensor, place: StepLocation) -> None:
         """Step an optimizer, unless this gradient or one before was not finite, and record the step."""
@@ -440,12 +416,9 @@ class LateFlags:
 
     def _refusal_in(self, steps: list[Steps]) -> LateRefusal | None:
         """Return the first refused one of some steps."""
-        found = next(number for number, noted in enumerate(steps) if noted.first_bad() is not None)
-        bad = steps[found].first_bad()
-        assert bad is not None
-        later = sum(noted.norms.numel() for noted in steps[found:])
-        place, norm = steps[found].at(bad)
-        return LateRefusal(place, norm, undone=later - bad)
+        finite = finite_of(steps)
+        bad = finite.index(False)
+        return LateRefusal(*place_of(steps, bad), undone=len(finite) - bad)
 
 
 class Steps(NamedTuple):
@@ -454,16 +427,21 @@ class Steps(NamedTuple):
     first: StepLocation
     norms: Tensor  # 0-d, or (N,)
 
-    def first_bad(self) -> int | None:
-        """Return the index of the first step with a non-finite norm; reads the device."""
-        flags = self.norms.isfinite().reshape(-1).tolist()
-        return flags.index(False) if False in flags else None
 
-    def at(self, number: int) -> tuple[StepLocation, Tensor]:
-        """Return location and norm of a step."""
-        first = self.first
-        place = first._replace(step=first.step + number, position=first.position + number)
-        return place, self.norms.reshape(-1)[number]
+def finite_of(steps: list[Steps]) -> list[bool]:
+    """Return whether the norm of each step is finite; reads the device."""
+    finite: list[bool] = torch.cat([noted.norms.reshape(-1) for noted in steps]).isfinite().tolist()
+    return finite
+
+
+def place_of(steps: list[Steps], number: int) -> tuple[StepLocation, Tensor]:
+    """Return location and norm of a step by its index over all."""
+    for first, norms in steps:
+        if number < norms.numel():
+            place = first._replace(step=first.step + number, position=first.position + number)
+            return place, norms.reshape(-1)[number]
+        number -= norms.numel()
+    raise IndexError(number)
 
 
 class _FlagCopy:

@@ -368,8 +368,8 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         return
     if wants := _required_argument(scheduler):
         raise ConfigError(
-            f"step() of the {type(scheduler).__name__} wants {wants!r}, as schedulers of timm do; here it is called "
-            "without arguments, as torch's are. Take a scheduler of torch.optim.lr_scheduler, or wrap this one in an "
+            f"step() of the {type(scheduler).__name__} needs {wants!r}, like those of timm, but is called without "
+            "arguments, like those of torch. Use a scheduler of torch.optim.lr_scheduler, or wrap this one in an "
             "object whose step() counts and calls it",
             argument="scheduler",
         )

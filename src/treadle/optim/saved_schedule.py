@@ -31,9 +31,9 @@ def rate_jump(scheduler: Any, saved: Mapping[str, Any], objects: Mapping[str, An
     for rate, before in zip(rates, map(float, old), strict=False):
         if not math.isclose(rate, before, rel_tol=1e-6):
             return (
-                f"after {moves} moves the schedule of this run gives a learning rate of {rate:g}, the checkpoint's "
-                f"gave {before:g}: from here on the rate follows this run's; to continue along the old curve, build "
-                "the schedule as it was, with the same length"
+                f"after {moves} scheduler steps the learning rate is {rate:g} in this run and was {before:g} in the "
+                "checkpoint; it follows this run's schedule from here on. To keep the old curve, build the scheduler "
+                "as it was, with the same length"
             )
     return None
 

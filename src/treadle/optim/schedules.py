@@ -239,7 +239,9 @@ class ScheduleShape:
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
             raise ConfigError("must be a whole number of updates >= 0", argument="warmup_steps", value=steps)
         if ratio is not None and not (isinstance(ratio, (int, float)) and 0.0 <= ratio <= 1.0):
-            raise ConfigError("must lie between 0 and 1; it is a part of the run", argument="warmup_ratio", value=ratio)
+            raise ConfigError(
+                "must lie between 0 and 1; it is a fraction of the run", argument="warmup_ratio", value=ratio
+            )
         check_warmup(steps or 0, total_steps=(steps or 0) + 1, min_scale=self.min_scale)
 
     def factor(self, total_steps: int) -> Callable[[int], float]:

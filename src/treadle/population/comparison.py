@@ -104,7 +104,7 @@ def difference(
         count = min(len(one), len(two))
         if count < 2:
             raise ConfigError(
-                f"A has {len(one)} members with it and B has {len(two)}; noise needs at least 2 of each",
+                f"A has {len(one)} members with it and B has {len(two)}; estimating noise needs at least 2 of each",
                 argument="metric", value=metric,
             )  # fmt: skip
         mean = _mean_of(two) - _mean_of(one)
@@ -149,7 +149,7 @@ def _with_number(results: Results, metric: str) -> list[Row]:
     if metric not in results.metrics():
         raise ConfigError(f"no member has it; {nearest(metric, results.metrics())}", argument="metric", value=metric)
     if not rows:
-        raise ConfigError("no member that counts has a finite one", argument="metric", value=metric)
+        raise ConfigError("no comparable member has a finite value", argument="metric", value=metric)
     return rows
 
 

@@ -100,7 +100,7 @@ def _lost(exit_code: int) -> Outcome:
     if exit_code in (-signal.SIGTERM, -signal.SIGINT):
         return Outcome("stopped", code=128 - exit_code)
     how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-    more = "; the system kills where memory runs out, so try fewer workers" if exit_code == -9 else ""
+    more = "; memory may have run out, so try fewer workers" if exit_code == -9 else ""
     return Outcome("failed", error=f"its process ended: {how}{more}")
 
 

@@ -98,7 +98,7 @@ class Population:
                 argument="settings", value=settings,
             )  # fmt: skip
         if gpus is not None and not workers:
-            raise ConfigError("belongs to worker processes; pass workers= too", argument="gpus", value=gpus)
+            raise ConfigError("applies only to worker processes; pass workers= too", argument="gpus", value=gpus)
         if workers:
             check_picklable(make)
         self.out = Path(out).absolute()
@@ -115,7 +115,7 @@ class Population:
         names = [member.name for member in self.members]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ConfigError(f"two members are {twice}; give every member other settings", argument="settings")
+            raise ConfigError(f"two members are {twice}; give each member different settings", argument="settings")
 
     def _place(self, settings: Mapping[str, Any]) -> Member:
         name = member_name(settings)
@@ -228,7 +228,9 @@ def _workers(count: int, gpus: Sequence[str] | None, *, together: int | None, tu
     names = list(gpus) if gpus is not None else (visible_gpus() if torch.cuda.is_available() else [])
     cores = os.cpu_count() or 1
     if count * threads > cores:
-        _log.warning("workers=%d with %d threads each share %d cores, and wait for each other", count, threads, cores)
+        _log.warning(
+            "workers=%d with %d threads each share %d cores, so they slow each other down", count, threads, cores
+        )
     return [
         Worker(threads, names[number % len(names)] if names else None, together or 1, turn) for number in range(count)
     ]

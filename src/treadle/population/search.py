@@ -72,7 +72,7 @@ class Journal:
         elif kept[0] != about:
             changed = sorted(key for key in {*about, *kept[0]} if about.get(key) != kept[0].get(key))
             raise ConfigError(
-                f"{path} is of a search with other values of {', '.join(changed)}; choose another out=, or move it away"
+                f"{path} is of a search with different {', '.join(changed)}; choose another out=, or move the file away"
             )
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -283,8 +283,8 @@ class StudySource:
         member = self._ask()
         if member.name != entry["member"]:
             raise CheckpointError(
-                f"{self._journal.path}: the study asked for {entry['member']} then and for {member.name} now; give its "
-                "sampler the seed that it had and start from a new study, or choose another out="
+                f"{self._journal.path}: the study proposed {entry['member']} then and {member.name} now; start from a "
+                "new study whose sampler has the same seed, or choose another out="
             )
         self._again.append(member)
 

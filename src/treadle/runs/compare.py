@@ -158,7 +158,7 @@ def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, o
     """Return the likely causes of a difference, most likely first."""
     causes = []
     if "lr" in found:
-        causes.append("the learning rate differs: the settings were changed on the way, such as the number of epochs")
+        causes.append("the learning rate differs: settings such as the number of epochs were changed during the run")
     now = versions()
     changed = [
         f"{name} {replayed.versions[name]} then, {now[name]} now"
@@ -168,7 +168,9 @@ def likely_causes(replayed: Replayed, found: Mapping[str, Any], first: int, *, o
     if changed:
         causes.append(f"other versions round differently: {'; '.join(changed)}")
     if replayed.device.startswith("cuda"):
-        causes.append("CUDA kernels that add with atomics; set_seed(seed, deterministic=True) chooses others")
+        causes.append(
+            "CUDA kernels that add with atomics; set_seed(seed, deterministic=True) selects deterministic ones"
+        )
     if own and replayed.start_step == 0:
         causes.append(
             "nothing is seeded before the model is built: call treadle.set_seed first, or write seed: 0 in a "

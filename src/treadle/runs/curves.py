@@ -41,7 +41,7 @@ def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.Pa
         'curves.png'
     """
     if len(history) == 0:
-        raise ValueError("history is empty, it must hold at least one epoch: train before drawing")
+        raise ValueError("history is empty, but must hold at least one epoch; train before drawing")
     epochs, train, val, rate = (_column(history, key) for key in ("epoch", "train_loss", "val_loss", "lr"))
     figure = new_figure(8.0, 5.6)
     grid = figure.add_gridspec(2, 1, height_ratios=(3, 1))
@@ -80,8 +80,8 @@ def _column(history: Sequence[Mapping[str, Any]], key: str) -> npt.NDArray[np.fl
     for index, record in enumerate(history):
         if key not in record:
             raise ValueError(
-                f"history[{index}] has the keys {sorted(record)}, it must have {key!r}: "
-                "give the records as the trainer writes them"
+                f"history[{index}] has the keys {sorted(record)}, but must have {key!r}; pass the records as the "
+                "trainer writes them"
             )
         values.append(math.nan if record[key] is None else float(record[key]))
     return np.asarray(values, dtype=np.float64)

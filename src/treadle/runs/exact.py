@@ -123,8 +123,8 @@ def _script_of(function: Callable[[], Any]) -> str:
     name, file = getattr(function, "__qualname__", ""), inspect.getsourcefile(function)
     if not name.isidentifier() or file is None:
         raise ConfigError(
-            "the runs are new processes, which find a function only at the top of a module that is a file; move it "
-            "there, or give the path of a script",
+            "must be defined at the top level of a module in a file, since each run is a new process; move it there, "
+            "or give the path of a script",
             argument="target",
             value=function,
         )

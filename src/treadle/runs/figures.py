@@ -73,7 +73,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     if target.suffix.lower() != ".png":
-        raise ValueError(f"path is {str(path)!r}, it must end in '.png': pictures are written as PNG")
+        raise ValueError(f"path is {str(path)!r}, but must end in '.png'")
     target.parent.mkdir(parents=True, exist_ok=True)
     # The same folder, since a rename is atomic only within one file system.
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-", suffix=".tmp")
@@ -128,11 +128,11 @@ def as_matrix(name: str, array: npt.ArrayLike, *, num_rows: int | None = None) -
     """
     matrix = np.asarray(array, dtype=np.float64)
     if matrix.ndim != 2 or matrix.size == 0:
-        raise ValueError(f"{name} has shape {matrix.shape}, it must be (rows, columns) and not empty")
+        raise ValueError(f"{name} has shape {matrix.shape}, but must be (rows, columns) and not empty")
     if num_rows is not None and len(matrix) != num_rows:
-        raise ValueError(f"{name} has {len(matrix)} rows, it must have {num_rows}, like the other arrays")
+        raise ValueError(f"{name} has {len(matrix)} rows, but must have {num_rows}, like the other arrays")
     if not np.isfinite(matrix).all():
-        raise ValueError(f"{name} holds NaN or infinite values, it must be finite: leave such rows out")
+        raise ValueError(f"{name} holds NaN or infinite values, but must be finite; drop such rows")
     return matrix
 
 
@@ -157,7 +157,7 @@ def project_to_2d(
     """
     rows = as_matrix("latent", latent)
     if rows.shape[1] < 2:
-        raise ValueError("latent has 1 column, it must have at least 2: a map needs two directions")
+        raise ValueError("latent has 1 column, but must have at least 2: a map needs two directions")
     if rows.shape[1] == 2:
         return rows, None
     centred = rows - rows.mean(axis=0)

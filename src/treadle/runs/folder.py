@@ -54,7 +54,7 @@ def finished_metrics(out: Path, settings: Mapping[str, Any], *, needed: Collecti
         return None
     if changes(found.get("config") or {}, settings):  # a setting introduced after the run counts as None
         return None
-    _log.info("%s is finished; --no-resume would start it afresh", out)
+    _log.info("%s is finished; pass --no-resume to start over", out)
     return found
 
 
@@ -150,7 +150,7 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(out: Path, face: str) -> None:
-    """Raise for a folder with a run of another kind, since neither could then be resumed or replayed.
+    """Raise for a folder with a run of another kind, since neither could then be resumed; warn of one of a script.
 
     Args:
         out: the run folder; it may be missing.
@@ -160,6 +160,12 @@ def refuse_other_run(out: Path, face: str) -> None:
         ConfigError: the folder's run belongs to another pack or a configuration file.
     """
     record = read_record(out)
+    if record is None and (out / "settings.json").is_file():
+        _log.warning(
+            "--out %s: holds a run of a script, whose files are set aside under names with .1 or .superseded; give "
+            "another folder with --out to keep the two apart",
+            out,
+        )
     if record is None or (record.entries is None and record.face == face):
         return
     found = f"of 'treadle train {record.face}'" if record.entries is None else "of a configuration file"
@@ -276,8 +282,8 @@ def describe_changes(differences: Mapping[str, tuple[Any, Any]], folder: str, *,
     if refused:
         what = ", ".join(f"{key} was {differences[key][0]!r} and is now {differences[key][1]!r}" for key in refused)
         raise ConfigError(
-            f"the run in {folder} was started with other settings: {what}. A run keeps them to its end; give another "
-            "folder with --out, the old settings, or --no-resume to start afresh in this one"
+            f"the run in {folder} was started with other settings: {what}. Settings are fixed for a run; give another "
+            "folder with --out, use the old settings, or pass --no-resume to start over in this one"
         )
     sentences = []
     for key, (before, now) in differences.items():

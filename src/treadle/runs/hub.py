@@ -110,7 +110,7 @@ def model_card(run: Path, source: Source, *, title: str) -> str:
     tags = "\n".join(["---", "library_name: treadle", "tags:", "- treadle", "- pytorch", "---"])
     parts = [
         f"{tags}\n\n# {title}",
-        f"The {_WHICH[source.which]} of a training with treadle{f', {where}' if where else ''}.",
+        f"The {_WHICH[source.which]} of a model trained with treadle{f', {where}' if where else ''}.",
     ]
     results = _results(run)
     if results:

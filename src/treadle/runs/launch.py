@@ -113,7 +113,7 @@ def _meeting_point(limit: timedelta) -> tuple[Any, int, int]:
         number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"treadle/{number}", store), rank, size  # type: ignore[attr-defined]
     if restarts and rank == 0 and os.environ.get(_OWN_STORE) != "1":
-        _log.warning("torchrun --max-restarts=%d on several machines: set %s=1 for torchrun, or no restart succeeds",
+        _log.warning("torchrun --max-restarts=%d on several machines: set %s=1 for torchrun, or every restart fails",
                      restarts, _OWN_STORE)  # fmt: skip
     return store, rank, size
 
@@ -131,6 +131,6 @@ def refuse_ranks(script: str, *, instead: str) -> None:
     size = int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
     if size > 1:
         raise ConfigError(
-            f"{script}: trains in one process, and torchrun started {size}; use torchrun -m {instead} on several, "
-            "which takes the same settings"
+            f"{script}: trains in one process, but torchrun started {size}; use torchrun -m {instead}, which takes the "
+            "same settings"
         )

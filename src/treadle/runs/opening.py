@@ -77,7 +77,7 @@ def open_run(
     found = recorded_config(folder, int(tree["global_step"])) if isinstance(tree.get("global_step"), int) else None
     if found is None:
         raise ConfigError(
-            "is the run of a script, which alone knows its model and data: pass the trainer as the script makes it, "
+            "is the run of a script, which defines its model and data: pass the trainer as the script builds it, "
             f"treadle.open_run({os.fspath(run)!r}, trainer), or the model; treadle.load_weights({str(path)!r}) gives "
             "the weights alone",
             argument="trainer",
@@ -147,7 +147,9 @@ def _loaded(trainer: Any, tree: Mapping[str, Any], path: Path, *, folder: Path, 
         # The state is checked before anything is loaded; for inference, the optimizer need not fit.
         _load(trainer, engine, {**tree, "optimizer": None, "scheduler": None}, path, folder=None)
     if read_only:
-        engine.refuse_training(f"the run in {folder} was opened to be used: open it with read_only=False to train on")
+        engine.refuse_training(
+            f"the run in {folder} was opened read-only; open it with read_only=False to continue training"
+        )
     return trainer
 
 
@@ -177,7 +179,7 @@ def _of_pack(tree: Mapping[str, Any], path: Path, *, folder: Path, device: str |
     assert pack is not None
     if not read_only:
         raise ConfigError(
-            f"the run of a pack trains on by its command: treadle train {pack.name} --out {folder}",
+            f"the run of a pack is continued by its command: treadle train {pack.name} --out {folder}",
             argument="read_only",
             value=read_only,
         )
@@ -188,5 +190,5 @@ def _of_pack(tree: Mapping[str, Any], path: Path, *, folder: Path, device: str |
         if isinstance(trainer, EpochFace):
             trainer.load_from(tree, path, folder=None)
         engine.workspace = None
-        engine.refuse_training(f"the run in {folder} was opened to be used: treadle train {pack.name} trains it on")
+        engine.refuse_training(f"the run in {folder} was opened read-only; continue it with treadle train {pack.name}")
     return trainer

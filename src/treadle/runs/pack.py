@@ -94,7 +94,7 @@ class Pack(Generic[Config, Data, Trainer]):
     parts: Sequence[str] = ()
     splits: Sequence[str] = folders.SPLITS
     takes: Collection[str] = ("split", "batch_size")
-    without: str = "draws no texts"
+    without: str = "generates no text"
     loads_in_processes: bool = False
     afterwards: str = "the test"
     warm: Sequence[str] = ()
@@ -281,7 +281,7 @@ class Pack(Generic[Config, Data, Trainer]):
         """Return the default output file name of ``treadle predict``."""
         return f"predictions_{split}.npz"
 
-    # -- what a subclass gets ---------------------------------------------------------------------------------------
+    # -- inherited by subclasses ---------------------------------------------------------------------------------------
 
     def train(
         self,

@@ -73,8 +73,8 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
         found = entry.load()
     except Exception as error:  # code of another package
         raise ConfigError(
-            f"the entry point {entry.value!r} cannot be loaded ({type(error).__name__}: {error}); mend "
-            "or uninstall its package",
+            f"the entry point {entry.value!r} cannot be loaded ({type(error).__name__}: {error}); fix or uninstall "
+            "its package",
             argument="face",
             value=name,
         ) from error
@@ -83,7 +83,7 @@ def find_pack(name: str) -> Pack[Any, Any, Any]:
     if not isinstance(found, Pack) or found.name != name:
         what = f"a pack called {found.name!r}" if isinstance(found, Pack) else f"a {type(found).__name__}"
         raise ConfigError(
-            f"the entry point {entry.value!r} is {what}, and must be a treadle.runs.pack.Pack with name = {name!r}",
+            f"the entry point {entry.value!r} is {what}, but must be a treadle.runs.pack.Pack with name = {name!r}",
             argument="face",
             value=name,
         )

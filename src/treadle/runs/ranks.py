@@ -39,8 +39,8 @@ def device_of_rank(asked: str | None) -> torch.device:
         return device
     if dist.get_backend() == "nccl" and device.type != "cuda":
         raise ConfigError(
-            f"--device {asked}: torchrun's ranks talk through NCCL where there are GPUs; set CUDA_VISIBLE_DEVICES= to "
-            "train on the CPU"
+            f"--device {asked}: torchrun's ranks communicate through NCCL on a machine with GPUs; set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ConfigError(
@@ -77,8 +77,8 @@ def ranks_line(parallel: str | None) -> dict[str, str]:
         return {}
     spread = {None: "one model", "ddp": "replicas (ddp)", "fsdp": "a sharded model (fsdp)"}[parallel_of(parallel)]
     return {
-        "ranks": f"{distributed.world_size()}, {spread}; a batch is that of all ranks together, so steps and schedule "
-        "are those of one process; the first rank prints and writes, and continues alone after the training"
+        "ranks": f"{distributed.world_size()}, {spread}; batch_size is split over the ranks, so steps and schedule are "
+        "those of one process; rank 0 prints and writes, and continues alone after training"
     }
 
 
@@ -146,8 +146,8 @@ def shared_rows(
 def _check_shared(batch_size: int) -> None:
     if batch_size < distributed.world_size():
         raise ConfigError(
-            f"={batch_size}: is shared among {distributed.world_size()} ranks, and each needs at least one "
-            "sample; give a larger one, or fewer ranks",
+            f"={batch_size}: is split over {distributed.world_size()} ranks, each of which needs at least one sample; "
+            "use a larger one, or fewer ranks",
             argument="batch_size",
         )
 

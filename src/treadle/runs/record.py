@@ -59,7 +59,7 @@ def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
     file, lines = Path(entries[-1]["file"]), entries[-1]["config"]
     if not file.parent.is_dir():
         raise ConfigError(
-            f"was started from {file}, whose folder is gone; name its present path with --script",
+            f"was started from {file}, whose folder no longer exists; pass its new path with --script",
             argument="RUN",
             value=str(run),
         )
@@ -69,5 +69,5 @@ def recorded_config(run: Path, step: int) -> tuple[dict[str, Any], Path] | None:
 
     config = read_target(file, entries[-1]["arguments"])
     if isinstance(config, PackRun):
-        raise ConfigError(f"{file}: described a trainer when the run was started and names a pack now")
+        raise ConfigError(f"{file}: described a trainer when the run was started, but names a pack now")
     return config, file.parent

@@ -195,8 +195,8 @@ def refuse_run_of_ranks(run: Path) -> None:
     one_order = data.get("kind") == "stateful"  # that of a TensorLoader, in one process too
     if data.get("order") is not None and not (one_order and data.get("num_ranks") == 1):
         raise ConfigError(
-            "was trained under torchrun, where samples come in another order or each rank draws "
-            "separate random numbers; only runs of one process can be replayed: train without torchrun what is to be",
+            "was trained under torchrun, where samples have a different order or each rank draws separate random "
+            "numbers; only runs of one process can be replayed",
             argument="RUN",
             value=str(run),
         )

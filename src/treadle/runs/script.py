@@ -59,9 +59,9 @@ class RedirectedRuns:
         """
         if engine.face not in self.faces:
             raise ConfigError(
-                f"={self.target}: makes a trainer of the {engine.face} face, whose files cannot be moved out of "
-                f"the way; {self.command} runs scripts and configurations with a BaseTrainer, and the packs by their "
-                f"name, such as `treadle {self.command} spectra`",
+                f"={self.target}: makes a trainer of the {engine.face} face, whose files cannot be redirected; "
+                f"{self.command} runs scripts and configurations with a BaseTrainer, and the packs by their name, "
+                f"such as `treadle {self.command} spectra`",
                 argument="TARGET",
             )
         return _move_files(engine, self._homes.get(id(engine), engine.workspace), self.workspace)
@@ -111,8 +111,8 @@ def train_from(config: dict[str, Any], folder: Path) -> Any:
     needed = [] if not callable(train) else inspect.signature(train).parameters.values()
     if not callable(train) or any(item.default is item.empty and item.kind < item.VAR_POSITIONAL for item in needed):
         raise ConfigError(
-            f"{config['trainer']['type']!r} makes a {type(trainer).__name__}, which has no train() that "
-            "needs no arguments; use a BaseTrainer, or `face` for a run of a pack",
+            f"{config['trainer']['type']!r} makes a {type(trainer).__name__}, which has no train() without required "
+            "arguments; use a BaseTrainer, or `face` for a run of a pack",
             argument="trainer.type",
         )
     train()

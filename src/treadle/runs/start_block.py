@@ -36,14 +36,14 @@ def device_line(device: torch.device, *, explicit: bool) -> str:
     Example:
         >>> with cpu_threads(1):
         ...     device_line(torch.device("cpu"), explicit=True)
-        'cpu, 1 thread (as asked)'
+        'cpu, 1 thread (as requested)'
     """
     if device.type == "cpu":
-        why = "as asked" if explicit else "neither CUDA nor MPS is here"
+        why = "as requested" if explicit else "neither CUDA nor MPS is available"
         count = torch.get_num_threads()
         return f"cpu, {count} thread{'s' if count > 1 else ''} ({why})"
     name = f", {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
-    return f"{device}{name} ({'as asked' if explicit else 'the first accelerator found'})"
+    return f"{device}{name} ({'as requested' if explicit else 'the first accelerator found'})"
 
 
 def precision_line(mixed_precision: str | None, device: torch.device, *, setting: str) -> str:

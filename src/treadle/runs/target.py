@@ -166,7 +166,7 @@ def _describe_script(path: Path) -> str:
     except (OSError, ValueError, SyntaxError) as error:
         return f"it cannot be read: {error}"
     if _has_effects(tree):
-        return f"it is a script that trains on its own; run it with `python {path}`"
+        return f"it is a training script; run it with `python {path}`"
     kinds = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     if kinds:
         return (

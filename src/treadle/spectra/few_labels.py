@@ -147,7 +147,7 @@ def _known(
     pool, asked = (rows[np.isfinite(y[rows])] for rows in (np.asarray(train, np.intp), np.asarray(test, np.intp)))
     if len(pool) < _MANY or len(asked) == 0:
         raise ValueError(
-            f"target is known for {len(pool)} training and {len(asked)} test rows, it must be known for at least "
+            f"target is known for {len(pool)} training and {len(asked)} test rows, but must be known for at least "
             f"{_MANY} and 1: give more rows"
         )
     return y, pool, asked

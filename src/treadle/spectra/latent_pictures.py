@@ -66,7 +66,7 @@ def plot_latent_map(
     xy, shares = project_to_2d(latent)
     texts = np.asarray(labels)
     if texts.shape != (len(xy),):
-        raise ValueError(f"labels has shape {texts.shape}, it must be ({len(xy)},): one per row of latent")
+        raise ValueError(f"labels has shape {texts.shape}, but must be ({len(xy)},): one per row of latent")
     types = texts.dtype.kind in "UO"
     values = spectral_type_number(texts).astype(np.float64) if types else texts.astype(np.float64)
     known = np.isfinite(values)
@@ -263,7 +263,7 @@ def _draw_table(
 ) -> None:
     """Draw the count of each class in each cluster, shaded by the fraction within the cluster."""
     if labels.shape != members.shape:
-        raise ValueError(f"labels has shape {labels.shape}, it must be {members.shape}: one per spectrum")
+        raise ValueError(f"labels has shape {labels.shape}, but must be {members.shape}: one per spectrum")
     letters = spectral_class_letter(labels)
     classes = [*CLASS_START, ""]
     counts = np.array([[np.sum((members == name) & (letters == c)) for c in classes] for name in names])

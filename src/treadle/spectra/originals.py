@@ -59,17 +59,13 @@ def is_original(tree: Mapping[str, Any]) -> bool:
 
 def adapt_channels(model: ChemoMAE, found: ForeignCheckpoint, optimizer: Optimizer | None) -> ForeignCheckpoint:
     """Convert chemomae 0.1 weights to the names and shapes of :class:`ChemoMAE`; return others unchanged."""
-    if not _has_names_of_0_1(found.model):
+    if not {"decoder.net.weight", "encoder.token_proj.weight"} <= set(found.model):
         return found
     order = list(found.model)
     state = found.optimizer
     if optimizer is not None and state is not None:
         state = by_live_groups(state, [own_name(name) for name in order], decays_0(order), optimizer, model)
     return replace(found, model=own_weights(model, found.model), optimizer=state)
-
-
-def _has_names_of_0_1(weights: Mapping[str, Any]) -> bool:
-    return "decoder.net.weight" in weights and "encoder.token_proj.weight" in weights
 
 
 def own_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -199,7 +199,9 @@ class PatchMAE(CountedMasksAutoencoder):
         kinds = {value.dtype for value in weights.values() if value.is_floating_point()}
         names = [name for name, dtype in _DTYPES.items() if dtype in kinds]
         if len(kinds) != 1 or not names:
-            raise CheckpointError(f"the weights have the types {sorted(map(str, kinds))}; one floating type is written")
+            raise CheckpointError(
+                f"the weights have the dtypes {sorted(map(str, kinds))}, but must have a single floating dtype"
+            )
         payload = {
             "artifact": _KIND, "format_version": _VERSION, "package_version": versions()["treadle"],
             "config": self.get_config(), "dtype": names[0], "state_dict": weights,

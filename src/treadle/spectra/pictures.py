@@ -82,7 +82,7 @@ def plot_reconstructions(
             f"{seen.shape} of {seen.dtype} do not fit: they must be (L,), (N, L), (N, L) and (N, L) of bool"
         )
     if len(titles) != len(rows):
-        raise ValueError(f"titles has {len(titles)} strings, it must have {len(rows)}, one per spectrum")
+        raise ValueError(f"titles has {len(titles)} strings, but must have {len(rows)}, one per spectrum")
     columns = min(_PANELS_PER_ROW, len(rows))
     num_lines = math.ceil(len(rows) / columns)
     figure = new_figure(5.2 * columns, 2.15 * num_lines + 0.9)

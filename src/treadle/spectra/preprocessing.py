@@ -220,7 +220,7 @@ def cosine_fps_downsample(
     if work_NL.dim() != 2 or work_NL.shape[0] == 0:
         raise ValueError(f"X has shape {tuple(work_NL.shape)} but must be (N, L) with at least one row")
     if not bool(torch.isfinite(work_NL).all()):
-        raise ValueError("X holds NaN or infinity, which have no distance; drop or repair those rows first")
+        raise ValueError("X holds NaN or infinity, whose distance is undefined; drop or repair those rows first")
     check_within("(0, inf)", ratio=ratio)
     n_rows = work_NL.shape[0]
     if init_index is None:

@@ -92,10 +92,10 @@ def probe_features(
     for name, labels in (("j_minus_k", colour), ("spectral_class", classes)):
         if labels.shape != (len(x),):
             raise ValueError(
-                f"{name} has shape {labels.shape}, it must be ({len(x)},): give one label per row of features"
+                f"{name} has shape {labels.shape}, but must be ({len(x)},): give one label per row of features"
             )
     if num_folds < 2:
-        raise ValueError(f"num_folds is {num_folds}, it must be at least 2: the default is 5")
+        raise ValueError(f"num_folds is {num_folds}, but must be at least 2: the default is 5")
     known, typed = np.isfinite(colour), classes != ""
     r2 = _colour_scores(x[known], colour[known], group_ids[known], num_folds=num_folds, seed=seed)
     accuracy = _class_scores(x[typed], classes[typed], group_ids[typed], num_folds=num_folds, seed=seed)
@@ -185,7 +185,7 @@ def pca_features(train: npt.ArrayLike, x: npt.ArrayLike, num_components: int) ->
         )
     if not 1 <= num_components <= min(fit_rows.shape):
         raise ValueError(
-            f"num_components is {num_components}, it must be 1 to {min(fit_rows.shape)}, the smaller side of train"
+            f"num_components is {num_components}, but must be 1 to {min(fit_rows.shape)}, the smaller side of train"
         )
     try:
         from sklearn.decomposition import PCA
@@ -280,7 +280,7 @@ def _group_ids(groups: npt.ArrayLike | None, num_rows: int) -> npt.NDArray[np.in
     names = np.asarray(groups)
     if names.shape != (num_rows,):
         raise ValueError(
-            f"groups has shape {names.shape}, it must be ({num_rows},): give one group per row of features"
+            f"groups has shape {names.shape}, but must be ({num_rows},): give one group per row of features"
         )
     return np.unique(names, return_inverse=True)[1].astype(np.intp)
 
@@ -288,7 +288,7 @@ def _group_ids(groups: npt.ArrayLike | None, num_rows: int) -> npt.NDArray[np.in
 def _matrix(name: str, array: npt.ArrayLike) -> _Float:
     matrix = np.asarray(array, dtype=np.float64)
     if matrix.ndim != 2 or matrix.size == 0:
-        raise ValueError(f"{name} has shape {matrix.shape}, it must be (rows, columns) and not empty")
+        raise ValueError(f"{name} has shape {matrix.shape}, but must be (rows, columns) and not empty")
     if not np.isfinite(matrix).all():
         bad = int(np.flatnonzero(~np.isfinite(matrix).all(axis=1))[0])
         raise ValueError(f"{name} is not finite in row {bad}: leave such rows out before the probe")

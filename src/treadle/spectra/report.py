@@ -153,7 +153,7 @@ def _few_labels(
             curves["regression"] = few_labels_regression(data.x, target, data.train, held_out, seed=config.seed)
         return dict(curves)
     except ValueError as error:
-        _log.warning("no sub-types from few labels: %s", error)
+        _log.warning("skipping the sub-types from few labels: %s", error)
         return {}
 
 
@@ -176,7 +176,7 @@ def _probe(
                 compare_probes(features, data.j_minus_k, data.spectral_class, groups=data.groups, seed=config.seed)
             )
     except ValueError as error:
-        _log.warning("no probes: %s", error)
+        _log.warning("skipping the probes: %s", error)
         return {}
 
 
@@ -365,7 +365,10 @@ def _probe_notes(probe: Mapping[str, Any]) -> list[str]:
         best = max(scores, key=lambda score: float(score["mean"]))
         mine = first[key]
         ahead.append(f"{words} {'yes' if mine['mean'] - best['mean'] > max(mine['std'], best['std']) else 'no'}")
-    return [f"Ahead of the others by more than the spread over folds: {', '.join(ahead)}. Nearly any map keeps them."]
+    return [
+        f"Better than the others by more than the spread over folds: {', '.join(ahead)}. Almost any features predict "
+        "these well."
+    ]
 
 
 _OURS = {False: "chemomae", True: "residual"}

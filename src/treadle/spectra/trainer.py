@@ -173,7 +173,7 @@ class SpectraTrainer(EpochFace):
             )  # fmt: skip
         if name not in self._losses:
             raise ConfigError(
-                f"no epoch's record will have it; it has {', '.join(self._losses)}",
+                f"no epoch's record will have it, only {', '.join(self._losses)}",
                 argument="best_model_metric", value=asked,
             )  # fmt: skip
         return name

@@ -74,7 +74,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         check_least(2, length=length)
         if len(tokens_N) < 2:
             raise ValueError(
-                f"tokens_N has {len(tokens_N)} tokens: it must have at least 2, there is nothing to predict"
+                f"tokens_N has {len(tokens_N)} tokens: it must have at least 2, or there is nothing to predict"
             )
         self.num_targets = len(tokens_N) - 1
         num_blocks = -(-self.num_targets // (length - 1))

@@ -50,11 +50,11 @@ def decisions(config: TextConfig, data: TextData, trainer: Trainer) -> dict[str,
         "precision": precision_line(
             config.training.mixed_precision, trainer.device, setting="training.mixed_precision"
         ),
-        "data": f"Python's manual (pydoc_data.topics): {topics} topics, {size:,} bytes, no passage twice",
+        "data": f"Python's manual (pydoc_data.topics): {topics} topics, {size:,} bytes, without duplicate passages",
         "split": f"by topic: {_counted(data.train, data.val, data.test)}; about statements, kept for LoRA: "
         f"{_counted(data.lora_train, data.lora_val, data.lora_test)}",
         "tokens": f"byte-level BPE of {data.tokenizer.get_vocab_size():,}; {data.train.blocks.num_targets:,} tokens "
-        f"to learn from, {data.val.blocks.num_targets:,} to validate, in blocks of {config.data.block_length}",
+        f"to train on, {data.val.blocks.num_targets:,} to validate, in blocks of {config.data.block_length}",
         "model": f"GPT-2, {weights:,} parameters, {config.model.n_layer} layers of width {config.model.n_embd}",
         "schedule": f"{config.epochs} epochs of {steps} steps, batches of {config.batch_size}, learning rate "
         f"{config.optimizer.lr:g}; then LoRA of rank {config.lora.r}, {config.lora.epochs} epochs, {config.lora.lr:g}",
@@ -183,10 +183,10 @@ def results(metrics: Mapping[str, Any]) -> Report:
         title="A small GPT-2 on Python's manual, then LoRA",
         lead="Scores on held-out topics, compared with n-gram models. Bits per byte do not depend on the tokenizer.",
         tables=[
-            _table(f"{'Test topics' if 'test' in metrics else 'Topics'} kept out of training", base),
-            _table(f"{'Test topics' if 'test_after' in lora else 'Topics'} about statements, kept out too", tuned),
+            _table(f"Held-out {'test topics' if 'test' in metrics else 'topics'}", base),
+            _table(f"Held-out {'test topics' if 'test_after' in lora else 'topics'} about statements", tuned),
         ],
-        texts={f"drawn, {name}": _excerpt(text) for name, text in metrics["excerpts"].items()},
+        texts={f"samples, {name}": _excerpt(text) for name, text in metrics["excerpts"].items()},
         files=[
             "  samples.txt  pretrained/  best_model.pt  metrics.json  run.json  config.json  tokenizer.json  "
             "history.json",
@@ -201,7 +201,7 @@ def _excerpt(text: str) -> str:
 
 
 def _named(scores: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"counting: {name}": scores[name] for name in reversed(list(scores))}
+    return {f"{name} counts": scores[name] for name in reversed(list(scores))}
 
 
 def _table(title: str, scores: Mapping[str, Mapping[str, float]]) -> Table:

@@ -228,7 +228,9 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         """Return nats per token, perplexity and bits per byte of a split."""
         if split not in opened.data.parts:
             raise ConfigError(
-                "the run has no such part, by its test_fraction; give another", argument="--split", value=split
+                "the run has no such split, because of its test_fraction; choose another",
+                argument="--split",
+                value=split,
             )
         scored = to_json(report.score(opened.trainer, opened.data.parts[split], batch_size=batch_size))
         sizes = {name: scored[name] for name in ("tokens", "bytes")}
@@ -286,9 +288,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
             ConfigError: an option has no effect together with ``greedy``.
         """
         if greedy and (seed is not None or count is not None):
-            raise ConfigError(
-                "--greedy: draws nothing, so there is one text for each prompt; leave out --seed and --count"
-            )
+            raise ConfigError("--greedy: always generates the same text, so leave out --seed and --count")
         asked = {"count": 1 if greedy else count, "num_tokens": num_tokens, "seed": seed}
         given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         samples = dataclasses.replace(opened.run.config.samples, **given)
@@ -387,7 +387,7 @@ def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
     if epochs < done:
         raise ConfigError(
             f"={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
-            "folder with --out, or --no-resume to start afresh in this one",
+            "folder with --out, or --no-resume to start over in this one",
             argument=name,
         )
 

@@ -234,7 +234,7 @@ def test_a_prompt_that_no_sequence_begins_with_is_refused_where_it_goes_wrong(id
         ({"temperature": -0.1}, "temperature=-0.1"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
-        ({"legal_only": True}, "legal_only=True, but vocab=None"),
+        ({"legal_only": True}, "legal_only=True needs vocab"),
         ({"vocab": build_vocab_spec()}, "vocab has 13317 ids and 12 types, the model vocab_size=15 and n_types=12"),
     ],
 )
@@ -253,5 +253,5 @@ def test_prompts_without_a_position_or_beyond_max_len_are_refused():
 def test_several_tokens_behind_a_filled_cache_are_refused():
     model, caches = small_model().eval(), small_model().new_caches()
     model.extend(*prompt(BOS, 5), caches)
-    with pytest.raises(ValueError, match="2 positions behind 2 cached ones"):
+    with pytest.raises(ValueError, match="2 positions after 2 cached ones"):
         model.extend(*prompt(5, 5), caches)

@@ -388,7 +388,7 @@ def test_the_command_prints_a_report_without_control_characters(quick, capsys):
         (["fit.py", "--steps", "2"], "--steps 2: must be at least 3"),
         (["spectre"], "did you mean 'spectra'?"),
         (["spectra", "epoch=3"], "did you mean 'epochs'?"),
-        (["fit.py", "--", "10"], "trains 10 steps; to be measured it needs at least 17"),
+        (["fit.py", "--", "10"], "trains 10 steps, but measuring needs at least 17"),
         (["idle.py"], "ended without training"),
         (["other.py"], "makes a trainer of the functional face"),
     ],

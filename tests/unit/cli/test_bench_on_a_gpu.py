@@ -76,4 +76,4 @@ def test_what_auto_does_not_capture_is_said_where_capture_is_tried(bench, monkey
     assert "forward" in result.parts
     (tried,) = (trial for trial in result.trials if trial.name == "capture")
     assert tried.seconds is None
-    assert "cannot be recorded" in tried.note
+    assert "cannot be captured" in tried.note

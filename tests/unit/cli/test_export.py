@@ -77,7 +77,7 @@ def one_line(captured, *words):
 
 def test_an_existing_file_is_a_wrong_setting_unless_forced(checkpoint, tmp_path, capsys):
     run(capsys, checkpoint, "--to", "torch")
-    one_line(run(capsys, checkpoint, "--to", "torch", code=2), "is there already", "--force")
+    one_line(run(capsys, checkpoint, "--to", "torch", code=2), "already exists", "--force")
     run(capsys, checkpoint, "--to", "torch", "--force")
 
 
@@ -96,7 +96,7 @@ def test_the_whole_state_goes_into_a_folder_of_shards_and_back(checkpoint, tmp_p
     said = json.loads(run(capsys, folder, "--to", "checkpoint", "--out", tmp_path / "again.pt", "--json").out)
     assert said == {"path": str(tmp_path / "again.pt")}
     assert differences(load_checkpoint(tmp_path / "again.pt"), load_checkpoint(checkpoint)) == []
-    one_line(run(capsys, checkpoint, "--to", "shards", code=2), "is there already", "--force")
+    one_line(run(capsys, checkpoint, "--to", "shards", code=2), "already exists", "--force")
     run(capsys, checkpoint, "--to", "shards", "--force")
     one_line(run(capsys, checkpoint, "--to", "shards", "--raw", code=2), "--raw", "whole state")
 

@@ -117,7 +117,7 @@ def test_a_text_sets_one_value(texts: list[str], key: str, value: object) -> Non
         ("training.class_weights=3", "training.class_weights=3: must be list"),
         ("threads=0", "threads=0"),
         ("seed=0,1", "seed=0,1"),
-        ("seed=[1", "seed is 42, a number, and '[1' is a text"),
+        ("seed=[1", "seed is 42, a number, and '[1' is a string"),
         ("seed", "key=value"),
         ("log_dir=x", "--out"),
         ("device=cpu", "--device"),
@@ -164,7 +164,7 @@ PAIRS = {"level": "edge", "task_type": "regression"}
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        (["pe=light", "pe.node.lap.k=8"], "pe.node.lap.k=8: would be without effect, as pe.node.type is 'rwse'"),
+        (["pe=light", "pe.node.lap.k=8"], "pe.node.lap.k=8: has no effect, as pe.node.type is 'rwse'"),
         (["pe=light", "pe.node.rwse.scales=[2,4]"], None),
         (["pe.node.type=combined", "pe.node.lap.k=8", "pe.node.normalize=graph"], None),
         (["pe.node.lap.k=8"], "as pe.node.type is 'rwse'"),

@@ -149,7 +149,7 @@ def test_a_file_of_ones_own_builds_on_a_choice_of_the_package(
 def test_a_key_that_is_none_is_refused(tmp_path: Path, run: Callable[..., str]) -> None:
     assert "Could not override 'model.foo'" in run("train.py", tmp_path, *CHOICES, "model.foo=1", code=1)
     assert "unknown setting 'training.foo'" in run("train.py", tmp_path, *CHOICES, "+training.foo=1", code=2)
-    assert "training.loss.multilabel=bce: would be without effect" in run(
+    assert "training.loss.multilabel=bce: has no effect" in run(
         "train.py", tmp_path, *CHOICES, *SMALL, "training.loss.multilabel=bce", code=2
     )
     assert "resume=3: must be true or false" in run("train.py", tmp_path, *CHOICES, "resume=3", code=2)

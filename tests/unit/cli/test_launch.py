@@ -39,7 +39,7 @@ def test_a_script_of_one_process_refuses_several_ranks_and_names_what_to_launch(
         refuse_ranks("scripts/train.py", instead="treadle train graphs")
     assert left.value.code == 2
     said = (
-        "rank 1: scripts/train.py: trains in one process, and torchrun started 2; use torchrun -m treadle train graphs"
+        "rank 1: scripts/train.py: trains in one process, but torchrun started 2; use torchrun -m treadle train graphs"
     )
     assert said in capsys.readouterr().err
     assert "trains in one process" in json.loads(rank_1.read_text())["message"]["message"]

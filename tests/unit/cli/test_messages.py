@@ -62,7 +62,7 @@ def project(tmp_path, monkeypatch):
         ("train nofile.yaml", 2, "nofile.yaml: no such configuration file; did you mean 'run.yaml'?"),
         ("train run.yaml trainer.max_step=3", 2, "did you mean 'trainer.max_steps'?"),
         ("train run.yaml width=3", 2, "did you mean 'model.width'?"),
-        ("train run.yaml trainer.max_steps=three", 2, "trainer.max_steps is 3, a number, and 'three' is a text"),
+        ("train run.yaml trainer.max_steps=three", 2, "trainer.max_steps is 3, a number, and 'three' is a string"),
         ("train run.yaml trainer.device=cuda", 2, "device='cuda' is not available here; available: cpu"),
         ("train run.yaml +trainer.trackers=wanb", 2, "there is no tracker 'wanb'; did you mean 'wandb'?"),
         ("train run.yaml trainer.workspace=a_file/runs", 2, "a_file is not a folder; choose another folder"),
@@ -120,14 +120,14 @@ def test_a_value_of_the_wrong_type_for_a_part_is_named_with_its_section_and_line
     monkeypatch.delitem(sys.modules, "train", raising=False)
     assert treadle("new", "config", ".") == 0
     assert treadle("train", "run.yaml", "optimizer.lr=fast", "trainer.device=cpu") == 2
-    wrong = "override 'optimizer.lr=fast': optimizer.lr is 0.003, a number, and 'fast' is a text"
+    wrong = "override 'optimizer.lr=fast': optimizer.lr is 0.003, a number, and 'fast' is a string"
     assert f"error: {wrong}" in capsys.readouterr().err
     config = (tmp_path / "run.yaml").read_text()
     line = next(number for number, text in enumerate(config.splitlines(), 1) if "lr: " in text)
     (tmp_path / "run.yaml").write_text(re.sub(r"\blr: [\de.-]+", "lr: fast", config))
     assert treadle("train", "run.yaml", "trainer.device=cpu") == 2
     sys.modules.pop("train", None)
-    assert capsys.readouterr().err.rstrip().endswith(f"and this is a text (run.yaml, line {line})")
+    assert capsys.readouterr().err.rstrip().endswith(f"but this is a string (run.yaml, line {line})")
 
 
 def test_a_syntax_error_in_the_users_file_is_named_with_its_line(tmp_path, monkeypatch, capsys):

@@ -97,7 +97,7 @@ def test_a_trainer_that_does_not_say_how_to_predict_is_told_what_it_lacks(inside
 def test_files_that_are_there_stay(inside, capsys):
     (inside / "train.py").write_text("mine")
     assert treadle("new", "mini", ".") == 2
-    assert "--force replaces it" in capsys.readouterr().err
+    assert "pass --force" in capsys.readouterr().err
     assert (inside / "train.py").read_text() == "mine"
     assert treadle("new", "mini", ".", "--force") == 0
     assert "class MyTrainer" in (inside / "train.py").read_text()

@@ -39,3 +39,11 @@ def test_a_file_of_another_program_is_no_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for face in PACKS:
         refuse_other_run(tmp_path, face)
+
+
+def test_a_run_of_a_script_is_named(tmp_path, caplog):
+    refuse_other_run(tmp_path, "text")
+    assert not caplog.text
+    (tmp_path / "settings.json").write_text('{"face": "functional"}')
+    refuse_other_run(tmp_path, "text")
+    assert "holds a run of a script, whose files are set aside" in caplog.text

@@ -75,9 +75,9 @@ def test_a_run_is_opened_as_its_trainer(run):
     trainer = library.open_run(out, device="cpu")
     assert (type(trainer).__name__, trainer.epoch) == ("SpectraTrainer", 1)
     assert trainer.validate() == trainer.history[-1]["val_loss"]
-    with pytest.raises(library.ConfigError, match="treadle train spectra trains it on"):
+    with pytest.raises(library.ConfigError, match="continue it with treadle train spectra"):
         trainer.fit(3)
-    with pytest.raises(library.ConfigError, match="trains on by its command"):
+    with pytest.raises(library.ConfigError, match="is continued by its command"):
         library.open_run(out, read_only=False)
     assert before == {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
 

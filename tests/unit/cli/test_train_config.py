@@ -121,7 +121,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(config, tmp_path, capsys, s
 def test_a_script_is_sent_to_python_and_a_missing_file_named(config, tmp_path, capsys):
     script = tmp_path / "script.py"
     for text, words in (
-        ("trainer.train()", f"it is a script that trains on its own; run it with `python {script}`"),
+        ("trainer.train()", f"it is a training script; run it with `python {script}`"),
         (
             "class Mine: ...",
             "it defines Mine and trains nothing; name the trainer in a configuration, as `type: script.Mine`",
@@ -140,8 +140,8 @@ def test_what_is_missing_for_a_resume_or_a_rerun_is_said(tmp_path, capsys):
     config = write_project(tmp_path, seed="note: null")
     treadle("train", config, "note!=", "hooks=()", "trainer.max_steps=2")
     said = capsys.readouterr().err
-    assert "warning: no hook saves and resumes: once stopped, this run starts afresh" in said
-    assert "gives no seed" in said
+    assert "warning: no hook saves checkpoints, so this run cannot resume after a stop" in said
+    assert "sets no seed" in said
     fresh()
     treadle("train", write_project(tmp_path), "trainer.max_steps=2")
     said = capsys.readouterr().err
@@ -371,7 +371,7 @@ def test_a_project_that_moved_is_replayed_by_naming_its_file(config, capsys, tmp
     record["entries"][0]["file"] = str(tmp_path / "gone" / "fit.yaml")
     (run / "run.json").write_text(json.dumps(record))
     treadle("replay", run, "--step", 3, code=2)
-    assert "whose folder is gone" in capsys.readouterr().err
+    assert "whose folder no longer exists" in capsys.readouterr().err
     values = replayed(capsys, run, "--step", 3, "--script", config, "--", "trainer.max_steps=4")
     assert values["equal"] is True
     assert values["start_step"] == 0

@@ -318,7 +318,7 @@ def test_a_damaged_last_checkpoint_is_named_and_passed_over(
         (["model.hiden_dim=8"], ["'model.hidden_dim'"]),
         (["model.num_heads=3"], ["hidden_dim=8", "num_heads=3"]),
         (["model.use_global=false"], ["pe.relative.enabled=false"]),
-        (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' would be without effect"]),
+        (["model.use_local=false", "model.mpnn_type=gcn"], ["mpnn_type='gcn' has no effect"]),
         (["training.loss.regression=cross_entropy"], ["training.loss='cross_entropy'"]),
         (["training.metric_for_best=auc"], ["auc", "mae"]),
         (["training.optimizer.type=adamm"], ["'adamm'", "'adam'"]),
@@ -433,7 +433,7 @@ def test_molecules_of_a_file_are_predicted_by_several_runs(
     assert rows[1][2] != alone[1][2]
     file.write_text("name\nethanol\n")
     assert treadle(*command) == 2
-    assert "no columns of SMILES" in " ".join(capsys.readouterr().err.split())
+    assert "no columns with 'smiles'" in " ".join(capsys.readouterr().err.split())
     assert treadle("predict", finished, "--member", copied) == 2
 
 

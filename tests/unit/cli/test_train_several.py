@@ -62,7 +62,7 @@ def test_what_is_several_and_what_is_a_list():
         ["name=x", "betas=0.9,0.95"],
         [{"lr": lr, "seed": seed} for lr in ("1", "2") for seed in ("0", "1")],
     )
-    with pytest.raises(ConfigError, match="the settings have a seed, too"):
+    with pytest.raises(ConfigError, match="the settings have a seed too"):
         several(["seed=3"], "0..1", known.get)
     with pytest.raises(ConfigError, match="names a value twice"):
         several(["lr=1,1"], None, known.get)

@@ -429,7 +429,7 @@ def test_adapters_on_another_base_are_refused(copied: Path, capsys: pytest.Captu
         value.add_(1)
     torch.save(trained["model"], copied / "best_model.pt")
     assert command("evaluate", copied / "lora") == 1
-    assert "belongs to another base model" in capsys.readouterr().err
+    assert "was trained on another base model" in capsys.readouterr().err
     (copied / "best_model.pt").unlink()
     assert command("evaluate", copied / "lora") == 1
     assert "best_model.pt" in capsys.readouterr().err

@@ -108,8 +108,9 @@ FAULTS = {
         "unseeded_data", "batch content", ["default_rng"],
     ),
     "generator_in_dataset": (
-        {"item": "self.rng = getattr(self, 'rng', None) or np.random.default_rng(0); x = x + self.rng.normal()"},
-        "state_in_dataset", "batch content", ["dataset Data.rng", "default_rng([seed, index])"],
+        {"item": "self.late = getattr(self, 'late', None) or (i for i in range(1, 999))\n"
+         "        self.count = next(self.late)\n        x = x + self.count"},
+        "state_in_dataset", "batch content", ["dataset Data.count", "default_rng([seed, index])"],
     ),
     "hook_sets_lr": (
         {"hook": IN_HOOK.format(
@@ -127,7 +128,7 @@ FAULTS = {
         {"hook": IN_HOOK.format(
             event="before_optimizer_step", action="trainer.model.layers[3].weight.grad.mul_(self.count)"
         )},
-        "unsaved_hook_state", "gradients", ["hook Watch.count is ", "layers.3.weight"],
+        "unsaved_hook_state", "gradients", ["on_state_dict", "layers.3.weight"],
     ),
     "order_by_the_clock": (
         {"loader": "order = np.random.RandomState(int(time.time())).permutation(40).tolist()\n"
@@ -154,7 +155,7 @@ def test_a_planted_fault_is_found_and_named(verify, fault):
     assert result.verdict == "NOT EXACT"
     assert (result.cause.name, result.difference.part) == (cause, part)
     said = " ".join([describe_difference(result.difference), result.cause.rule, result.cause.fix])
-    assert [word for word in words if word not in said] == []
+    assert [word for word in words if word not in said] == [], said
     unseeded = cause.startswith("unseeded") or "clock" in fault
     assert result.difference.uninterrupted == unseeded
     assert result.kills == [] if unseeded else len(result.kills) == 2

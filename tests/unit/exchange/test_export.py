@@ -270,7 +270,7 @@ def test_what_is_there_is_replaced_only_when_forced(tmp_path, form):
     with torch.no_grad():
         model.transformer.wte.weight.add_(1)
     own(tmp_path / "b.pt", model)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         export_weights(tmp_path / "b.pt", form, out=tmp_path / "out", config=config)
     export_weights(tmp_path / "b.pt", form, out=tmp_path / "out", config=config, force=True)
     again = small_gpt2()

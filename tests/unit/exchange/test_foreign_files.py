@@ -78,8 +78,8 @@ def test_what_is_not_taken_is_named_with_its_reason(tmp_path):
     assert "an optimizer beside" in reasons["optimizer_d"]
     assert "schedule" in reasons["lr_sched"]
     assert "scaler" in reasons["scaler"]
-    assert "random numbers" in reasons["rng"]
-    assert "no place" in reasons["args"]
+    assert "random state" in reasons["rng"]
+    assert "no equivalent" in reasons["args"]
 
 
 def test_a_file_without_weights_names_its_keys(tmp_path):

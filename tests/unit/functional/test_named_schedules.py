@@ -112,7 +112,7 @@ def test_a_schedule_of_timm_is_refused_when_the_trainer_is_made():
         def load_state_dict(self, state):
             pass
 
-    with pytest.raises(treadle.ConfigError, match="wants 'epoch', as schedulers of timm do"):
+    with pytest.raises(treadle.ConfigError, match="needs 'epoch', like those of timm"):
         run(scheduler=CosineLRScheduler)
 
 

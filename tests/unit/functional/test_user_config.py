@@ -100,7 +100,7 @@ def parsed():
         ({"training": "fast"}, "config.training='fast': must be a dict or an object with fields"),
         ({"training": namedtuple("Training", "max_grad_nrm")(2.0)}, "max_grad_nrm.*did you mean 'max_grad_norm'"),
         (Derived, "config: is the class Derived; pass an instance"),
-        ({"training": {"lr_scheduler": ["cosine"]}}, "lr_scheduler=.*must be a text or None"),
+        ({"training": {"lr_scheduler": ["cosine"]}}, "lr_scheduler=.*must be a string or None"),
         ({"training": {"min_lr_scale": "0"}}, "min_lr_scale='0': must be a number"),
         (SimpleNamespace(max_grad_norm=2.0), "only its part 'training' is read"),
     ],

@@ -87,7 +87,7 @@ def test_the_sums_of_a_regression_are_its_metrics_over_all_outputs_also_over_a_r
 def test_the_latest_outputs_decide_where_a_metric_is_no_sum_and_a_warning_names_it(monkeypatch, caplog):
     sizes = Sizes()
     history = trained("classification", sizes, 200, monkeypatch)
-    assert "over the latest 200 values of each epoch" in caplog.text
+    assert "only the latest 200 values of each epoch" in caplog.text
     assert history["val"] == trained("classification", Sizes(), 10**9, monkeypatch)["val"]
     again = trained("classification", Sizes(), 200, monkeypatch, tree=sizes.trees[13])
     assert [r["roc_auc"] for r in history["train"]] == [r["roc_auc"] for r in again["train"]]

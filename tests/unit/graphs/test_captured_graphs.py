@@ -167,7 +167,7 @@ def test_a_number_of_buckets_below_one_is_refused(pad_to):
 
 
 def test_what_cannot_be_padded_is_refused_before_the_first_step():
-    with pytest.raises(ConfigError, match="cannot leave padding out; use a loss of get_loss_fn"):
+    with pytest.raises(ConfigError, match="cannot ignore padding; use a loss of get_loss_fn"):
         build(False, loss_fn=torch.nn.MSELoss())
-    with pytest.raises(ConfigError, match="this list does not tell them; give pad_to=plan_buckets"):
+    with pytest.raises(ConfigError, match="this list does not provide them; pass pad_to=plan_buckets"):
         build(False).fit([SimpleNamespace()], None, epochs=1)

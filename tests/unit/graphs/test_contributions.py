@@ -59,7 +59,7 @@ def test_atoms_that_are_alike_add_the_same_and_encodings_stay():
 def test_types_of_atoms_are_refused():
     graph = graph_from_smiles("CCO")
     graph.x = graph.x.argmax(1)
-    with pytest.raises(ConfigError, match=r"graph=has x of torch.int64|columns of floats"):
+    with pytest.raises(ConfigError, match=r"graph=has x of torch.int64|must have floats"):
         atom_contributions(SumOfAtoms(), graph)
 
 

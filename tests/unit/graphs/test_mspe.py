@@ -148,7 +148,7 @@ def test_lists_of_encodings_are_read_and_give_columns_side_by_side():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"relative": {"types": ["spd", "diffusion"]}}, "computes the first of a list alone"),
+        ({"relative": {"types": ["spd", "diffusion"]}}, "computes only the first of a list"),
         ({"node": {"types": ["rwse"], "type": "lap"}}, "twice"),
         ({"node": {"types": ["rswe"]}}, "did you mean 'rwse'"),
         ({"node": {"types": ["lap"], "sign_invariant": False}}, "signs of eigenvectors are arbitrary"),

@@ -74,7 +74,7 @@ def test_runs_become_rows_rows_become_means_and_these_tables(tmp_path):
         (lambda: results.aggregate_by_seed(rows, ["seeds"], ["mae"]), "seed"),
         (lambda: results.aggregate_by_seed(rows, ["seed"], ["mea"]), "mae"),
         (lambda: results.export_table(table, tmp_path / "table.xlsx"), "tex or .csv"),
-        (lambda: results.to_latex([]), "there are none"),
+        (lambda: results.to_latex([]), "there are no rows"),
     ):
         with pytest.raises(ConfigError, match=word):
             call()

@@ -119,7 +119,7 @@ def test_a_column_of_names_is_passed_over_by_one_target_and_smiles_are_found_in_
     data = get_dataset("smiles_csv", tmp_path, file=path, targets="y", split="random", num_workers=0)
     assert (data.num_classes, data.target_names) == (1, ("y",))
     path = table(tmp_path, ["canonical_smiles", "isomeric_smiles", "y"], [("C", "C", 1)])
-    with pytest.raises(ConfigError, match=r"2 columns of SMILES by their names; name it with dataset\.smiles"):
+    with pytest.raises(ConfigError, match=r"2 columns with 'smiles' in their names; choose one with dataset\.smiles"):
         get_dataset("smiles_csv", tmp_path, file=path, num_workers=0)
 
 
@@ -185,8 +185,8 @@ def test_scaffolds_go_to_one_part_each_and_the_largest_to_training():
         ("smiles,y\nC1CC,1\n", "has 1 rows and no molecule"),
         ("smiles,y\nCCO,1\nCCC,2\n", "the 2 molecules of .* do not fill .* dataset.split=random"),
         ("smiles,y,y\nCCO,1,2\n", "two columns named 'y'"),
-        ("smiles,y\nCCO,1,2\n", "line 2 has 3 fields, and the first line has 2"),
-        ("smiles,y\nCCO\n", "line 2 has 1 fields, and the first line has 2"),
+        ("smiles,y\nCCO,1,2\n", "line 2 has 3 fields, but the first line has 2"),
+        ("smiles,y\nCCO\n", "line 2 has 1 fields, but the first line has 2"),
         ("smiles,y,z\nCCO,1,\nCC,2,\n", "'z' has no value in any row"),
         ("smiles,y\nCCO,1e39\n", "'1e39' in line 2; it must be empty or finite in float32"),
         ("smiles,y\nCCO,1_000\n", "'1_000' in line 2, which is not a number"),

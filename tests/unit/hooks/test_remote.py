@@ -102,7 +102,7 @@ def test_an_upload_that_fails_is_warned_of_and_is_an_error_at_the_end_only(url, 
     else:
         trainer.train()
     assert trainer.step == 6
-    assert "Training continues; the next upload comes with the next state" in caplog.text
+    assert "Training continues; the next save uploads again" in caplog.text
 
 
 def test_a_hook_without_a_folder_and_bad_numbers_are_refused_by_name(url):

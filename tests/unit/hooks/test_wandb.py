@@ -213,7 +213,7 @@ def test_a_dry_run_sends_nothing(tmp_path, fake):
 def test_without_a_workspace_it_runs_and_says_that_the_id_is_lost(fake, caplog):
     Small(2, None, [LoggingHook(1), WandbHook()]).train()
     assert [step for step, _ in fake.sent] == [1, 2]
-    assert any("run id is not kept" in record.message for record in caplog.records)
+    assert any("run id is not saved" in record.message for record in caplog.records)
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):

@@ -132,7 +132,7 @@ def test_an_interrupt_ends_all_members(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"seeds": [1, 1]}, r"settings: two members are seed=1; give every member other settings"),
+        ({"seeds": [1, 1]}, r"settings: two members are seed=1; give each member different settings"),
         ({"seeds": [0], "workers": -1}, r"workers=-1: must be a whole number >= 0"),
         ({"seeds": [0], "turn": 0}, r"turn=0: must be a whole number >= 1"),
         ({"seeds": [0], "together": 33}, r"together=33: must be from 1 to 32"),

@@ -75,7 +75,7 @@ def test_failed_and_infinite_members_are_never_promoted(tmp_path):
 
 def test_a_journal_of_another_search_and_a_metric_that_is_not_there_are_refused(tmp_path):
     play(halving(tmp_path), until=1)
-    with pytest.raises(ConfigError, match="is of a search with other values of mode; choose another out="):
+    with pytest.raises(ConfigError, match="is of a search with different mode; choose another out="):
         halving(tmp_path, mode="max")
     source = halving(tmp_path)
     with pytest.raises(ConfigError, match="metric='loss': is not among the numbers of member seed=1: accuracy"):
@@ -207,7 +207,7 @@ def test_a_study_that_asks_for_something_else_is_refused(tmp_path):
     play_study(study(tmp_path, Study()), until=2)
     other = Study()
     other.asked = 3
-    with pytest.raises(CheckpointError, match=r"the study asked for lr=1\S* then and for lr=31\S* now"):
+    with pytest.raises(CheckpointError, match=r"the study proposed lr=1\S* then and lr=31\S* now"):
         study(tmp_path, other)
 
 

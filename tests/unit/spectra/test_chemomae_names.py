@@ -229,7 +229,7 @@ def test_settings_are_checked(wrong):
 
 
 def test_one_file_for_two_outputs_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="one path"):
+    with pytest.raises(ConfigError, match="the same path"):
         trainer_of(tmp_path, raw_weights_file="w.pt", ema_weights_file="w.pt")
 
 

@@ -140,7 +140,7 @@ def test_a_class_of_one_object_cannot_be_both_learned_and_tested():
     [
         ({"features": np.zeros(5)}, r"features has shape \(5,\)"),
         ({"features": np.full((300, 6), np.nan)}, "features is not finite in row 0"),
-        ({"j_minus_k": np.zeros(4)}, r"j_minus_k has shape \(4,\), it must be \(300,\)"),
+        ({"j_minus_k": np.zeros(4)}, r"j_minus_k has shape \(4,\), but must be \(300,\)"),
         ({"spectral_class": np.array(["M"])}, "spectral_class has shape"),
         ({"spectral_class": np.full(300, "M")}, "at least 2 classes"),
         ({"spectral_class": np.array(["M"] * 297 + ["T"] * 3)}, "'T': 3"),
@@ -162,7 +162,7 @@ def test_comparison_and_pca_name_what_is_wrong():
         compare_probes({}, colour, classes)
     with pytest.raises(ValueError, match=r"features\['short'\]"):
         compare_probes({"short": x[:9]}, colour, classes)
-    with pytest.raises(ValueError, match="num_components is 7, it must be 1 to 6"):
+    with pytest.raises(ValueError, match="num_components is 7, but must be 1 to 6"):
         pca_features(x, x, 7)
     with pytest.raises(ValueError, match="x has 3 columns and train has 6"):
         pca_features(x, x[:, :3], 2)

@@ -139,7 +139,7 @@ def _check_end(file: BinaryIO, archive: zipfile.ZipFile, records: list[zipfile.Z
     expected = (b"PK\5\6", 0, 0, count, count, directory, start, 0)
     absent = (None, None, None, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, None)
     if not right or any(x not in (y, z) for x, y, z in zip(found, expected, absent, strict=True)):
-        raise ArchiveError("damaged archive: its end does not fit its table of contents")
+        raise ArchiveError("damaged archive: its end does not match its table of contents")
 
 
 def _read(file: BinaryIO, records: list[zipfile.ZipInfo], names: list[str] | None) -> Archive:
@@ -187,7 +187,7 @@ def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
     for record in records:
         name = record.orig_filename
         if name in seen:
-            raise ArchiveError(f"refused: record {_short(name)} is there twice")
+            raise ArchiveError(f"refused: record {_short(name)} occurs twice")
         seen.add(name)
         parts = re.split(r"[/\\]", name)
         if ".." in parts or not parts[0] or "\0" in name or re.match(r"[A-Za-z]:", name):
@@ -212,9 +212,9 @@ def _check_directory(records: list[zipfile.ZipInfo], size: int) -> str:
         if name.startswith(root) and _PROGRAM.fullmatch(inner):
             raise ArchiveError(f"refused: a TorchScript program, its record {_short(name)} holds code")
         if not name.startswith(root) or not _RECORD.fullmatch(inner):
-            raise ArchiveError(f"refused: record {_short(name)} is none that torch.save writes")
+            raise ArchiveError(f"refused: record {_short(name)} is not one that torch.save writes")
     if min(record.header_offset for record in records) != 0:
-        raise ArchiveError("refused: there is something before the archive in the file")
+        raise ArchiveError("refused: the file has data before the archive")
     return root
 
 

@@ -177,5 +177,5 @@ def dtype_name(value: Any) -> str:
         PickleError: it is not a dtype.
     """
     if not isinstance(value, Named) or value.name not in _DTYPES:
-        raise PickleError("a tensor's dtype is none of torch's")
+        raise PickleError("a tensor's dtype is unknown to torch")
     return value.name.removeprefix("torch.")

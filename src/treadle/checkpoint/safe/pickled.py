@@ -64,7 +64,7 @@ def walk_pickle(pickle: bytes, storages: Mapping[str, int]) -> Walk:
     try:
         walk.value, end = machine.follow(pickle)
         if end != len(pickle):
-            walk.refused.append("there is something behind the end of its pickle")
+            walk.refused.append("it has data after the end of its pickle")
     except PickleError as error:
         walk.refused.append(str(error))
     except Exception as error:  # noqa: BLE001  (whatever a mangled stream does to the stack)

@@ -82,8 +82,8 @@ class BenchHook(BaseHook):
             left = total - trainer.step - _BESIDE
             if left < _LEAST:
                 raise ConfigError(
-                    f"={self.result.target}: trains {total - trainer.step} steps; to be measured it needs at "
-                    f"least {_BESIDE + _LEAST}, for example by a larger max_steps",
+                    f"={self.result.target}: trains {total - trainer.step} steps, but measuring needs at least "
+                    f"{_BESIDE + _LEAST}; raise max_steps, for example",
                     argument="TARGET",
                 )
             self.steps = min(self.steps, left)

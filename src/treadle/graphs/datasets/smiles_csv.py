@@ -168,7 +168,7 @@ def read_smiles_to_predict(path: Path, *, smiles: str | None) -> tuple[str, list
         return _read_lines(path)
     smiles, _, rows, lines = _read_table(path, smiles, "--smiles-column")
     if not rows:
-        raise ConfigError(f"{str(path)!r} has a line of names and no molecules; add a row for each")
+        raise ConfigError(f"{str(path)!r} has a header and no molecules; add a row for each")
     return smiles, rows, lines
 
 
@@ -178,7 +178,7 @@ def _smiles_among(columns: Sequence[str], path: Path, setting: str) -> str:
     found = found or [column for column in columns if "smiles" in column.lower()]
     if len(found) != 1:
         raise ConfigError(
-            f"{str(path)!r} has {len(found) or 'no'} columns of SMILES by their names; name it with {setting}, one of "
+            f"{str(path)!r} has {len(found) or 'no'} columns with 'smiles' in their names; choose one with {setting}: "
             f"{', '.join(columns)}"
         )
     return found[0]
@@ -234,7 +234,7 @@ def _read_table(
             given = [item for value in row.values() for item in (value if isinstance(value, list) else [value])]
             found = sum(item is not None for item in given)
             raise ConfigError(
-                f"line {line} has {found} fields, and the first line has {len(columns)}; quote a field with a comma "
+                f"line {line} has {found} fields, but the first line has {len(columns)}; quote a field with a comma "
                 "in it",
                 argument="file",
                 value=str(path),

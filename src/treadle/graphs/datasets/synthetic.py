@@ -64,8 +64,8 @@ def _generate(
         if fields is not None:
             return {"edge_index": edge_index.numpy(), **{key: value.numpy() for key, value in fields.items()}}
     raise ConfigError(
-        f"none of {_TRIES} graphs of the family {family} has nodes that {task} could ask about: "
-        "choose larger or other graphs through graph_params, or smaller distances through task_params"
+        f"none of {_TRIES} graphs of the family {family} has nodes suitable for {task}: choose larger or other graphs "
+        "with graph_params, or smaller distances with task_params"
     )
 
 

@@ -109,15 +109,10 @@ def _section(config: Any, kind: type[Section], parse: Callable[[Any], Section | 
     """Return one section of a configuration, given alone or as part of all settings."""
     if isinstance(config, kind):
         return config
-    if isinstance(config, Mapping) and _is_section(config):
+    if isinstance(config, Mapping) and config and not {"node", "relative"} & set(config):
         return parse(config)
     found: Section | None = getattr(parse_pe_config(config), name)
     return found
-
-
-def _is_section(config: Mapping[str, Any]) -> bool:
-    """Return whether a mapping is a single section; no key inside a section has a section's name."""
-    return len(config) > 0 and not {"node", "relative"} & set(config)
 
 
 def encode_graph(edge_index: Tensor, num_nodes: int, config: PEConfig) -> GraphEncoding:

@@ -321,7 +321,7 @@ def of_mspe(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if name == "relative":
         if len(types) > 1:
             raise ConfigError(
-                "pairs have one encoding, and mspe computes the first of a list alone; name that one",
+                "pairs have one encoding, and mspe computes only the first of a list; name that one",
                 argument=f"{where}.types", value=types,
             )  # fmt: skip
         return {**found, "type": types[0] if types else "none"}

@@ -44,7 +44,9 @@ def likely_cause(difference: Difference, device: str = "cpu") -> Cause:
         device: the device of the target.
     """
     if difference.part == STEPS:
-        return Cause("other_length", "the runs have other steps", "let the number of steps depend on nothing random")
+        return Cause(
+            "other_length", "the runs have different steps", "let the number of steps depend on nothing random"
+        )
     if difference.uninterrupted:
         return _between_uninterrupted_runs(difference, device)
     return _after_a_kill(difference, device)
@@ -105,7 +107,7 @@ def _reseeded(difference: Difference) -> Cause:
         "reseeded_in_forward",
         f"the forward pass seeds a generator: {shown}{before}. So its random numbers, a dropout mask for one, do not "
         f"continue where they were{_named(difference)}",
-        "take the call out and seed once at the start with treadle.set_seed; the state of the generators is kept over "
+        "remove the call and seed once at the start with treadle.set_seed; the state of the generators is kept over "
         "a stop. For its own numbers a module can use a torch.Generator, or treadle.seed.forked_rng(seed)",
     )
 
@@ -116,7 +118,7 @@ def _after_a_kill(difference: Difference, device: str) -> Cause:
         return Cause(
             "order_not_restored",
             "after a resume the samples come in a different order: the sampler keeps its own state, or draws from a "
-            f"generator that is not known to treadle{_named(difference, 'sampler', 'loader')}",
+            f"generator that treadle does not know{_named(difference, 'sampler', 'loader')}",
             "give the sampler an attribute `generator` (a torch.Generator), let its order depend on a seed and "
             "set_epoch(epoch) alone, or give the loader state_dict and load_state_dict",
         )

@@ -56,7 +56,7 @@ def _owners(engine: Engine, loader: Any) -> Iterator[tuple[str, str, Mapping[str
     if not isinstance(loader, DataLoader) and not _is_library(loader):
         yield "loader", type(loader).__name__, _attributes(loader)
     for hook in engine.hooks:
-        if not _is_library(hook) and not _saves_state(hook):
+        if not _is_library(hook) and type(hook).on_state_dict is BaseHook.on_state_dict:
             yield "hook", type(hook).__name__, _attributes(hook)
     for path, module in unwrap(engine.model).named_modules():
         yield "model", ".".join(part for part in (type(module).__name__, path) if part), _unregistered(module)
@@ -87,10 +87,6 @@ def _unregistered(module: nn.Module) -> dict[str, Any]:
     if _is_library(module):
         return kept
     return kept | {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-
-
-def _saves_state(hook: BaseHook) -> bool:
-    return type(hook).on_state_dict is not BaseHook.on_state_dict
 
 
 def _is_library(owner: Any) -> bool:

@@ -42,7 +42,7 @@ PARTS = {
     "random state after the step": "python, numpy and torch",
     "log": "records given to on_log",
 }
-"""What a record holds, in the order in which it comes about in a step: the first that differs is the nearest cause."""
+"""Parts of a record, in the order in which they arise in a step: the first that differs is nearest to the cause."""
 
 _OF_CHECKPOINT = {
     "weights": ("model",),

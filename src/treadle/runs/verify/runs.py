@@ -167,8 +167,8 @@ class Verifier:
         same = same_seed_each_step(first)
         if same is not None:
             self.result.notes.append(
-                f"the forward pass seeds a generator alike in every step: {same}. So every step draws the same random "
-                "numbers, a dropout mask for one; take the call out and seed once at the start"
+                f"the forward pass seeds a generator identically in every step: {same}. So every step draws the same "
+                "random numbers, such as dropout masks; remove the call and seed once at the start"
             )
         self.result.seconds = time.monotonic() - started
         return self.result
@@ -193,7 +193,7 @@ class Verifier:
         self.log_progress(f"{name.replace('-', ' run ')}: {count} steps in {answer['seconds']:.1f} s")
         if count < 2:
             raise ConfigError(
-                f"={job.target}: trained {count} steps; to be killed in between it needs at least 2", argument="TARGET"
+                f"={job.target}: trained {count} steps, but needs at least 2 to be killed in between", argument="TARGET"
             )
         return lines, float(answer["seconds"])
 
@@ -239,7 +239,7 @@ class Verifier:
     def _failed_rerun(self, job: Job, answer: Mapping[str, Any]) -> str:
         how = f"was ended after {job.limit:.0f} s" if answer["timed_out"] else f"failed (exit code {answer['code']})"
         after = f"after kill {job.number}" if job.number else "before any kill"
-        return f"an uninterrupted run ends well and the run {after} {how}: {_last_line(job.log)}"
+        return f"an uninterrupted run succeeds, but the run {after} {how}: {_last_line(job.log)}"
 
     def _conclude(self, comparison: Comparison, difference: Difference | None, device: str) -> None:
         result = self.result

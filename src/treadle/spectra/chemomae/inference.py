@@ -242,7 +242,7 @@ class Tester(inference.Tester):
         refuse_no_batch(cursor.position, "loader: it")
         selected = sum(int(count) for count in task.selected)
         if not selected:
-            raise ConfigError("no channel counts in the loss; hide some, or take 'all'", argument="loss_region")
+            raise ConfigError("no channel counts in the loss; hide some, or use 'all'", argument="loss_region")
         loss = float(values["loss"])
         if cfg.log_history:
             counts = {"samples": task.samples, "selected_elements": selected, "augmented": self.augmenter is not None}

@@ -97,7 +97,7 @@ class Trainer(SpectraTrainer):
         paths = [self.files.file(name) for name in FILES]
         given = [path for path in paths if path is not None]
         if len(set(given)) != len(given):
-            raise ConfigError(f"{', '.join(FILES)}: two of them are one path; give each its own")
+            raise ConfigError(f"{', '.join(FILES)}: two of them are the same path; give each its own")
 
     def _replaces(self, name: str) -> bool:
         return getattr(type(self), name) is not getattr(Trainer, name)
@@ -154,7 +154,7 @@ class Trainer(SpectraTrainer):
         """
         if state:
             raise ConfigError(
-                f"the checkpoint has state of a subclass ({', '.join(state)}); replace load_checkpoint_extra_state"
+                f"the checkpoint has state of a subclass ({', '.join(state)}); override load_checkpoint_extra_state"
             )
 
     # -- counters -------------------------------------------------------------------------------------------------
