@@ -178,7 +178,7 @@ def test_the_tours_of_the_source_name_its_files_and_their_lengths():
     counted = {name: lines_of_code(ROOT / "src" / "treadle" / name) for name in stated}
     wrong = {name: (stated[name], lines) for name, lines in counted.items() if abs(stated[name] - lines) > 10}
     assert not wrong, f"docs/guide/reading.md states other lengths: {wrong}"
-    assert sum(counted.values()) <= 3450  # an afternoon
+    assert sum(counted.values()) <= 3500  # an afternoon
 
 
 def lines_of_code(file):

@@ -82,6 +82,29 @@ class BeginsAgain(BaseHook):
         divide(trainer, float(self.metric.compute()) + self.best)
 
 
+class BeginsTheModel(BaseHook):
+    """Freezes, initializes, registers and sets when training begins, and moves all of it later."""
+
+    def on_before_train(self, trainer: Any) -> None:
+        trainer.model[0].requires_grad_(False)
+        nn.init.orthogonal_(trainer.model[3].weight)
+        trainer.model.register_buffer("mask", torch.ones(6, WIDTH), persistent=False)
+        trainer.model[2].p, trainer.grad_clip = 0.0, 1.0
+        trainer.optimizer.param_groups[0].update(lr=0.02, momentum=0.5)
+
+    def on_before_optimizer_step(self, trainer: Any) -> None:
+        if trainer.model[0].weight.grad is not None:
+            trainer.model[0].weight.grad.mul_(trainer.model.mask)
+
+    def on_after_step(self, trainer: Any) -> None:
+        if trainer.step == 3:
+            trainer.model[0].requires_grad_(True)
+        trainer.model.mask.mul_(0.9)
+        trainer.model[2].p += 0.05
+        trainer.grad_clip *= 0.8
+        trainer.optimizer.param_groups[0]["lr"] *= 1.1
+
+
 # -- graphs that are left behind ------------------------------------------------------------------------------------
 
 
@@ -167,6 +190,8 @@ BEGUN = [
         lambda: Case(hooks=[WarmsUp()]), stops=STOPS),
     Row("a metric, a teacher and a number that it resets when training begins", HOOKS,
         lambda: Case(hooks=[BeginsAgain()]), stops=STOPS),
+    Row("weights, a frozen layer, a buffer, clipping and settings that it sets when training begins", HOOKS,
+        lambda: Case(hooks=[BeginsTheModel()]), stops=STOPS),
     Row("a recurrent state with its graph", MODELS, lambda: Case(model=Recurrent(None)), stops=STOPS),
     Row("a recurrent state with its graph, there from the start", MODELS,
         lambda: Case(model=Recurrent(torch.zeros(3, 5))), stops=STOPS),

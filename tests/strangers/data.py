@@ -29,6 +29,18 @@ class CountsPasses(torch_data.Sampler):
         yield from torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.passes)).tolist()
 
 
+class CountsOnItsClass(torch_data.Sampler):
+    """The same, without attributes of its own until it is asked."""
+
+    passes = 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    __iter__ = CountsPasses.__iter__
+    rows = ROWS
+
+
 class WithState:
     """Adds the two methods to a class that counts in ``passes``."""
 
@@ -376,6 +388,7 @@ DATA_ROWS = [
     Row("SubsetRandomSampler", SAMPLERS, loads(sampler=lambda: torch_data.SubsetRandomSampler(range(3, ROWS)))),
     Row("DistributedSampler", SAMPLERS, loads(sampler=distributed)),
     Row("a sampler that counts its passes", SAMPLERS, loads(sampler=CountsPasses)),
+    Row("the same from a default of its class", SAMPLERS, loads(sampler=CountsOnItsClass), stops=(2, 5)),
     Row("the same with state_dict", SAMPLERS, loads(sampler=CountsWithState)),
     Row("the same with two workers", SAMPLERS, loads(sampler=CountsPasses, num_workers=2)),
     Row("a sampler that keeps its position", SAMPLERS, loads(sampler=Positioned)),

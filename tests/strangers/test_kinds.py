@@ -20,13 +20,22 @@ import torch
 import torchmetrics
 from scipy import spatial
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Subset, default_collate
 
 from helpers import MeanSquare, through_a_file
 from strangers.bench import WIDTH, Case, Points, Row, inexact, net, points_loader
 from strangers.data import OwnIterator, Scaling
 from strangers.reported import Managed
-from treadle import BaseTrainer, CheckpointError, ConfigError, Engine, EpochTrainer, Trainer, load_weights
+from treadle import (
+    BaseTrainer,
+    CheckpointError,
+    ConfigError,
+    Engine,
+    EpochTrainer,
+    Trainer,
+    load_weights,
+)
 from treadle.checkpoint import save_checkpoint
 from treadle.functional.settings import read_settings
 from treadle.hooks import BaseHook
@@ -751,6 +760,29 @@ def test_texts_and_times_that_a_hook_sets_when_it_begins_stay_and_numbers_are_na
     assert "continues with the checkpoint's rate=0.05 (on_before_train set 0.025)" in caplog.text
 
 
+class SetsRate(BaseHook):
+    def __init__(self, rate: float):
+        self.given = (rate,)
+
+    def on_before_train(self, trainer: Any) -> None:
+        trainer.optimizer.param_groups[0]["lr"] = self.given[0]
+
+    def on_after_step(self, trainer: Any) -> None:
+        trainer.optimizer.param_groups[0]["lr"] /= 2
+
+
+@pytest.mark.parametrize(("first", "later", "used"), [(0.05, 0.05, 0.0125), (0.03, 0.03, 0.0075), (0.03, 0.5, 0.5)])
+def test_a_rate_that_a_hook_sets_again_when_it_begins_is_put_back_and_another_one_stays(first, later, used, caplog):
+    engine = engine_of(hooks=[SetsRate(first)])
+    engine.run(points_loader(), max_steps=2)
+    resumed = engine_of(hooks=[SetsRate(later)])
+    resumed.load_state_dict(through_a_file(engine.state_dict()))
+    resumed.run(points_loader(), max_steps=3)
+    assert resumed.optimizer.param_groups[0]["lr"] == used / 2
+    named = "continues with the checkpoint's optimizer[0].lr=0.0125 (on_before_train set 0.05"
+    assert caplog.text.count(named) == (first == 0.05)  # with which the optimizer was built, so it may be on purpose
+
+
 @pytest.mark.parametrize("make", [lambda: nn.LSTM(WIDTH, 1), lambda: nn.GRU(WIDTH, 1), lambda: nn.RNN(WIDTH, 1)])
 def test_the_parameters_of_a_recurrent_layer_are_not_named(make, caplog):
     class First(nn.Module):
@@ -946,6 +978,32 @@ def test_whatever_a_callback_moves_is_in_the_state_of_its_epoch(callback: Any, t
     WithRows().run_to(1, tmp_path / "stopped", callback)
     found = WithRows().run_to(3, tmp_path / "stopped", callback)
     assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+def test_weights_that_were_pruned_before_training_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    def engine() -> Engine:
+        model = net()
+        prune.l1_unstructured(model[0], "weight", amount=0.3)
+        return engine_of(model)
+
+    first, second = engine(), engine()
+    first.run(points_loader(), max_steps=2)
+    second.load_state_dict(first.state_dict())
+    second.state_dict()  # before a forward pass computes the weight again
+    assert caplog.text == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+@pytest.mark.parametrize("fuses", [True, False])
+def test_torchscript_is_named_where_it_fuses_kernels(fuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(torch.jit.script(nn.Linear(WIDTH, 1)))
+    before = torch.jit.set_fusion_strategy([("STATIC", 2)] if fuses else [])
+    try:
+        engine.state_dict()
+        assert torch.jit.set_fusion_strategy(before) == ([("STATIC", 2)] if fuses else [])
+    finally:
+        torch.jit.set_fusion_strategy(before)
+    assert caplog.text.count("torch.jit.set_fusion_strategy([])") == fuses
 
 
 def test_what_a_manager_of_multiprocessing_holds_is_carried() -> None:

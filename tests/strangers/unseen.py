@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import enum
 import random
 from collections import deque, namedtuple
@@ -241,10 +242,14 @@ class CountsInModule(MeanSquare):
 
 
 def counting_loss() -> Any:
-    def loss(made: torch.Tensor, wanted: torch.Tensor, cache: Any = {"calls": 0}) -> torch.Tensor:
+    def loss(
+        made: torch.Tensor, wanted: torch.Tensor, cache: Any = {"calls": 0}, scale: Any = torch.ones(1), *,
+        counts: Any = array.array("i", [0]),
+    ) -> torch.Tensor:  # fmt: skip
         cache["calls"] += 1
+        counts[0] += 1
         loss.more = getattr(loss, "more", 0) + 1
-        return (made - wanted).square().mean() / (cache["calls"] + loss.more)
+        return (made - wanted).square().mean() * scale.mul_(0.9).item() / (cache["calls"] + loss.more + counts[0])
 
     return loss
 
@@ -354,7 +359,8 @@ UNSEEN = [
     row("a module-level counter", VARIABLES, module_variables(lambda: Case(task=CountsInModule()))),
     row("a class-level counter", VARIABLES, module_variables(lambda: Case(
         loader=points_loader(CountsOnClass(), shuffle=True)))),
-    row("a counter in a default argument and one on a function", VARIABLES, functional(counting_loss)),
+    row("counters, a tensor and an array in default arguments, and a counter on a function", VARIABLES, functional(
+        counting_loss)),
     row("a sampler whose state dict omits its generator", SAMPLERS, lambda: Case(
         loader=points_loader(sampler=ForgetsOrder()))),
     row("named tuples and custom classes in containers", OTHERS, lambda: Case(task=Replays())),

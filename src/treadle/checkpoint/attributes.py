@@ -102,7 +102,7 @@ class Attributes:
         own = getattr(self.owner, "__dict__", None)
         if type(own) is not dict or attributes_of(self.owner).keys() != own.keys():
             return None
-        return (set(own), list(held.items())) if all(_is_fixed(value) for value in held.values()) else None
+        return (set(own), list(held.items())) if all(is_fixed(value) for value in held.values()) else None
 
     def _is_unchanged(self) -> bool:
         """Return whether nothing has changed, by a quick check of immutable values; most modules hold numbers only."""
@@ -235,7 +235,7 @@ class Attributes:
         return name not in self._before and callable(getattr(type(self.owner), name, None))
 
 
-def _is_fixed(value: Any) -> bool:
+def is_fixed(value: Any) -> bool:
     """Return whether a value is immutable."""
     return type(value) in _FIXED or (type(value) is tuple and all(type(item) in _FIXED for item in value))
 

@@ -154,7 +154,7 @@ class ModuleState:
 def _attributes_of(module: nn.Module, references: References) -> Attributes:
     """Return the attributes of a module; only numbers for torch's own, such as a dropout rate set by a hook."""
     if type(module).__module__.startswith("torch."):
-        return Attributes(module, leave_out=_OF_TORCHS, stashes=True)
+        return Attributes(module, leave_out=(*_OF_TORCHS, *_pruned_in(module)), stashes=True)
     own = [name for name, value in vars(module).items() if type(value) is Tensor]  # collected with the buffers
     return Attributes(
         module, deep=True, leave_out=(*_OF_EVERY_MODULE, *own), stashes=True, largest=_LARGEST_THAT_APPEARS,
@@ -199,11 +199,16 @@ def _other_tensors(named: Mapping[str, nn.Module]) -> dict[str, tuple[bool, Tens
             may_be_kept = type(value) is Tensor and (value.grad_fn is None or is_user_object(module))
             if may_be_kept and value.numel() <= _LARGEST:
                 found[f"{name}.{key}".lstrip(".")] = (False, value if value.grad_fn is None else value.detach())
-        for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, BasePruningMethod) and isinstance(value := vars(module).get(hook._tensor_name), Tensor):
+        for key in _pruned_in(module):
+            if isinstance(value := vars(module).get(key), Tensor):
                 # The next pruning ranks the weights of the last forward pass, not those after the step.
-                found[f"{name}.{hook._tensor_name}".lstrip(".")] = (False, value.detach())
+                found[f"{name}.{key}".lstrip(".")] = (False, value.detach())
     return found
+
+
+def _pruned_in(module: nn.Module) -> list[str]:
+    """Return the names of the tensors that torch.nn.utils.prune computes before each forward pass of a module."""
+    return [hook._tensor_name for hook in module._forward_pre_hooks.values() if isinstance(hook, BasePruningMethod)]
 
 
 @torch.no_grad()
@@ -218,5 +223,7 @@ def _set_tensor(module: nn.Module, name: str, value: Tensor, shared: Mapping[int
     made = value.clone() if like is None else value.clone().to(like.device)
     if name in module._buffers:
         module.register_buffer(name, made, persistent=name not in module._non_persistent_buffers_set)
+    elif not hasattr(module, name):  # a buffer that appeared, which a hook may register again
+        module.register_buffer(name, made, persistent=False)
     else:
         setattr(module, name, made)

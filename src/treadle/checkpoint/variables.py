@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from treadle.checkpoint.attributes import CachedFunction, is_table
+from treadle.checkpoint.attributes import CachedFunction, is_fixed, is_table
 from treadle.checkpoint.generators import GENERATORS
 from treadle.checkpoint.introspection import (
     Named,
@@ -58,7 +58,7 @@ class Variables(Named):
         self._known = frozenset(known)
         self._used: dict[str, tuple[dict[str, Any], str]] = {}  # module variables
         self._codes: list[Any] = []
-        self._defaults: dict[str, Any] = {}
+        self._defaults: dict[str, tuple[types.FunctionType, str]] = {}
         self._settings: set[str] = set()  # names of environment variables
         self._cells: dict[str, types.CellType] = {}  # closure variables
         self.stateful: dict[str, Any] = {}
@@ -80,9 +80,9 @@ class Variables(Named):
                 value = variables.get(name)
                 if has_state(value) and not is_engine_or_trainer(value):
                     self.stateful[f"{module}.{name}"] = value
-        for name, value in _defaults_of(code):
-            if isinstance(value, (list, dict, set, deque, *GENERATORS)) or is_plain_object(value):
-                self._defaults[f"{code.__qualname__}({name})"] = value
+        for name, value in _defaults_of(code).items():
+            if not is_fixed(value):
+                self._defaults[f"{code.__qualname__}({name})"] = code, name
 
     def uses(self, name: str) -> bool:
         """Return whether the code uses a variable name."""
@@ -97,14 +97,14 @@ class Variables(Named):
                 continue
             found |= {f"{code.__qualname__}.{name}": value for name, value in vars(code).items()
                       if not _is_special(name)}  # fmt: skip
-        found |= self._defaults
+        found |= {place: _defaults_of(code)[name] for place, (code, name) in self._defaults.items()}
         found |= {f"os.environ[{name!r}]": os.environ[name] for name in self._settings & os.environ.keys()}
         found |= {name: cell.cell_contents for name, cell in self._cells.items() if not is_empty(cell)}
         found |= {f"{name}()": value() for name, value in found.items() if isinstance(value, weakref.ref)}
         return {name: value for name, value in found.items() if _is_variable(value) and name not in self._known}
 
     def set(self, name: str, value: Any) -> None:
-        """Set a variable; a default is filled in place."""
+        """Set a variable."""
         if name in self._cells:
             self._cells[name].cell_contents = value
             return
@@ -114,6 +114,9 @@ class Variables(Named):
         if name in self._used:
             variables, key = self._used[name]
             variables[key] = value
+            return
+        if name in self._defaults:
+            _set_default(*self._defaults[name], value)
             return
         owner, _, attribute = name.rpartition(".")
         for code in self._codes:
@@ -241,8 +244,16 @@ def _texts_in(function: types.FunctionType) -> set[str]:
     return found
 
 
-def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _defaults_of(function: types.FunctionType) -> dict[str, Any]:
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     values = function.__defaults__ or ()
-    yield from zip(names[len(names) - len(values) :], values, strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
+    return dict(zip(names[len(names) - len(values) :], values, strict=True)) | (function.__kwdefaults__ or {})
+
+
+def _set_default(function: types.FunctionType, name: str, value: Any) -> None:
+    of_keywords = function.__kwdefaults__ or {}
+    if name in of_keywords:
+        of_keywords[name] = value
+        return
+    values = _defaults_of(function) | {name: value}
+    function.__defaults__ = tuple(values[key] for key in values if key not in of_keywords)

@@ -96,6 +96,7 @@ class Cursor:
         self._pending_generators: list[torch.Tensor] = []
         self._objects = LoaderState(None)
         self._pending_objects: dict[str, Any] | None = None
+        self._settled: tuple[list[torch.Tensor], dict[str, Any] | None] | None = None  # restored before the opening
         self._between: Any = None  # a checkpoint's state of the loader between two epochs, until the next one is opened
         self._epoch_of_workers: int | None = None  # epoch set on the data sets before workers started
         self._warned: set[str] = set()
@@ -105,6 +106,8 @@ class Cursor:
         if self._only is not None:
             loader = self._first_batches(loader, self._only)
         if loader is not self._loader:
+            if self._settled is not None:
+                self._pending_generators, self._pending_objects = self._settled
             if self._opening is not None and self._loaded is None and in_global_order(self._loader) is not None:
                 self._loaded = {**self.state_dict(), "loader": None}  # the rest is available for any loader
             self._source = open_source(loader)
@@ -144,7 +147,7 @@ class Cursor:
     def open(self, loader: Any) -> None:
         """Open the running epoch: at its start, its current position, or the position of a loaded checkpoint."""
         self.attach(loader)
-        loader = self._loader
+        loader, self._settled = self._loader, None
         if self._opening is None or self._iterator is not None or self.ended:
             self._restore_pending()  # between two epochs: what set_epoch and the length of the next one build on
             self.warn(other_batch_size(self._loaded or {}, self._loader))
@@ -163,6 +166,24 @@ class Cursor:
             self._open_fresh()
         else:
             self._reopen(self._opening)
+
+    def settle(self, loader: Any) -> None:
+        """Between two epochs, attach a loader and restore now what opening the next epoch would restore.
+
+        Code of the user's that runs before the epoch then begins as in an undisturbed run. If it opens another loader,
+        the state goes into that one, too.
+        """
+        if self._opening is None:
+            self.attach(loader)
+            settled = self._pending_generators, self._pending_objects
+            self._restore_pending()
+            self._settled = settled
+
+    def put_back(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the objects and generators of the opened loader, but not its position."""
+        if self._iterator is not None:
+            self._objects.restore(state_dict.get("objects") or {})
+            _set_generators(self._loader, state_dict["generators"])
 
     def _open_fresh(self) -> None:
         self._opening = {
@@ -398,8 +419,11 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ``data`` entry of a checkpoint."""
-        if self._loaded is not None:  # loaded but not opened yet: still the same position
+        if self._loaded is not None and self._settled is None:  # loaded but not opened yet: still the same position
             return dict(self._loaded)
+        if self._loaded is not None:
+            generators = [generator.get_state() for generator in generators_of(self._loader)]
+            return {**self._loaded, "generators": generators, "objects": self._objects.collect()}
         self._warn_of_lost()
         source, objects = self._source, self._pending_objects
         objects = self._objects.collect() if objects is None else objects
@@ -466,6 +490,7 @@ class Cursor:
         self._pending_generators = list(state_dict["generators"])
         self._pending_objects = dict(state_dict.get("objects") or {})
         self._between = state_dict.get("loader") if self.between_epochs else None
+        self._settled = None
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
         """Log each message as a warning, once; ``topic`` becomes an attribute of the record, for filters."""

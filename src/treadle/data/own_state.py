@@ -81,7 +81,7 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
             _walk(f"{path}.{name}", item, found, seen, depth - 1)
         return
     held = attributes_of(owner)
-    if not held and not has_state(owner):
+    if not (held or has_state(owner) or is_user_object(owner)):
         return
     seen.add(id(owner))
     found[path] = owner

@@ -316,7 +316,9 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     engine.events.write_requested()
     if engine.guard.skips is not None:
         decide_wait(engine, engine.guard.skips)
-    if engine.signals.plans:
+    if engine.events.held:
+        engine.events.step_waits = True
+    elif engine.signals.plans:
         exit_after_step(engine)
 
 

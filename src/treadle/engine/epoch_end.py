@@ -117,5 +117,6 @@ def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], boo
             stepped_schedule = train_epoch()
             engine.target = target  # a single step sets another target
             finish_epoch(engine, moves_schedule=not stepped_schedule)
+            exit_on_signal(engine)
         engine.emit("on_after_train")
         engine.write_requested()

@@ -20,6 +20,8 @@ class Events:
         served: whether the hooks have received the records of the latest call of ``log`` or ``log_images``.
         abandoned: whether a signal ended an evaluation run by a hook; all ranks know, and the run exits at the next
             boundary.
+        held: whether files and exits wait for the user's code that follows a step in a loop of its own.
+        step_waits: whether a step has ended while they were held.
 
     Example:
         >>> Events().hooks_for([BaseHook()], "on_after_step")
@@ -29,6 +31,7 @@ class Events:
     def __init__(self) -> None:
         self.served = False
         self.abandoned = False
+        self.held = self.step_waits = False
         self._listening: dict[str, list[BaseHook]] = {}
         self._listened: list[BaseHook] = []
         self._writes: list[Callable[[], Any]] = []
@@ -83,8 +86,8 @@ class Events:
         self._writes.append(write)
 
     def write_requested(self) -> None:
-        """Write the requested files."""
-        if not self._writes:
+        """Write the requested files, unless they are held."""
+        if self.held or not self._writes:
             return
         writes, self._writes = self._writes, []
         for write in writes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from treadle.checkpoint.comparison import unequal
 from treadle.checkpoint.schema import to_plain
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart
@@ -34,6 +36,13 @@ class ModulesPart(StatePart):
             advice = "Make it a buffer, or define get_extra_state and set_extra_state in the module"
             engine.state.warn_of_lost(engine, f"model: {name}", advice)
 
+        if any(isinstance(module, torch.jit.ScriptModule) for module in engine.model.modules()) and _fuses():
+            engine.state.warn_once(
+                engine,
+                "model: TorchScript fuses kernels after the first calls in a process, which then round differently: a "
+                "resume is exact only if torch.jit.set_fusion_strategy([]) is called before training",
+            )
+
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:
         entry, modules = saved.part("modules"), engine.state.modules
         if "frozen" in entry and sorted(modules.built_frozen) != entry["built_frozen"]:
@@ -56,3 +65,10 @@ class ModulesPart(StatePart):
         for path, value in entry.get("tensors", {}).items():
             if path in tensors:
                 yield from unequal(value, to_plain(tensors[path], path), f"modules.tensors.{path}")
+
+
+def _fuses() -> bool:
+    """Return whether TorchScript may fuse kernels; its strategy can only be read by setting it."""
+    strategy = torch.jit.set_fusion_strategy([])
+    torch.jit.set_fusion_strategy(strategy)
+    return bool(strategy)

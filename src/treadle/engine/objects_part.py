@@ -103,11 +103,14 @@ def _roots(engine: Engine) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def hooks_beginning(engine: Engine) -> Iterator[None]:
-    """Let hooks begin in the block, and put back what they changed of the objects that a checkpoint has set."""
+    """Let hooks begin in the block, and put back what they changed of what a checkpoint has set."""
     kept = {"": engine.state.objects}
     kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
     before = {name: objects.loaded_states() for name, objects in kept.items()}
+    resumed, engine.state.hooks_resume = engine.state.hooks_resume, False
+    engine.state.beginning.begin(engine, resumed=resumed)
     yield
+    engine.state.beginning.end(engine, resumed=resumed)
     engine.state.search_again()
     engine.state.registered = _registered_hooks(engine)
     for name, objects in kept.items():

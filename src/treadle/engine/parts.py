@@ -171,11 +171,14 @@ class ProgressPart(StatePart):
         tree["progress"] = {**engine.progress.state_dict(), "device": engine.device.type}
         if engine.lr_scheduler is None and any(built := engine.state.built.moved_groups(engine)):
             tree["progress"]["built"] = built
+        if begun := engine.state.beginning.state_dict():
+            tree["progress"]["begun"] = begun
 
     def load(self, engine: Engine, saved: Saved) -> None:
         step = int(saved.get("global_step") or 0)
         engine.progress.load_state_dict(saved.part("progress"), step=step, device=engine.device)
         engine.settings = dataclasses.replace(engine.settings, **engine.progress.moved_settings)
+        engine.state.beginning.load_state_dict(saved.part("progress").get("begun") or {})
 
 
 class DataPart(StatePart):
@@ -252,6 +255,9 @@ MOVED_BY_STEPS = tuple(
     if isinstance(part, (ModelPart, SchedulerPart, OptimizerPart, ScalerPart, AveragesPart, ObjectsPart, ModulesPart))
 )
 """The parts that a step changes."""
+
+WITHOUT_WEIGHTS = tuple(part for part in PARTS if isinstance(part, (ObjectsPart, ModulesPart, RngPart)))
+"""The state of the user's objects and modules, and the random state."""
 
 
 def _rng_of_rank(engine: Engine, saved: Saved) -> RngState | None:

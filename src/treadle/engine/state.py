@@ -17,12 +17,13 @@ from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, copy_large_of, to_plain
 from treadle.device.handover import wait_for_work
+from treadle.engine.beginning import Beginning
 from treadle.engine.first_save import try_loading
 from treadle.engine.hooks_part import HookStates
 from treadle.engine.objects_part import objects_of, parts_of
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
-from treadle.engine.parts import MOVED_BY_STEPS, PARTS
+from treadle.engine.parts import MOVED_BY_STEPS, PARTS, WITHOUT_WEIGHTS
 from treadle.engine.prepared_parts import PreparedParts
 from treadle.engine.schedule_moves import ScheduleMoves
 from treadle.engine.settings import MOVABLE, EngineSettings, other_settings
@@ -78,6 +79,9 @@ class RunState:
         num_runs: runs of this object that took steps.
         length_checked: whether the length of the schedule was checked against that of the run.
         modules: state of the model that is not in its state dict.
+        beginning: what hooks change when they begin.
+        hooks_resume: whether the next run continues one that was stopped, so that what its hooks set when they begin is
+            put back.
         schedule: comparison of the moves of the schedule with those of the engine.
         built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
@@ -109,6 +113,8 @@ class RunState:
         self.num_runs = 0
         self.closed: str | None = None
         self.schedule = ScheduleMoves()
+        self.beginning = Beginning()
+        self.hooks_resume = False
         self.objects = OwnObjects({})
         self.registered: frozenset[str] = frozenset()
         self.hooks = HookStates()
@@ -186,6 +192,12 @@ class RunState:
         self.training, self.num_runs = True, self.num_runs + 1
         self.length_checked = False
 
+    def begin_anew(self) -> None:
+        """Let hooks begin as in a new run, where every epoch is one."""
+        self.hooks_resume = False
+        for objects in (self.objects, *self.hooks.objects.values()):
+            objects.loaded_states()
+
     def record_moved_settings(self, engine: Engine) -> None:
         """Record in the progress which settings a hook has changed since the run began."""
         for name in MOVABLE if self.training else ():
@@ -250,7 +262,7 @@ class RunState:
                 ", ".join(others), extra={"topic": "other settings"},
             )  # fmt: skip
         self._verify_loaded(engine, saved)
-        self.loaded = True
+        self.loaded = self.hooks_resume = True
         self.origin.moved(StateProgress(engine.progress.step, engine.epoch))
 
     def _verify_loaded(self, engine: Engine, saved: Saved) -> None:
@@ -283,6 +295,12 @@ class RunState:
         self._load(engine, saved, MOVED_BY_STEPS, warns=False)
         progress = tree.get("progress") or {}
         engine.progress.roll_back(int(progress.get("applied_steps", engine.progress.applied_steps)))
+
+    def put_back(self, engine: Engine, tree: Mapping[str, Any]) -> None:
+        """Load what a step changes, and the random state, from a state of this run; of a sharded model, no weights."""
+        engine.cursor.put_back(tree["data"])
+        parts = WITHOUT_WEIGHTS if distributed.is_sharded(engine.model) else (*MOVED_BY_STEPS, PARTS[-1])
+        self._load(engine, Saved.for_engine(engine, tree), parts, warns=False)
 
     def _load(self, engine: Engine, saved: Saved, parts: tuple[StatePart, ...], *, warns: bool) -> None:
         for part in parts:

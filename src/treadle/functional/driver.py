@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from treadle import distributed
@@ -54,6 +55,7 @@ class FaceEpochs(SelectingEpochs):
         self._wrapped = False  # whether epochs go through the trainer's train_epoch
         self._incomplete = False  # whether train_epoch will add to the running epoch's record
         self._own_steps: OwnSteps | None = None  # steps of a train_epoch that replaces the loop
+        self._entered: dict[str, Any] | None = None  # state in which a resumed epoch was entered
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -69,12 +71,19 @@ class FaceEpochs(SelectingEpochs):
             self.select_by(None)
         self.engine.prepare()
         resume_from_hooks(self.engine)  # before the target is set to one epoch beyond the loaded one
+        self._put_back()
         before = self.engine.epoch
         self.fit(train_loader, val_loader, before + 1)
         self._epochs_run += 1
         if self.engine.epoch == before:
             return self.train_record(self.engine.train_means())
         return self.history[-1]
+
+    def _put_back(self) -> None:
+        """Undo what the override changed at its beginning, in an epoch that began before the checkpoint."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            self.engine.state.put_back(self.engine, entered)
 
     @property
     def record_complete(self) -> bool:
@@ -83,11 +92,12 @@ class FaceEpochs(SelectingEpochs):
 
     def fit_wrapped(
         self,
-        train_epoch: Callable[[int], Any],
+        train_epoch: Callable[[Iterable[Any], int], Any],
+        loader: Iterable[Any],
         epochs: int,
         after_epoch: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Train each epoch with ``train_epoch(epoch)``, which must call :meth:`one_epoch` exactly once.
+        """Train each epoch with ``train_epoch(loader, epoch)``, which must call :meth:`one_epoch` exactly once.
 
         Hooks see every epoch as a separate run. Further values returned by ``train_epoch`` are added to the record.
 
@@ -97,13 +107,16 @@ class FaceEpochs(SelectingEpochs):
         engine = self.engine
         engine.prepare()
         resume_from_hooks(engine)
+        if not engine.cursor.position:  # between two epochs, each a run for its hooks
+            engine.state.begin_anew()
         engine.should_stop, self._wrapped = False, True
         self.deadline = engine.settings.limits.deadline()
         last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
             with claimed_by_hooks(engine), SignalsBetweenRuns(engine) as between:
                 while engine.epoch < last and not (self.finished or ranks_stop(engine)):
-                    record = self._run_wrapped_epoch(train_epoch)
+                    engine.cursor.settle(loader)
+                    record = self._run_wrapped_epoch(partial(train_epoch, loader))
                     with between.handled():
                         if record is not None:
                             self._incomplete = False
@@ -122,6 +135,7 @@ class FaceEpochs(SelectingEpochs):
         """Train one epoch; return its record, or None if stopped within it."""
         self._incomplete = True
         before, self._epochs_run = self.engine.epoch, 0
+        self._entered = self.engine.state_dict() if self.engine.cursor.position else None
         result = train_epoch(before)
         if self._epochs_run != 1 or not isinstance(result, Mapping):
             raise ConfigError(
@@ -162,8 +176,10 @@ class FaceEpochs(SelectingEpochs):
         def one_epoch() -> bool:
             own_steps.start()
             result.clear()
-            batches = EpochBatches(engine, loaders[0])
+            engine.cursor.settle(loaders[0])
+            batches = EpochBatches(engine, loaders[0], on_resumed=self._put_back)
             if batches.left:
+                self._entered = engine.state_dict() if batches.before else None
                 result.update(self._result_of(train_epoch(batches, engine.epoch)))
             elif loaders[1] is not None:
                 found = self.evaluate_each(loaders[1])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from treadle import distributed
+from treadle.checkpoint.files import write_text
 from treadle.checkpoint.order import StateProgress, is_moved_aside
 from treadle.checkpoint.ranks import on_all_ranks, on_rank_0
 from treadle.checkpoint.retention import Retention
@@ -36,6 +37,7 @@ class NumberedFolder(CheckpointFolder):
 
     Attributes:
         other_names: returns parts of a tree under further names, without extra space in the file.
+        callbacks_interrupted: whether the run resumed from an epoch whose callbacks did not end.
     """
 
     loss_settings = ("loss",)
@@ -57,6 +59,8 @@ class NumberedFolder(CheckpointFolder):
         self._save_freq = 0
         self.other_names: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: {}
         self._written: list[Path] | None = None  # files at the end of the current epoch, while being written
+        self._callbacks_due = False  # whether the state being written precedes the epoch's callbacks
+        self.callbacks_interrupted = False
 
     def use(self, path: str | Path | None, save_freq: int | None = None) -> None:
         """Set the folder of a call, and the epochs between numbered checkpoints; 0 or None for none."""
@@ -83,6 +87,17 @@ class NumberedFolder(CheckpointFolder):
             self._complete(found)
         return found
 
+    def restore(self, tree: Mapping[str, Any], source: str | Path) -> None:
+        """Restore a checkpoint tree in place, and find out whether the callbacks of its epoch were interrupted."""
+        super().restore(tree, source)
+        if tree.get("callbacks_due") and self.path is not None:
+            running = _running(self.engine.epoch)
+            self.callbacks_interrupted = on_rank_0(
+                lambda: self._marker.is_file() and self._marker.read_text() == running
+            )
+        if self.callbacks_interrupted:
+            self.record_written()
+
     def _complete(self, source: Path) -> None:
         """Write the epoch's numbered file, if the run was killed between writing the best and it."""
         assert self.path is not None
@@ -96,7 +111,12 @@ class NumberedFolder(CheckpointFolder):
         return bool(self._save_freq) and self.engine.epoch % self._save_freq == 0
 
     def write_epoch(
-        self, *, improved: bool | None, best: float | None, scored_weights: Callable[[], AbstractContextManager[None]]
+        self,
+        *,
+        improved: bool | None,
+        best: float | None,
+        scored_weights: Callable[[], AbstractContextManager[None]],
+        callbacks: bool = False,
     ) -> None:
         """Write the files of an epoch.
 
@@ -108,13 +128,16 @@ class NumberedFolder(CheckpointFolder):
             improved: whether this is the best epoch so far; None without selection.
             best: the best value so far.
             scored_weights: context manager that uses the weights that evaluations score.
+            callbacks: whether callbacks are called next, until :meth:`end_callbacks`.
         """
         if self.path is None:
             return
         self.before_write()
         self._history.write()
-        epoch, self._written = self.engine.epoch, []
+        epoch, self._written, self._callbacks_due = self.engine.epoch, [], callbacks
         try:
+            if callbacks and (improved or self._is_due()):  # before the state that the marker refers to
+                on_rank_0(lambda: write_text(_running(epoch), self._marker))
             if improved or (improved is None and self._is_due()):
                 self._write_pretrained(self.path / "pretrained", scored_weights)
             if improved:
@@ -124,8 +147,20 @@ class NumberedFolder(CheckpointFolder):
             if improved or self._is_due():
                 self.record_written()
         finally:
-            self._written = None
+            self._written, self._callbacks_due = None, False
         on_rank_0(self._prune)
+
+    @property
+    def _marker(self) -> Path:
+        """File that exists while the callbacks of an epoch run whose state is written."""
+        assert self.path is not None
+        return self.path / ".treadle-callbacks"
+
+    def end_callbacks(self) -> None:
+        """Record that the callbacks of the epoch have been called."""
+        self.callbacks_interrupted = False
+        if self.path is not None:
+            on_rank_0(lambda: self._marker.unlink(missing_ok=True))
 
     def write_changed(self, best: float | None) -> None:
         """Rewrite the state of an epoch after callbacks have changed it.
@@ -193,6 +228,8 @@ class NumberedFolder(CheckpointFolder):
         tree = self.engine.state_dict()
         if metric_value is not None:
             tree["best_metric"] = float(metric_value)
+        if self._callbacks_due:
+            tree["callbacks_due"] = True
         tree |= self.other_names(tree)
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         self.engine.state.record_saved(written, self.engine.step)
@@ -206,3 +243,7 @@ class NumberedFolder(CheckpointFolder):
             if path.name == BEST:
                 self.name_state(path, best=True)
             self.name_state(path, best=False)
+
+
+def _running(epoch: int) -> str:
+    return f"the callbacks of epoch {epoch} are running\n"

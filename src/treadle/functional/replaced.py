@@ -15,6 +15,7 @@ from treadle.engine import Engine
 from treadle.engine.attempt import apply_step_effects, begin_attempt
 from treadle.engine.progress import LearningRates
 from treadle.engine.settings import Outcome
+from treadle.engine.signal_exit import exit_on_signal
 from treadle.errors import ConfigError
 from treadle.functional.batches import num_samples, split_batch
 from treadle.task import StepOutput
@@ -164,14 +165,16 @@ class EpochBatches:
     Args:
         engine: engine of the epoch.
         loader: loader whose attributes, such as ``dataset``, this object forwards.
+        on_resumed: called before the first batch of an epoch that was resumed in the middle.
 
     Attributes:
         before: batches of this epoch that were trained before a checkpoint was loaded.
     """
 
-    def __init__(self, engine: Engine, loader: Iterable[Any]):
+    def __init__(self, engine: Engine, loader: Iterable[Any], *, on_resumed: Callable[[], None]):
         self._engine = engine
         self._loader = loader
+        self._on_resumed = on_resumed
         self._first: list[Any] = []
         self.before = engine.cursor.position
 
@@ -188,9 +191,22 @@ class EpochBatches:
         cursor, first = self._engine.cursor, self._first
         self._first = []
         cursor.open(self._loader)
+        if first:
+            self._on_resumed()
         while group := first or cursor.take(1).batches:
-            first = []
+            first, self._engine.events.held = [], True
             yield group[0]
+            if not cursor.ended:
+                self._leave_step()
+
+    def _leave_step(self) -> None:
+        """Write and exit as asked for in the step that the override has taken, now that it asks for the next batch."""
+        events = self._engine.events
+        events.held = False
+        if events.step_waits:
+            events.step_waits = False
+            events.write_requested()
+            exit_on_signal(self._engine)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -230,11 +246,13 @@ class OwnSteps:
         self._counting, self._inside = True, None
 
     def stop(self) -> None:
-        """Stop counting after an epoch."""
+        """Stop counting after an epoch, and let files be written again."""
         self._counting = False
+        self._engine.events.held = self._engine.events.step_waits = False
 
     def close(self) -> None:
         """Stop counting permanently."""
+        self.stop()
         for handle in self._handles:
             handle.remove()
         self.observer.close()

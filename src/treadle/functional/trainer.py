@@ -345,7 +345,7 @@ class Trainer(EpochFace):
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             log_early_stopping(self._epochs)
-            self._train_to(num_epochs, train_dataloader, eval_dataloader, partial(self._end_epoch, callbacks or ()))
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, callbacks or ())
         return self.history
 
     def _use_folder(self, save_dir: str | Path | None, save_freq: int | None, metric: str | None) -> None:
@@ -363,8 +363,11 @@ class Trainer(EpochFace):
         num_epochs: int,
         train_loader: Iterable[Any],
         eval_loader: Iterable[Any] | None,
-        after_epoch: Callable[[dict[str, Any]], None],
+        callbacks: Sequence[Callback],
     ) -> None:
+        if self._folder.callbacks_interrupted and self._call_back_again(callbacks, train_loader):
+            return
+        after_epoch = partial(self._end_epoch, callbacks)
         if self._is_own("train_epoch"):
             own = self.train_epoch
 
@@ -375,7 +378,7 @@ class Trainer(EpochFace):
                 loaders = train_loader, eval_loader
                 self._epochs.fit_replaced(train_epoch, loaders, num_epochs, after_epoch)
             else:
-                self._epochs.fit_wrapped(partial(train_epoch, train_loader), num_epochs, after_epoch)
+                self._epochs.fit_wrapped(train_epoch, train_loader, num_epochs, after_epoch)
         else:
             self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
@@ -388,14 +391,30 @@ class Trainer(EpochFace):
 
     def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
-        self._folder.write_epoch(improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights)
-        before = movable_state(self._engine) if callbacks else None
+        self._folder.write_epoch(
+            improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights,
+            callbacks=bool(callbacks),
+        )  # fmt: skip
         if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else train_epoch logs the line itself
             log_epoch(self.epoch - 1, record)
+        if callbacks:
+            self._call_back(callbacks, record)
+
+    def _call_back(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
+        """Call the callbacks of a complete epoch, and save what they change."""
+        before = movable_state(self._engine)
         for callback in callbacks:
             callback(self, self.epoch - 1 + self._first_epoch, in_order(record))
-        if before is not None and not same(before, movable_state(self._engine)):
+        if not same(before, movable_state(self._engine)):
             self._folder.write_changed(self.best_metric)
+        self._folder.end_callbacks()
+
+    def _call_back_again(self, callbacks: Sequence[Callback], loader: Iterable[Any]) -> bool:
+        """Call the callbacks in which the process was killed; return whether one of them stops the run."""
+        _log.info("epoch %d: its callbacks, which were interrupted, are called again", self.epoch)
+        self._engine.cursor.settle(loader)
+        self._call_back(callbacks, self._epochs.history[-1])
+        return self.should_stop
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 

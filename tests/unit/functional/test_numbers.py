@@ -120,7 +120,7 @@ def test_an_exception_of_a_callback_leaves_train_and_the_checkpoint_of_that_epoc
 
     with pytest.raises(RuntimeError, match="mine"):
         make().train(loader(), 3, save_dir=tmp_path, callbacks=[fail])
-    assert files(tmp_path) == ["best_model.pt", "checkpoint_epoch_1.pt", "history.json"]
+    assert files(tmp_path) == [".treadle-callbacks", "best_model.pt", "checkpoint_epoch_1.pt", "history.json"]
 
 
 def test_the_target_is_absolute_and_a_loaded_run_ends_like_one_that_never_stopped(tmp_path):

@@ -147,6 +147,85 @@ def test_an_epoch_of_ones_own_that_was_stopped_inside_or_after_its_last_batch_go
     assert any("train_epoch" in text and f"{stop - 3} batches" in text for text in messages)
 
 
+class Counted(torch.utils.data.Sampler):
+    """An order drawn from the epochs that have begun."""
+
+    begun = 0
+
+    def __iter__(self):
+        return iter(torch.randperm(24, generator=torch.Generator().manual_seed(self.begun)).tolist())
+
+    def __len__(self):
+        return 24
+
+
+class Begins:
+    """Moves whatever an epoch may move before its first step: numbers, rates, weights, a meter, a random number."""
+
+    def begin(self, batches):
+        batches.sampler.begun += 1
+        self.epochs_begun = getattr(self, "epochs_begun", 0) + 1
+        self.total = 0.0
+        self.meter = Meter()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.9
+        with torch.no_grad():
+            self.model[0].weight.add_(0.1 * torch.randn(()) * self.epochs_begun)
+
+    def train_step(self, batch):
+        numbers = super().train_step(batch)
+        self.total += numbers["loss"]
+        self.meter.values.append(numbers["loss"])
+        return numbers
+
+
+class Meter:
+    def __init__(self):
+        self.values = []
+
+
+class BeginsAroundTheLoop(Begins, treadle.Trainer):
+    def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+        self.begin(train_dataloader)
+        return {**super().train_epoch(train_dataloader, eval_dataloader, epoch), "total": self.total}
+
+
+class BeginsInPlaceOfTheLoop(Begins, treadle.Trainer):
+    def train_epoch(self, train_dataloader, eval_dataloader=None, epoch=0):
+        self.begin(train_dataloader)
+        for batch in train_dataloader:
+            self.train_step(batch)
+        return {"train_loss": self.total / 3, "total": self.total}
+
+
+@pytest.mark.parametrize("cls", [BeginsAroundTheLoop, BeginsInPlaceOfTheLoop])
+@pytest.mark.parametrize("stop", [1, 3, 4, 5])
+def test_what_an_epoch_of_ones_own_does_before_its_first_step_is_not_done_twice(cls, stop, tmp_path):
+    class Signals(BaseHook):
+        def on_after_step(self, trainer):
+            if trainer.step == stop and stop != 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_before_step(self, trainer):
+            if trainer.step == stop + 1 == 4:  # the first step of an epoch whose beginning no checkpoint holds
+                raise KeyboardInterrupt
+
+    def run(folder, *hooks):
+        saving = CheckpointingHook(100, path=tmp_path / folder, exit_signals=[signal.SIGTERM])
+        trainer = make(cls, hooks=[saving, *hooks])
+        counted = torch.utils.data.DataLoader(loader(24).dataset, 8, sampler=Counted())
+        folder = tmp_path / f"{folder}.epochs"
+        return trainer, trainer.train(counted, 3, save_dir=folder, best_model_metric="train_loss", resume_from="auto")
+
+    straight, history = run("straight")
+    with pytest.raises(KeyboardInterrupt if stop == 3 else SystemExit):
+        run("parts", Signals())
+    resumed, again = run("parts")
+    assert same_weights(straight, resumed)
+    assert (resumed.epochs_begun, again["total"], again["lr"]) == (3, history["total"], history["lr"])
+    assert resumed.meter.values == straight.meter.values
+
+
 def test_a_step_without_a_move_of_the_optimizer_is_not_applied_and_keeps_its_gradients():
     trainer = make(Gathers)
     trainer.train(loader(32), 2)

@@ -214,3 +214,52 @@ def test_the_folder_of_a_run_is_no_checkpoint_and_a_message_names_its_files(tmp_
     make().train(loader(), 1, save_dir=tmp_path)
     with pytest.raises(treadle.ConfigError, match=r"resume_from=.*is a run folder.*checkpoint_epoch_1.pt.*'auto'"):
         make().train(loader(), 2, resume_from=tmp_path)
+
+
+class Halves:
+    """Halves a weight, counts and draws a number; the process is killed between the two halves of one call."""
+
+    def __init__(self, killed_at=None):
+        self.killed_at, self.calls = killed_at, 0
+
+    def __call__(self, trainer, epoch, metrics):
+        with torch.no_grad():
+            trainer.model[0].weight.mul_(0.5)
+        if epoch == self.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.calls += 1
+        trainer.optimizer.param_groups[0]["lr"] *= 0.9 + 0.01 * self.calls * torch.rand(1).item()
+
+
+@pytest.mark.parametrize(("save_freq", "epoch"), [(None, 0), (1, 1), (2, 2)])
+def test_a_callback_in_which_the_process_was_killed_is_called_again(tmp_path, save_freq, epoch):
+    def run(folder, killed_at=None):
+        trainer, callback = make(), Halves(killed_at)
+        trainer.train(loader(), 3, loader(), folder, save_freq, callbacks=[callback], resume_from="auto")
+        return trainer, callback.calls
+
+    whole, _ = run(tmp_path / "whole")
+    if (child := os.fork()) == 0:
+        run(tmp_path / "cut", epoch)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    resumed, calls = run(tmp_path / "cut")
+    assert same_weights(resumed, whole)
+    assert calls == 3
+    assert not (tmp_path / "cut" / ".treadle-callbacks").exists()
+
+
+def test_a_callback_that_is_called_again_may_stop_the_run(tmp_path):
+    def run(broken):
+        def callback(trainer, epoch, metrics):
+            assert not broken
+            trainer.should_stop = True
+
+        trainer = make()
+        trainer.train(loader(), 3, None, tmp_path, callbacks=[callback], resume_from="auto")
+        return trainer.epoch
+
+    with pytest.raises(AssertionError):
+        run(True)
+    assert run(False) == 1
+    assert run(False) == 2

@@ -195,6 +195,7 @@ class Trainer(SpectraTrainer):
             raise ConfigError("must be a whole number >= 1", argument="epochs", value=epochs)
         if self._replaces("before_epoch"):
             self._resume()
+            self._engine.cursor.settle(self.train_loader)
             for epoch in range(self.epoch + 1, epochs):
                 self.before_epoch(epoch)
                 super().fit(epoch)
@@ -268,12 +269,8 @@ class Trainer(SpectraTrainer):
         task.loss_region = self.files.loss_region
         return HookedTask(self, task) if any(map(self._replaces, (*STEP_HOOKS, "after_step"))) else OwnMasksTask(task)
 
-    def _describe(self) -> dict[str, Any]:
-        n_mask = getattr(unwrap(self.model), "n_mask", None)
-        return {
-            **super()._describe(), "loss_region": self.files.loss_region,
-            "n_mask": n_mask if type(n_mask) is int else None, "augmenter": _described(self.augmenter),
-        }  # fmt: skip
+    def _describe(self, augmenter: Augmenter | None) -> dict[str, Any]:
+        return {**super()._describe(augmenter), "loss_region": self.files.loss_region}
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
         return _Epochs(self)
@@ -285,12 +282,6 @@ class Trainer(SpectraTrainer):
         extension = StepExtension(self) if self._replaces("after_step") else ExtensionHook(self)
         path = self.files.file("history_file")
         return [extension] if path is None else [extension, HistoryHook(path, lambda: self.history)]
-
-
-def _described(augmenter: Augmenter | None) -> str | None:
-    """Return the settings of an augmenter, or its name if it has none, so that a resume with others is named."""
-    name = getattr(augmenter, "__qualname__", type(augmenter).__qualname__)
-    return None if augmenter is None else str(getattr(augmenter, "config", name))
 
 
 def artifact_path(path: Path) -> Path:
