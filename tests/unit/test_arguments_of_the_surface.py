@@ -51,7 +51,7 @@ def cases():
         taking = target.__init__ if isinstance(target, type) else target
         if not hasattr(taking, "__annotations__"):
             continue
-        _, hints = _annotated(inspect.unwrap(taking), inspect.unwrap(taking).__module__ or target.__module__)
+        _, _, hints = _annotated(inspect.unwrap(taking), inspect.unwrap(taking).__module__ or target.__module__)
         for argument, hint in hints.items():
             kind = inspect.signature(inspect.unwrap(taking)).parameters.get(argument)
             variable = kind is None or kind.kind in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD)

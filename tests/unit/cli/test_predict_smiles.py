@@ -26,10 +26,11 @@ SMALL = ["model=gatedgcn", "model.hidden_dim=8", "model.num_layers=1", "training
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def train(out, file, *settings):
+def train(out, file, *settings, resume=True):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("treadle.graphs.report.draw", lambda *args: [])
         command = ["train", "graphs", "dataset=smiles_csv", f"dataset.file={file}", "dataset.split=random", *SMALL]
+        settings = [*settings, *(() if resume else ("--no-resume",))]
         assert treadle(*command, f"dataset.root={out.parent}/data", *settings, "--device", "cpu", "--out", out) == 0
 
 
@@ -44,6 +45,21 @@ def runs(tmp_path_factory):
         train(folder / "seeds" / str(seed), file, f"seed={seed}")
     file.unlink()
     return folder / "seeds"
+
+
+def test_a_run_refuses_a_file_whose_contents_have_changed(tmp_path, capsys):
+    file = tmp_path / "known.csv"
+    rows = [(ring + "C" * n, n / 2) for n in range(1, 7) for ring in RINGS]
+    file.write_text("smiles,solubility\n" + "".join(f"{a},{b}\n" for a, b in rows))
+    train(tmp_path / "run", file)
+    train(tmp_path / "run", file)  # finished: nothing to do
+    file.write_text("smiles,solubility\n" + "".join(f"{a},{b + 1}\n" for a, b in rows))
+    command = ["train", "graphs", "dataset=smiles_csv", f"dataset.file={file}", "dataset.split=random", *SMALL]
+    command += [f"dataset.root={tmp_path}/data", "--device", "cpu", "--out", tmp_path / "run"]
+    for more in ((), ("training.epochs=2",)):  # of the finished run, and to train it further
+        assert treadle(*command, *more) != 0
+        assert "its contents have changed since the run in" in capsys.readouterr().err
+    train(tmp_path / "run", file, "training.epochs=1", "seed=3", resume=False)
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def test_a_scheduler_whose_step_wants_an_argument_is_refused_when_it_is_given():
 
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ConfigError, match=r"step\(\) of the CosineLRScheduler wants 'epoch'"):
+    with pytest.raises(ConfigError, match=r"step\(\) of the CosineLRScheduler needs 'epoch'"):
         Trainer(model, optimizer, nn.MSELoss(), device="cpu", scheduler=CosineLRScheduler())
     for scheduler in (
         torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
