@@ -273,9 +273,11 @@ def _refuse_changed_file(run: Run[GraphsConfig]) -> None:
     from treadle.graphs.datasets.files import digest
 
     file = flat(run.config.to_dict()).get("dataset.file")
-    record = read_record(run.out) if run.resume and file is not None else None
-    before = None if record is None else record.identity.get(_FILE_DIGEST)
-    if before is not None and Path(file).is_file() and digest(Path(file)) != before:
+    record = read_record(run.out) if run.resume else None
+    if file is None or record is None or not Path(file).is_file():
+        return
+    before = record.identity.get(_FILE_DIGEST)
+    if before is not None and digest(Path(file)) != before:
         raise ConfigError(
             f"its contents have changed since the run in {run.out} started. Restore the file, pass another folder with "
             "--out, or --no-resume to start over in this one",
