@@ -317,7 +317,7 @@ def finish_step(engine: Engine, outcome: Outcome) -> None:
     if engine.guard.skips is not None:
         decide_wait(engine, engine.guard.skips)
     if engine.events.held:
-        engine.events.step_waits = True
+        engine.events.hold_exit()
     elif engine.signals.plans:
         exit_after_step(engine)
 

@@ -21,7 +21,6 @@ class Events:
         abandoned: whether a signal ended an evaluation run by a hook; all ranks know, and the run exits at the next
             boundary.
         held: whether files and exits wait for the user's code that follows a step in a loop of its own.
-        step_waits: whether a step has ended while they were held.
 
     Example:
         >>> Events().hooks_for([BaseHook()], "on_after_step")
@@ -31,7 +30,7 @@ class Events:
     def __init__(self) -> None:
         self.served = False
         self.abandoned = False
-        self.held = self.step_waits = False
+        self.held = self._step_waits = False
         self._listening: dict[str, list[BaseHook]] = {}
         self._listened: list[BaseHook] = []
         self._writes: list[Callable[[], Any]] = []
@@ -84,6 +83,19 @@ class Events:
     def request_write(self, write: Callable[[], Any]) -> None:
         """Request a file to be written once every hook has seen the step, so that hook order cannot matter."""
         self._writes.append(write)
+
+    def hold(self) -> None:
+        """Let files and exits wait for the user's code that follows a step."""
+        self.held = True
+
+    def hold_exit(self) -> None:
+        """Record that a step has ended whose exit is held."""
+        self._step_waits = True
+
+    def release(self) -> bool:
+        """Hold files and exits no longer; return whether a step has ended in between, whose exit is now due."""
+        waits, self.held, self._step_waits = self._step_waits, False, False
+        return waits
 
     def write_requested(self) -> None:
         """Write the requested files, unless they are held."""

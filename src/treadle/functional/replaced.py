@@ -194,18 +194,16 @@ class EpochBatches:
         if first:
             self._on_resumed()
         while group := first or cursor.take(1).batches:
-            first, self._engine.events.held = [], True
+            first = []
+            self._engine.events.hold()
             yield group[0]
             if not cursor.ended:
                 self._leave_step()
 
     def _leave_step(self) -> None:
         """Write and exit as asked for in the step that the override has taken, now that it asks for the next batch."""
-        events = self._engine.events
-        events.held = False
-        if events.step_waits:
-            events.step_waits = False
-            events.write_requested()
+        if self._engine.events.release():
+            self._engine.events.write_requested()
             exit_on_signal(self._engine)
 
     def __len__(self) -> int:
@@ -248,7 +246,7 @@ class OwnSteps:
     def stop(self) -> None:
         """Stop counting after an epoch, and let files be written again."""
         self._counting = False
-        self._engine.events.held = self._engine.events.step_waits = False
+        self._engine.events.release()
 
     def close(self) -> None:
         """Stop counting permanently."""
