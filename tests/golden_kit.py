@@ -224,7 +224,7 @@ class Tally(BaseHook):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
-    def on_before_train(self, trainer: Any) -> None:
+    def on_before_step(self, trainer: Any) -> None:  # a hook that begins adds the settings it begins with to the state
         self.engine = trainer
 
     def on_after_step(self, trainer: Any) -> None:

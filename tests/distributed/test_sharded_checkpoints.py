@@ -239,7 +239,7 @@ def test_an_unfinished_folder_is_named_and_removed_when_the_next_run_starts(fold
     (target / "WHOLE.json").rename(target / "UNFINISHED")
     with caplog.at_level(logging.WARNING):
         assert run(None, folder, 1).step == 2
-    assert "checkpoint_step_4 is unfinished" in caplog.text
+    assert "checkpoint_step_4: it is unfinished" in caplog.text
     assert not target.exists()
 
 

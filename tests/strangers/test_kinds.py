@@ -625,7 +625,7 @@ def test_a_metric_of_classes_on_numbers_is_found_before_step_1():
     [
         ({"save_dir": 3}, "save_dir=3: must be a path or None"),
         ({"resume_from": True}, "resume_from=True: must be a path or None"),
-        ({"best_model_metric": 3}, "best_model_metric=3: must be a text or None"),
+        ({"best_model_metric": 3}, "best_model_metric=3: must be a string or None"),
         ({"callbacks": 3}, "callbacks=3: must be a list of functions"),
         ({"train_dataloader": "train"}, "train_dataloader='train': must be a DataLoader"),
         ({"train_dataloader": None}, "train_dataloader=None: must be a DataLoader"),

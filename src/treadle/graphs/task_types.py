@@ -11,16 +11,17 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, nearest
 
 TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edge_prediction"]
 
 
 def check_task_type(task_type: str) -> None:
-    """Raise ConfigError for an unknown task type, naming all."""
-    known = get_args(TaskType)
-    if task_type not in known:  # the nearest letters mislead: a multiclass task is no multilabel one
-        raise ConfigError(f" is unknown; known: {', '.join(sorted(known))}", argument="task_type", value=task_type)
+    """Raise ConfigError for an unknown task type, with a suggestion."""
+    if task_type not in get_args(TaskType):
+        # The nearest word to "multiclass" would be "multilabel".
+        meant = "classification" if task_type in ("multiclass", "binary") else task_type
+        raise ConfigError(nearest(meant, get_args(TaskType)), argument="task_type", value=task_type)
 
 
 def outputs_of(task_type: str, num_classes: int | None) -> int | None:

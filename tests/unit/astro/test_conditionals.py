@@ -152,7 +152,7 @@ def test_hidden_columns_are_miss_and_nothing_else_changes():
 def test_what_cannot_be_asked_is_refused():
     with pytest.raises(ConfigError, match="column 2 is out of range"):
         column_probabilities(KnownWorld(), [sequence([1])], VOCAB, 2)
-    with pytest.raises(ConfigError, match=r"sequences\[1\] has no place for each of the 2 columns"):
+    with pytest.raises(ConfigError, match=r"sequences\[1\] has no position for each of the 2 columns"):
         column_probabilities(KnownWorld(), [sequence([1]), encode_sequence(VOCAB)], VOCAB, 1)
     first, codebook = VOCAB.base_spectrum["a"], [[0.0], [1.0]]
     for tokens, size in (([[0], [0, 1]], 64), ([None, None], 64), ([[0], [0, 1]], 1)):

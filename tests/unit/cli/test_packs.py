@@ -53,8 +53,8 @@ def test_no_package_replaces_a_pack_of_treadle(installed):
     ("place", "words"),
     [
         ("GONE", r"cannot be loaded \(AttributeError"),
-        ("NOTHING", "is a int, and must be"),
-        ("OTHER", "is a pack called 'others', and must be"),
+        ("NOTHING", "is a int, but must be"),
+        ("OTHER", "is a pack called 'others', but must be"),
     ],
 )
 def test_an_entry_point_that_is_no_pack_is_refused_and_leaves_the_other_commands(installed, capsys, place, words):

@@ -277,7 +277,7 @@ def test_an_evaluation_says_when_it_is_not_what_the_report_has(
         assert treadle(command, copied, *option) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "did you mean 'test'?" in said
-    assert "--seed 0: a run of the face astro draws no texts" in said
+    assert "--seed 0: a run of the face astro generates no text" in said
 
 
 def test_a_run_of_several_ranks_is_asked_in_one_process(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,5 +143,5 @@ def test_a_single_graph_in_place_of_a_loader_is_refused():
 
 
 def test_an_unknown_task_type_lists_those_that_exist():
-    with pytest.raises(ConfigError, match="'multiclass' is unknown; known: classification, edge_prediction"):
+    with pytest.raises(ConfigError, match="task_type='multiclass': did you mean 'classification'"):
         trainer_of(task_type="multiclass")
