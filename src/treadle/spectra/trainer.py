@@ -21,7 +21,6 @@ from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
 from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device, moved
-from treadle.distributed import unwrap
 from treadle.distributed.state_names import model_state
 from treadle.engine import Engine
 from treadle.engine.best import BestRule
@@ -141,7 +140,7 @@ class SpectraTrainer(EpochFace):
         selected = self._choose_metric(best_model_metric)
         arguments: EngineArguments = {
             "scheduler": scheduler, "scheduler_interval": scheduler_interval, "limits": limits,
-            "device": self.cfg.device if device is None else device, "config": self._describe(augmenter),
+            "device": self.cfg.device if device is None else device, "config": self._describe(),
             "workspace": out_dir, **_engine_arguments(self.cfg),
         }  # fmt: skip
         self._engine = build_engine(
@@ -190,11 +189,8 @@ class SpectraTrainer(EpochFace):
         cfg = self.cfg
         return SpectraTask(self.device, loss_type=cfg.loss_type, reduction=cfg.reduction, augmenter=augmenter)
 
-    def _describe(self, augmenter: Augmenter | None) -> dict[str, Any]:
-        n_mask = getattr(unwrap(self.model), "n_mask", None)
-        return {
-            **self.cfg.to_dict(), "n_mask": n_mask if type(n_mask) is int else None, "augmenter": _described(augmenter)
-        }  # fmt: skip
+    def _describe(self) -> dict[str, Any]:
+        return self.cfg.to_dict()
 
     def _make_hooks(self, out_dir: Path) -> list[BaseHook]:
         keys = ("epoch", "train_loss", *self._losses, "lr")
@@ -357,12 +353,3 @@ def _engine_arguments(cfg: TrainerConfig) -> EngineArguments:
         "eval_seed": cfg.eval_seed,
         "capture": check_capture(cfg.capture),
     }
-
-
-def _described(augmenter: Augmenter | None) -> str | None:
-    """Return the settings of an augmenter, or its name if it has none, so that a resume with others is named."""
-    if augmenter is None:
-        return None
-    name = getattr(augmenter, "__qualname__", type(augmenter).__qualname__)
-    text = str(getattr(augmenter, "config", name))
-    return name if " at 0x" in text else text

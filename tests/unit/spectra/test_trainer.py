@@ -15,7 +15,7 @@ import treadle
 from helpers import library_frames
 from spectra_kit import make, spectra
 from treadle import CheckpointError, ConfigError, NonFiniteError
-from treadle.spectra import ChemoMAE, Extractor, ExtractorConfig, SpectraTrainer, Tester, TesterConfig, TrainerConfig
+from treadle.spectra import Extractor, ExtractorConfig, SpectraTrainer, Tester, TesterConfig, TrainerConfig
 
 RECORDS = {"sessions.jsonl", "settings.json", "steps.jsonl"}  # of every run folder
 
@@ -411,35 +411,3 @@ def test_from_a_script_to_the_model_there_are_at_most_eight_frames_of_the_librar
     trainer.fit(1)
     assert {names[-1] for names in seen} == {"fit"}
     assert max(map(len, seen)) <= 8
-
-
-class Shifts:
-    """An augmenter whose settings have no text."""
-
-    class Config:
-        size = 0.01
-
-    def __init__(self):
-        self.config = Shifts.Config()
-
-    def __call__(self, x):
-        return x + self.config.size
-
-
-@pytest.mark.parametrize("other", ["augmenter", "n_mask", None])
-def test_another_augmenter_or_masked_share_than_the_checkpoints_is_a_warning(tmp_path, caplog, other):
-    for epochs in (1, 2):
-        treadle.set_seed(0)
-        model = ChemoMAE(
-            seq_len=32, d_model=16, nhead=2, num_layers=1, dim_feedforward=32, latent_dim=8, n_blocks=8,
-            n_mask=4 if epochs == 1 or other != "n_mask" else 2,
-        )  # fmt: skip
-        optimizer = torch.optim.AdamW(model.parameters())
-        trainer = SpectraTrainer(
-            model, optimizer, [spectra(8)], cfg=TrainerConfig(out_dir=tmp_path, selection="last", amp=False),
-            device="cpu", augmenter=None if epochs == 2 and other == "augmenter" else Shifts(),
-        )  # fmt: skip
-        trainer.fit(epochs)
-    texts = [text for text in caplog.messages if "settings that differ" in text]
-    assert len(texts) == (other is not None)
-    assert all(f"checkpoint's: {other}=" in text for text in texts)

@@ -269,8 +269,12 @@ class Trainer(SpectraTrainer):
         task.loss_region = self.files.loss_region
         return HookedTask(self, task) if any(map(self._replaces, (*STEP_HOOKS, "after_step"))) else OwnMasksTask(task)
 
-    def _describe(self, augmenter: Augmenter | None) -> dict[str, Any]:
-        return {**super()._describe(augmenter), "loss_region": self.files.loss_region}
+    def _describe(self) -> dict[str, Any]:
+        n_mask = getattr(unwrap(self.model), "n_mask", None)
+        return {
+            **super()._describe(), "loss_region": self.files.loss_region,
+            "n_mask": n_mask if type(n_mask) is int else None, "augmenter": _described(self.augmenter),
+        }  # fmt: skip
 
     def _make_epochs(self, rule: BestRule | None) -> SpectraEpochs:
         return _Epochs(self)
@@ -282,6 +286,15 @@ class Trainer(SpectraTrainer):
         extension = StepExtension(self) if self._replaces("after_step") else ExtensionHook(self)
         path = self.files.file("history_file")
         return [extension] if path is None else [extension, HistoryHook(path, lambda: self.history)]
+
+
+def _described(augmenter: Augmenter | None) -> str | None:
+    """Return the settings of an augmenter, or its name if it has none, so that a resume with others is named."""
+    if augmenter is None:
+        return None
+    name = getattr(augmenter, "__qualname__", type(augmenter).__qualname__)
+    text = str(getattr(augmenter, "config", name))
+    return name if " at 0x" in text else text
 
 
 def artifact_path(path: Path) -> Path:
