@@ -163,7 +163,7 @@ def test_a_large_error_does_not_overflow_in_half_precision():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("regresion",), "known: classification, edge_prediction, multilabel, regression"),
+        (("regresion",), "did you mean 'regression'"),
         (("regression", "bce"), "not a loss of regression"),
         (("classification", "bce_logits", 3), "not a loss of classification with num_classes=3"),
         (("classification", "bce", 5), "num_classes=5"),
