@@ -40,19 +40,29 @@ class Beginning:
     def __init__(self) -> None:
         self.changed: dict[str, Any] = {}
         self.start: dict[str, Any] = {}
+        self._loaded = self._resumed = False  # since hooks began last, and before they do now
         self._before: dict[str, tuple[Any, Any]] | None = None  # by name, the value and its form for comparison
         self._weights: dict[str, Tensor] = {}
         self._versions: dict[str, Any] = {}
 
-    def begin(self, engine: Engine, *, resumed: bool) -> None:
+    def record_loaded(self) -> None:
+        """Record that a checkpoint was loaded, so that the next run continues another one."""
+        self._loaded = True
+
+    def begin_anew(self) -> None:
+        """Let the next run count as a new one."""
+        self._loaded = False
+
+    def begin(self, engine: Engine) -> None:
         """Record the settings before hooks begin."""
+        self._resumed, self._loaded = self._loaded, False
         own = [hook for hook in engine.hooks if not is_treadle_object(hook)]
         self._before = None
         if all(type(hook).on_before_train is BaseHook.on_before_train for hook in own):
             return
         self._before = {name: (copy.deepcopy(value), _plain(value)) for name, (value, _) in _settings(engine).items()}
         self._versions = {name: _version_of(value) for name, value in _weights(engine)}
-        if resumed and WEIGHTS in self.changed:
+        if self._resumed and WEIGHTS in self.changed:
             self._weights = {name: value.detach().clone() for name, value in _weights(engine)}
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,7 +73,7 @@ class Beginning:
         """Restore an entry of a checkpoint."""
         self.changed, self.start = dict(state.get("changed") or {}), dict(state.get("start") or {})
 
-    def end(self, engine: Engine, *, resumed: bool) -> None:
+    def end(self, engine: Engine) -> None:
         """Put back, in a resumed run, what hooks have set as at the start of the run.
 
         Of the optimizer and the schedule, a value with which the run started is put back even if hooks did not change
@@ -78,7 +88,7 @@ class Beginning:
                 self.start[name] = now
             if name not in before or same(before[name][1], now):
                 continue
-            if not (resumed and same(self.changed.get(name, self.start.get(name)), now)):
+            if not (self._resumed and same(self.changed.get(name, self.start.get(name)), now)):
                 self.changed[name] = now
                 continue
             put(before[name][0])
@@ -105,7 +115,7 @@ def _version_of(value: Tensor) -> tuple[int, int]:
 
 
 def _is_setting(value: Any) -> bool:
-    """Return whether a value is a number, a text, a tensor, or a list or tuple of numbers."""
+    """Return whether a value is a number, a string, a tensor, or a list or tuple of numbers."""
     if isinstance(value, (list, tuple)):
         return all(isinstance(item, (int, float)) for item in value)
     return value is None or isinstance(value, (int, float, str, Tensor))

@@ -56,9 +56,8 @@ def _registered_hooks(engine: Engine) -> frozenset[str]:
     found: dict[str, Any] = {}
     for name, held in _owners(engine):
         for key, value in held.items():
-            if (
-                key.endswith("_hooks") and isinstance(value, Mapping) and value
-            ):  # asked at each save, and hardly any owner has one
+            # Called at each save, and hardly any owner has a hook.
+            if key.endswith("_hooks") and isinstance(value, Mapping) and value:
                 found |= _hooks_in(name, key, value)
     hooks = {path: one.func if isinstance(one, functools.partial) else one
              for path, one in found.items() if not is_treadle_object(one)}  # fmt: skip
@@ -107,10 +106,9 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     kept = {"": engine.state.objects}
     kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
     before = {name: objects.loaded_states() for name, objects in kept.items()}
-    resumed, engine.state.hooks_resume = engine.state.hooks_resume, False
-    engine.state.beginning.begin(engine, resumed=resumed)
+    engine.state.beginning.begin(engine)
     yield
-    engine.state.beginning.end(engine, resumed=resumed)
+    engine.state.beginning.end(engine)
     engine.state.search_again()
     engine.state.registered = _registered_hooks(engine)
     for name, objects in kept.items():

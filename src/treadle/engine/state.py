@@ -80,8 +80,6 @@ class RunState:
         length_checked: whether the length of the schedule was checked against that of the run.
         modules: state of the model that is not in its state dict.
         beginning: what hooks change when they begin.
-        hooks_resume: whether the next run continues one that was stopped, so that what its hooks set when they begin is
-            put back.
         schedule: comparison of the moves of the schedule with those of the engine.
         built: the parts with which the run was prepared.
         objects: the user's own objects on the trainer and the task.
@@ -114,7 +112,6 @@ class RunState:
         self.closed: str | None = None
         self.schedule = ScheduleMoves()
         self.beginning = Beginning()
-        self.hooks_resume = False
         self.objects = OwnObjects({})
         self.registered: frozenset[str] = frozenset()
         self.hooks = HookStates()
@@ -194,9 +191,9 @@ class RunState:
 
     def begin_anew(self) -> None:
         """Let hooks begin as in a new run, where every epoch is one."""
-        self.hooks_resume = False
+        self.beginning.begin_anew()
         for objects in (self.objects, *self.hooks.objects.values()):
-            objects.loaded_states()
+            objects.loaded_states()  # and forget that they were loaded
 
     def record_moved_settings(self, engine: Engine) -> None:
         """Record in the progress which settings a hook has changed since the run began."""
@@ -262,7 +259,8 @@ class RunState:
                 ", ".join(others), extra={"topic": "other settings"},
             )  # fmt: skip
         self._verify_loaded(engine, saved)
-        self.loaded = self.hooks_resume = True
+        self.loaded = True
+        self.beginning.record_loaded()
         self.origin.moved(StateProgress(engine.progress.step, engine.epoch))
 
     def _verify_loaded(self, engine: Engine, saved: Saved) -> None:
