@@ -185,7 +185,7 @@ class Engine(EngineBase):
             self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
-                self._log_nothing_to_do()
+                self._pass_over(loader)
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
@@ -223,13 +223,14 @@ class Engine(EngineBase):
                 return True
         return False
 
-    def _log_nothing_to_do(self) -> None:
-        """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
+    def _pass_over(self, loader: Iterable[Any]) -> None:
+        """Pass over a loader and log that the target is reached, as a warning in the second call of an object."""
         level = logging.WARNING if self.state.num_runs else logging.INFO
         text = (
             "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
             "further"
         )
+        self.cursor.built.pass_over(loader)
         self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
