@@ -107,7 +107,7 @@ class Cursor:
             self._source = open_source(loader)
             self.limit_to(self._limit)
             self._parts.attach(loader)
-            self.built.attach(self._parts.objects)
+            self.built.attach(loader, self._parts.objects.owners)
             self._iterator = None
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from treadle.checkpoint.introspection import attributes_of, is_engine_or_trainer, is_user_object
+from treadle.checkpoint.introspection import attributes_of, is_engine_or_trainer, is_user_object, offered
 from treadle.distributed.state_names import clean_name
 from treadle.engine.own_objects import OwnObjects
 from treadle.engine.search import is_treadle_object, unregistered_in
@@ -179,8 +179,10 @@ def owners_of_values(engine: Engine) -> dict[str, Any]:
     found = {"model": engine.model}
     for root in (getattr(engine.task, "trainer", engine.task), engine.task):
         found |= {name: value for name, value in attributes_of(root).items() if isinstance(value, nn.Module)}
-    own = {**engine.state.objects.plain, **engine.state.objects.owners}
-    own = {path: owner for path, owner in own.items() if not is_engine_or_trainer(owner)}
+    parts = {f"task.{name}": value for name, value in attributes_of(engine.task).items() if is_treadle_object(value)}
+    settings = {f"{path}.config": offered(part, "config") for path, part in parts.items()}
+    own = {**parts, **settings, **engine.state.objects.plain, **engine.state.objects.owners}
+    own = {path: owner for path, owner in own.items() if owner is not None and not is_engine_or_trainer(owner)}
     seen: set[nn.Module] = set()
     nested = {
         f"{path}.{clean_name(name)}".rstrip("."): module

@@ -13,7 +13,7 @@ from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers, LiveTensors
-from treadle.checkpoint.built_values import RULE, BuiltValues
+from treadle.checkpoint.built_values import BuiltValues
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import StateProgress
 from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, copy_large_of, to_plain
@@ -265,8 +265,10 @@ class RunState:
         self._verify_loaded(engine, saved)
         if not others and (values := self.built_values.differing(saved.part("built"))):
             engine.logger.warning(
-                "this run was built with other values than the one that wrote the checkpoint: %s; %s",
-                ", ".join(values), RULE, extra={"topic": "other values"},
+                "this run was built with other values than the one that wrote the checkpoint: %s. No checkpoint holds "
+                "them, so the run differs from here on. Build it the same way: keep the arguments, and call "
+                "treadle.set_seed before anything is drawn at random", ", ".join(values),
+                extra={"topic": "other values"},
             )  # fmt: skip
         self.loaded = True
         self.beginning.record_loaded()
