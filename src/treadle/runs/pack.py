@@ -20,7 +20,7 @@ from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.engine.evaluation import for_each_batch
 from treadle.engine.outputs import joined, outputs_on_cpu
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 from treadle.faces.step import BaseTrainer
 from treadle.runs import folder as folders
 from treadle.runs.ranks import device_of_rank
@@ -338,7 +338,7 @@ class Pack(Generic[Config, Data, Trainer]):
         done = 0 if run.watch.engine is None else run.watch.engine.epoch - run.watch.first_epoch
         if done > 0 and not run.part:
             seconds = timedelta(seconds=round(time.perf_counter() - started))
-            _log.info("trained %d epochs in %s; now %s", done, seconds, self.afterwards)
+            _log.info("trained %s in %s; now %s", number_of(done, "epoch"), seconds, self.afterwards)
 
     def replay(self, run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
         """Rerun a step from a run folder, which is only read.

@@ -14,6 +14,7 @@ import torch
 
 from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
+from treadle.errors import number_of
 from treadle.runs.folder import split_of, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
 from treadle.runs.packs import SUMMARIES
@@ -116,8 +117,8 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         trainer.fit(epochs)
         if trainer.epoch < epochs:
             _log.info(
-                "stopped early after epoch %d of %d: no better validation loss for %s epochs",
-                trainer.epoch, epochs, trainer.cfg.early_stop_patience,
+                "stopped early after epoch %d of %d: no better validation loss for %s",
+                trainer.epoch, epochs, number_of(trainer.cfg.early_stop_patience or 0, "epoch"),
             )  # fmt: skip
 
     def keep(self, run: Run[SpectraConfig], data: SpectraData) -> None:
@@ -138,8 +139,9 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
             f"{len(data.test):,} test",
             "model": f"{model_name(config)}, {trained:,} parameters, latent of {model.latent_dim}; hides "
             + ("blocks, bands, or all but a band" if model.residual else f"{model.n_mask} of {model.n_blocks} blocks"),
-            "schedule": f"{config.epochs} epochs of {per_epoch} steps, batches of {config.batch_size}, learning rate "
-            f"{config.optimizer.lr:g} after {config.schedule.warmup_epochs} epochs of warm-up",
+            "schedule": f"{number_of(config.epochs, 'epoch')} of {number_of(per_epoch, 'step')}, batches of "
+            f"{config.batch_size}, learning rate {config.optimizer.lr:g} after "
+            f"{number_of(config.schedule.warmup_epochs, 'epoch')} of warm-up",
         }  # fmt: skip
 
     def finish(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> Results:

@@ -29,7 +29,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_whole, checked
+from treadle.errors.arguments import check_whole, checked, suggesting
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import EpochTrainer, numbers_of
@@ -237,6 +237,7 @@ class SpectraTrainer(EpochFace):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @suggesting
     def fit(self, epochs: int) -> dict[str, Any]:
         """Train until ``epochs`` epochs are complete or early stopping ends the run.
 

@@ -21,7 +21,7 @@ from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
 from treadle.distributed.state_names import load_model_state, model_state
 from treadle.engine.settings import Capture, check_capture
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook
 from treadle.hooks.files import to_json
@@ -386,8 +386,8 @@ def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
     done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
     if epochs < done:
         raise ConfigError(
-            f"={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
-            "folder with --out, or --no-resume to start over in this one",
+            f"={epochs}: the run in {folder} has completed {number_of(done, 'epoch')} already; give as many or more, "
+            "another folder with --out, or --no-resume to start over in this one",
             argument=name,
         )
 
