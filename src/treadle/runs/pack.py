@@ -159,6 +159,22 @@ class Pack(Generic[Config, Data, Trainer]):
         """Return plain values that identify the data, which a resumed run must share; stored in ``run.json``."""
         return {}
 
+    def refuse_other_data(self, run: Run[Config], data: Data) -> None:
+        """Raise if the data of a run that is resumed, replayed or evaluated has changed since the run started.
+
+        Raises:
+            ConfigError: a value of :meth:`identity` differs from that in ``run.json``.
+        """
+        record = None if run.home is None else folders.read_record(run.home)
+        before, now = {} if record is None else record.identity, self.identity(data)
+        changed = [key for key in now if key in before and before[key] != now[key]]
+        if changed:
+            fix = ", give another folder with --out, or --no-resume to start over in this one" if run.trains else ""
+            raise ConfigError(
+                f"the data of the run in {run.home} has changed since the run started: {', '.join(changed)} differs "
+                f"from that in {folders.RUN_FILE}. Restore the data and the versions of the packages that make it{fix}"
+            )
+
     def keep(self, run: Run[Config], data: Data) -> None:
         """Write whatever a later process needs besides the settings, such as fitted tokenizers, into ``run.out``."""
         text = json.dumps({"face": self.name, **self.values(run.config), **self.identity(data)}, indent=2) + "\n"
@@ -360,6 +376,7 @@ class Pack(Generic[Config, Data, Trainer]):
         def train(scratch: Path) -> None:
             again = Run(config, scratch, get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
+            self.refuse_other_data(again, data)
             self.fit(again, data, self.build(again, data))
 
         with environment_of(self, config, threads), without_epoch_lines(self.name):
@@ -387,6 +404,7 @@ class Pack(Generic[Config, Data, Trainer]):
             where = get_device(device)
             run = Run(config, Path(scratch), where, messages, home=home, part=part, trains=False)
             data = self.prepare(run)
+            self.refuse_other_data(run, data)
             trainer = self.build(run, data)
             self.load(run, trainer, path, tree)
             yield Opened(run, data, trainer, path, tree)
