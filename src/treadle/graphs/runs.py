@@ -137,7 +137,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             measure=run.trains,
         )
         # Invalid values are rejected before ineffective ones.
-        idle_settings.refuse_idle(run.given, run.config, level=data.level, task_type=data.task_type)
+        idle_settings.refuse_idle_settings(run.given, run.config, level=data.level, task_type=data.task_type)
         if run.weights is not None and run.home is None:
             trainer.load_checkpoint(run.weights, load_optimizer=False)
         return trainer

@@ -29,7 +29,7 @@ from treadle.runs.report import Report, Table
 from treadle.runs.results import Evaluation, Opened, Predictions, Results
 from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
 from treadle.runs.setting_names import settings_named
-from treadle.runs.settings import apply_overrides, changes, leaves, without
+from treadle.runs.settings import apply_overrides, changes, leaves, refuse_idle, without
 from treadle.runs.start_block import without_epoch_lines
 from treadle.runs.training import Show, TrainingRun, environment_of, threads_of
 
@@ -109,9 +109,15 @@ class Pack(Generic[Config, Data, Trainer]):
         """Return the defaults for a device with strings ``key=value`` applied.
 
         Raises:
-            ConfigError: a key is unknown, or a value is invalid.
+            ConfigError: a key is unknown, a value is invalid, or a setting has no effect besides the others.
         """
-        return apply_overrides(self.defaults(get_device(device)), settings, elsewhere=self.flags)
+        config = apply_overrides(self.defaults(get_device(device)), settings, elsewhere=self.flags)
+        refuse_idle(settings, self.values(config), self.idle(config))
+        return config
+
+    def idle(self, config: Config) -> Iterable[tuple[str, str]]:
+        """Yield the settings or sections that nothing reads because of another setting, with the reason."""
+        return ()
 
     def values(self, config: Config) -> dict[str, Any]:
         """Return settings as nested plain values, without :attr:`flags`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
 from treadle.seed import forked_rng, set_seed
 from treadle.spectra import report
+from treadle.spectra.config import TrainerConfig
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler
@@ -67,6 +68,12 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         """Return the default settings for a device."""
         return SpectraConfig.for_device(device)
 
+    def idle(self, config: SpectraConfig) -> Iterable[tuple[str, str]]:
+        """Yield the settings that another one switches off."""
+        if config.model.residual:
+            yield "model.use_learnable_pos", "model.residual is True"
+        yield from ((f"trainer.{name}", f"trainer.{why}") for name, why in config.trainer.idle())
+
     def parallel(self, config: SpectraConfig) -> str | None:
         """Return the setting that distributes the model over ranks."""
         parallel = config.trainer.parallel
@@ -90,8 +97,9 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
                 epochs=config.epochs,
                 **vars(config.schedule),
             )
+        unused = {name: getattr(TrainerConfig, name) for name, _ in config.trainer.idle()}  # the pack sets some
         cfg = dataclasses.replace(
-            config.trainer, out_dir=run.out, device=str(device), resume_from="auto" if run.resume else None,
+            config.trainer, **unused, out_dir=run.out, device=str(device), resume_from="auto" if run.resume else None,
             parallel=run.parallel, compile=config.trainer.compile if run.trains else False,
         )  # fmt: skip
         trainer = SpectraTrainer(

@@ -158,6 +158,10 @@ class SpectraTrainer(EpochFace):
         if self.cfg.selection == "best" and self.val_loader is None:
             _log.warning("selection='best' needs a val_loader; without one it is 'last': a fixed budget, no early stop")
             self.cfg.selection = "last"  # of the trainer's own copy
+        defaults = TrainerConfig()
+        for name, why in self.cfg.idle():
+            if (value := getattr(self.cfg, name)) != getattr(defaults, name):
+                _log.warning("cfg.%s=%r has no effect, as %s", name, value, why)
         return self.cfg.selection == "best"
 
     def _choose_metric(self, asked: str | None) -> str:

@@ -97,6 +97,12 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         """Return the default settings for a device."""
         return TextConfig.for_device(device)
 
+    def idle(self, config: TextConfig) -> Iterator[tuple[str, str]]:
+        """Yield the settings of samples that a temperature of 0 switches off."""
+        if config.samples.temperature == 0:
+            for name in ("top_k", "seed"):
+                yield f"samples.{name}", "samples.temperature is 0, which always takes the most likely token"
+
     def parallel(self, config: TextConfig) -> str | None:
         """Return the setting that distributes the model over ranks in the first training."""
         return config.training.parallel

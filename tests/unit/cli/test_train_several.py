@@ -171,3 +171,11 @@ def test_options_of_several_runs_are_refused_for_one(tmp_path, capsys, option):
 
 def test_a_count_and_its_noun_agree():
     assert [number_of(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+
+
+def test_an_option_of_ranks_is_named_without_torchrun(tmp_path, capsys):
+    project = write_project(tmp_path)
+    assert treadle("train", "--rank-timeout", "5", project, "--show-settings") == 0
+    assert "--rank-timeout 5 has no effect" in capsys.readouterr().err
+    assert treadle("train", project, "--show-settings") == 0
+    assert "--rank-timeout" not in capsys.readouterr().err
