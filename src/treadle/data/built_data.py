@@ -69,8 +69,8 @@ class BuiltData:
         self._epochs = self._epochs + 1 if is_new else max(self._epochs, 1)
         return [
             f"the data was built with other values than in the run that wrote the checkpoint: {', '.join(differing)}. "
-            "No checkpoint holds them, so the run reads other samples from here on, perhaps some that were held out "
-            "before. Build the same data: call treadle.set_seed before it is built, or pass "
+            "No checkpoint holds them, so the run reads other samples or another order from here on, perhaps some that "
+            "were held out before. Build the same data: call treadle.set_seed before it is built, or pass "
             "generator=torch.Generator().manual_seed(0) to random_split"
         ] if differing else []  # fmt: skip
 

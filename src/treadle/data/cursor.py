@@ -155,7 +155,8 @@ class Cursor:
             self._parts.objects.restore(self._opening.get("objects") or {})  # it may determine the length of the epoch
         source = self._attached_source()
         source.measure()
-        self.warn(self.built.opened(loader, kind=source.kind, length=source.length, is_new=self._opening is None))
+        other = self.built.opened(loader, kind=source.kind, length=source.length, is_new=self._opening is None)
+        self.warn(other, topic="other values")
         self.warn(self._agreement.open(loader, self.length, exact=source.exact))
         self._agrees = self._agreement.on_each_group
         if self._opening is None:

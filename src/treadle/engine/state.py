@@ -263,16 +263,23 @@ class RunState:
                 ", ".join(others), extra={"topic": "other settings"},
             )  # fmt: skip
         self._verify_loaded(engine, saved)
-        if not others and (values := self.built_values.differing(saved.part("built"))):
-            engine.logger.warning(
-                "this run was built with other values than the one that wrote the checkpoint: %s. No checkpoint holds "
-                "them, so the run differs from here on. Build it the same way: keep the arguments, and call "
-                "treadle.set_seed before anything is drawn at random", ", ".join(values),
-                extra={"topic": "other values"},
-            )  # fmt: skip
+        if not others:
+            self._warn_of_other_values(engine, saved)
         self.loaded = True
         self.beginning.record_loaded()
         self.origin.moved(StateProgress(engine.progress.step, engine.epoch))
+
+    def _warn_of_other_values(self, engine: Engine, saved: Saved) -> None:
+        """Warn about values with which the run was built differently; rank 0 compares those that rank 0 wrote."""
+        if distributed.rank() or len(saved.get("rng") or ()) != distributed.world_size():
+            return
+        if values := self.built_values.differing(saved.part("built")):
+            engine.logger.warning(
+                "this run was built with other values than the one that wrote the checkpoint: %s. No checkpoint holds "
+                "them, so the run differs from here on. Build it the same way: keep the arguments, and call "
+                "treadle.set_seed before anything is drawn at random",
+                ", ".join(values), extra={"topic": "other values"},
+            )  # fmt: skip
 
     def _verify_loaded(self, engine: Engine, saved: Saved) -> None:
         """Collect the state again and compare it with the loaded checkpoint.
