@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,13 +21,13 @@ from treadle.engine.session import own_messages
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_after_step
 from treadle.engine.skips import decide_wait, follow_on_device
-from treadle.means import RunningMeans, Total, Weighted
+from treadle.means import Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
 from treadle.optim.nonfinite import SCALE_LOWERED, LateRefusal
-from treadle.task import StepOutput, add_output
+from treadle.task import StepOutput
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -140,15 +139,6 @@ class Attempt:
     def discard_outputs(self) -> None:
         """Drop losses and records: those of a refused attempt enter no mean."""
         self.outputs = []
-
-    def close(self, outcome: Outcome, step_started: float, means: RunningMeans) -> None:
-        """Complete the record of the step and add its outputs to the running epoch's means."""
-        self.info["applied"] = outcome == "applied"
-        self.info["step_time"] = time.perf_counter() - step_started
-        if outcome == "refused":
-            self.discard_outputs()
-        for output in self.outputs:
-            add_output(means, output)
 
 
 def _refuse_other_than_numbers(records: Mapping[str, Any]) -> None:
@@ -308,8 +298,11 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
 
 def finish_step(engine: Engine, outcome: Outcome) -> None:
     """Close the record of a step, call ``on_after_step``, write the requested files, and exit on a signal."""
-    engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
-    engine.progress.in_step = False
+    attempt = engine.attempt
+    attempt.info["applied"] = outcome == "applied"
+    if outcome == "refused":
+        attempt.discard_outputs()
+    attempt.info["step_time"] = engine.progress.end_step(attempt.outputs)
     if engine.target.deadline is not None and engine.target.deadline.over:
         engine.should_stop = True
     engine.events.emit(engine, "on_after_step")

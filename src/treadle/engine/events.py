@@ -35,6 +35,10 @@ class Events:
         self._listened: list[BaseHook] = []
         self._writes: list[Callable[[], Any]] = []
 
+    def begin(self) -> None:
+        """Forget an evaluation that was abandoned in an earlier run."""
+        self.abandoned = False
+
     def emit(self, engine: Engine, event: str, *args: Any) -> None:
         """Call one event of every hook, in order; within steps, only of hooks that override it."""
         hooks = engine.hooks

@@ -110,7 +110,7 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     yield
     engine.state.beginning.end(engine)
     engine.state.search_again()
-    engine.state.registered = _registered_hooks(engine)
+    engine.state.record_registered(_registered_hooks(engine))
     for name, objects in kept.items():
         for text in objects.restore_loaded(before[name]):
             engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")

@@ -209,13 +209,12 @@ def _begin_session(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         check_before_training(engine)
         engine.state.run_trial(engine)
         engine.attempt.receive([])
-        engine.events.abandoned = False
-        if engine.progress.in_step:
+        engine.events.begin()
+        if engine.progress.forget_step():
             engine.logger.warning(
                 "step %d was interrupted by an error; it counts and is not repeated. To continue without it, resume "
                 "from a checkpoint in a new trainer", engine.progress.step,
             )  # fmt: skip
-        engine.progress.in_step = False
         if engine.progress.step == 0 and not engine.state.loaded:
             separate_streams()
     signals = engine.signals.expect([plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -54,7 +55,7 @@ class EpochTrainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] | None = None
         self.improved = False
-        self.scoring = False  # whether an evaluation is running or has failed
+        self._scoring = False  # whether an evaluation is running or has failed
         self.deadline: Deadline | None = None  # deadline of a call that runs the engine several times
         engine.state_parts.append(self)
 
@@ -203,6 +204,17 @@ class EpochTrainer:
         with self.scored_weights():
             return try_evaluation(self.engine, val_loader, task)
 
+    @contextlib.contextmanager
+    def saving_if_evaluation_fails(self, save: Callable[[], None]) -> Iterator[None]:
+        """Call ``save`` if an evaluation fails inside the block, so that the trained epoch is not lost."""
+        self._scoring = False
+        try:
+            yield
+        except Exception:
+            if self._scoring:
+                save()
+            raise
+
     def scored_weights(self) -> AbstractContextManager[None]:
         """Use the weights that evaluations score inside the block."""
         return scored_weights(self.engine)
@@ -217,9 +229,9 @@ class EpochTrainer:
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
-            self.scoring = True  # stays True if the evaluation fails
+            self._scoring = True  # stays True if the evaluation fails
             self.metrics = dict(results_of("evaluate", self.evaluate_each(val_loader)))
-            self.scoring = False
+            self._scoring = False
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
         record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from treadle.data.cursor import Group
 from treadle.engine import Engine
 from treadle.engine.attempt import apply_step_effects, begin_attempt
-from treadle.engine.progress import LearningRates
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_on_signal
 from treadle.errors import ConfigError
@@ -98,7 +97,6 @@ class ReplacedStep:
     def __init__(self, engine: Engine, own_step: Callable[[Any], Any]):
         self._engine = engine
         self._own_step = own_step
-        self._rates = LearningRates()
         self._observer = StepObserver(engine.optimizer, engine.lr_scheduler)
 
     def run(self, group: Group) -> Outcome:
@@ -111,7 +109,7 @@ class ReplacedStep:
             ConfigError: it did not return a dict with a loss.
         """
         engine, batch = self._engine, group.batches[0]
-        rates = self._rates.read(engine.optimizer)
+        rates = engine.progress.read_rates(engine.optimizer)
         self._observer.start()
         result = self._own_step(batch)
         begin_attempt(engine, group)
@@ -226,7 +224,6 @@ class OwnSteps:
     def __init__(self, engine: Engine):
         self.observer = StepObserver(engine.optimizer, engine.lr_scheduler)
         self._engine = engine
-        self._rates = LearningRates()
         self._counting = False
         self._inside: Optimizer | None = None  # optimizer whose step is running; nested steps are part of it
         inner = [one for one in vars(engine.optimizer).values() if isinstance(one, Optimizer)]  # SAM steps its own
@@ -263,10 +260,7 @@ class OwnSteps:
             return
         self._inside, progress = optimizer, self._engine.progress
         if self._counting and not progress.in_step:  # a step through train_step counts itself
-            progress.begin_step()
-            progress.micro_steps += 1
-            progress.apply(self._rates.read(self._engine.optimizer))
-            progress.in_step = False
+            progress.count_own_step(self._engine.optimizer)
 
 
 def warn_of_replaced_step(settings: TrainingSettings) -> None:

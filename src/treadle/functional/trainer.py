@@ -149,7 +149,7 @@ class Trainer(EpochFace):
         )  # fmt: skip
         self._folder = NumberedFolder(
             self._engine, self._save_checkpoint, self._history_file,
-            retention=self.settings.retention(), best_epochs=self._best_epochs,
+            retention=self.settings.retention(), best_epochs=self._best_epochs, other_names=self._other_names,
         )  # fmt: skip
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=lambda: self.evaluate if self._is_own("evaluate") else None
@@ -338,8 +338,8 @@ class Trainer(EpochFace):
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._use_folder(save_dir, save_freq, best_model_metric)
-        breaking = self._folder.saving_if_evaluation_fails(self._epochs)
-        with run_log_shown(self._engine), self._folder.training(), breaking:
+        saving = self._epochs.saving_if_evaluation_fails(self._folder.save_after_failed_evaluation)
+        with run_log_shown(self._engine), self._folder.training(), saving:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             self._folder.resume(resume_from)
@@ -472,6 +472,10 @@ class Trainer(EpochFace):
         left_out = {key for key, load in (("optimizer", load_optimizer), ("scheduler", load_scheduler)) if not load}
         self._folder.restore({key: None if key in left_out else value for key, value in tree.items()}, path)
         return tree
+
+    def _other_names(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return parts of a checkpoint that are stored under further names too."""
+        return {}
 
     def _save_checkpoint(self, path: str | Path, epoch: int, metric_value: float | None = None) -> None:
         """Write one full checkpoint; every file of ``train`` goes through here, on every rank.
