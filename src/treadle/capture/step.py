@@ -20,9 +20,10 @@ from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
+from treadle.optim.late_flags import LateFlags, Locate, step_unless
 from treadle.optim.late_skips import LateSkips
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, KnownWeights
-from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, step_unless
+from treadle.optim.nonfinite import FiniteGuard, Verdict
 from treadle.task import StepOutput
 
 if TYPE_CHECKING:

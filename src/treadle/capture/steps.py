@@ -26,7 +26,7 @@ from treadle.engine.block import RunsAhead, StepBlock
 from treadle.engine.hook import listeners
 from treadle.engine.settings import Outcome, Steps
 from treadle.errors import ConfigError
-from treadle.optim.nonfinite import can_be_recorded
+from treadle.optim.late_flags import can_be_recorded
 
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32

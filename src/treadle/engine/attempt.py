@@ -25,8 +25,9 @@ from treadle.means import Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
+from treadle.optim.late_flags import LateRefusal
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
-from treadle.optim.nonfinite import SCALE_LOWERED, LateRefusal
+from treadle.optim.nonfinite import SCALE_LOWERED
 from treadle.task import StepOutput
 
 if TYPE_CHECKING:

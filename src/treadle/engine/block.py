@@ -17,7 +17,7 @@ from torch import Tensor
 from treadle.engine.attempt import Attempt
 from treadle.engine.signal_exit import exit_after_step
 from treadle.engine.skips import decide_wait, steps_until_hook
-from treadle.optim.nonfinite import StepLocation
+from treadle.optim.late_flags import StepLocation
 from treadle.task import StepOutput, add_output
 
 if TYPE_CHECKING:

@@ -36,8 +36,9 @@ from treadle.engine.failure import errors_logged_with_rank, non_finite_error
 from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
-from treadle.engine.preflight import check_length_of_schedule, refuse_fsdp_1
+from treadle.engine.preflight import refuse_fsdp_1
 from treadle.engine.run_log import run_log_shown
+from treadle.engine.schedule_checks import check_length_of_schedule
 from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.signal_exit import exit_on_signal, interruption
@@ -120,27 +121,16 @@ class Engine(EngineBase):
         self.lr_scheduler = scheduler
         self.task = task
         settings = EngineSettings(
-            face=face,
-            scheduler_interval=scheduler_interval,
-            device_asked=device,
-            grad_clip=grad_clip,
-            grad_clip_value=grad_clip_value,
-            accumulation_steps=accumulation_steps,
-            max_non_finite_grad_retries=max_non_finite_grad_retries,
-            eval_seed=eval_seed,
-            capture=capture,
-            progress=progress,
+            face=face, scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
+            grad_clip_value=grad_clip_value, accumulation_steps=accumulation_steps, eval_seed=eval_seed,
+            max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress,
             limits=Limits.of(limits),
-        )
+        )  # fmt: skip
         self._configure(settings, precision, logger=logger or logging.getLogger("treadle.engine"))
         check_argument("hooks", hooks, list | tuple)
         self.hooks = list(hooks)
         self.config = config
         self.workspace = None if workspace is None else Path(workspace)
-
-    def _configure(self, settings: EngineSettings, precision: PrecisionName | None, **options: Any) -> None:
-        super()._configure(settings, precision, **options)
-        self.steps = self.train_step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make an overridden ``log`` or ``log_images`` reach the hooks, with or without ``super()``."""
@@ -323,36 +313,11 @@ class Engine(EngineBase):
     # -- where the run is -----------------------------------------------------------------------------------------
 
     @property
-    def step(self) -> int:
-        """Optimizer steps attempted."""
-        return self.progress.step
-
-    @property
     def applied_steps(self) -> int:
         """Steps that changed the weights."""
         if self.guard.skips is not None:
             self.raise_if_refused()  # which tells of skipped steps
         return self.progress.applied_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches taken."""
-        return self.progress.micro_steps
-
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self.cursor.epoch
-
-    @property
-    def step_info(self) -> dict[str, Any]:
-        """Record of the latest step: ``loss``, ``weight``, ``records`` by micro-batch, ``applied``, ``reason``, ..."""
-        return self.attempt.info
-
-    @property
-    def total_steps(self) -> int | None:
-        """The step at which the run ends, if known."""
-        return self.target.total_steps(self)
 
     @property
     def is_last_step(self) -> bool:
@@ -369,12 +334,6 @@ class Engine(EngineBase):
         late = self.guard.late_refusal(wait=wait)
         if late is not None:
             raise_late_refusal(self, late)
-
-    def rank_notices(self, notice: Callable[[], float]) -> list[float]:
-        """Return the number that each rank sent for a hook in the current step; see ``BaseHook.notice``."""
-        return session.messages_of_ranks(self, notice)
-
-    heard_of = rank_notices  # former name
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
         """Return the weighted mean loss, records and epoch metrics of a task over a loader, without affecting training.

@@ -33,11 +33,13 @@ from treadle.engine.skips import take_back_skipped
 from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
+from treadle.optim.late_flags import skips_on_device
 from treadle.optim.late_skips import LateSkips, scales_on_device
-from treadle.optim.nonfinite import BufferCopies, FiniteGuard, RefusalPlan, skips_on_device
+from treadle.optim.nonfinite import BufferCopies, FiniteGuard, RefusalPlan
 from treadle.seed import RngState, mix_seed
 
 if TYPE_CHECKING:
+    from treadle.engine.base import EngineBase
     from treadle.engine.loop import Engine
 
 
@@ -242,7 +244,7 @@ def own_messages(engine: Engine) -> list[float]:
     return own + [message() for message in engine.declared.messages]
 
 
-def messages_of_ranks(engine: Engine, message: Callable[[], float]) -> list[float]:
+def messages_of_ranks(engine: EngineBase, message: Callable[[], float]) -> list[float]:
     """Return the number that each rank sent for a hook in the current step."""
     if distributed.world_size() == 1:
         return [message()]

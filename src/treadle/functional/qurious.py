@@ -19,6 +19,7 @@ from treadle.errors import ConfigError
 from treadle.exchange.foreign import is_own
 from treadle.exchange.loading import take_over
 from treadle.functional import trainer as ours
+from treadle.functional.callbacks import Callback
 from treadle.functional.files import as_columns
 from treadle.functional.settings import EVERY_EPOCH, read_settings
 
@@ -150,7 +151,7 @@ class Trainer(ours.Trainer):
         eval_dataloader: Iterable[Any] | None = None,
         best_model_metric: str | None = "eval_loss",
         early_stopping_patience: int | None = None,
-        callbacks: Sequence[ours.Callback] | None = None,
+        callbacks: Sequence[Callback] | None = None,
         *,
         save_dir: str | Path | None = None,
         save_freq: int | None = EVERY_EPOCH,

@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.capture.compile import Compile
-from treadle.checkpoint.comparison import same
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import to_device
 from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
-from treadle.engine.movable_state import movable_state
 from treadle.engine.names import replaces, takes
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
@@ -31,6 +29,7 @@ from treadle.faces.folder import loss_name
 from treadle.faces.loaders import EvalLoaders, check_batches
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
+from treadle.functional.callbacks import Callback, Callbacks
 from treadle.functional.checks import check_call, log_early_stopping, warn_of_idle_files
 from treadle.functional.construction import (
     check_loss_fn,
@@ -55,7 +54,6 @@ from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.precision import in_full_precision
 
 _log = logging.getLogger("treadle.functional")
-Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
 class Trainer(EpochFace):
@@ -137,6 +135,10 @@ class Trainer(EpochFace):
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         task = TrainerTask(self)
+        make: Callable[..., Engine] = Engine
+        if self._overrides("train_step"):
+            replaced = self._replaces("train_step")
+            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
         arguments: EngineArguments = {
             "scheduler": self.scheduler, "device": device, "eval_seed": eval_seed, "capture": capture,
             "config": {**self.settings.described(), "loss": loss_name(self.loss_fn)},
@@ -145,7 +147,7 @@ class Trainer(EpochFace):
         self._engine = build_engine(
             "functional", self.model, self.optimizer, task, arguments, hooks=hooks, trackers=trackers,
             own_hooks=own_hooks(self.settings, self._history_file, lambda: self._folder.save_and_log()),
-            progress=progress, log_every=self.settings.log_interval, make=self._engine_class(task),
+            progress=progress, log_every=self.settings.log_interval, make=make,
         )  # fmt: skip
         self._folder = NumberedFolder(
             self._engine, self._save_checkpoint, self._history_file,
@@ -154,14 +156,10 @@ class Trainer(EpochFace):
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=lambda: self.evaluate if self._is_own("evaluate") else None
         )
-        self._warn_of_replaced_methods()
-
-    def _engine_class(self, task: TrainerTask) -> Callable[..., Engine]:
-        """Return Engine, or an engine that uses the subclass's ``train_step``."""
-        if not self._overrides("train_step"):
-            return Engine
-        replaced = self._replaces("train_step")
-        return partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
+        if self._replaces("train_step"):
+            warn_of_replaced_step(self.settings)
+        if self._replaces("train_epoch"):
+            warn_of_replaced_epoch(self.settings)
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(self._face, method)
@@ -173,12 +171,6 @@ class Trainer(EpochFace):
     def _replaces(self, method: str) -> bool:
         """Return whether a user's method does not call the one that it overrides."""
         return method in vars(self) or replaces(type(self), self._face, method)
-
-    def _warn_of_replaced_methods(self) -> None:
-        if self._replaces("train_step"):
-            warn_of_replaced_step(self.settings)
-        if self._replaces("train_epoch"):
-            warn_of_replaced_epoch(self.settings)
 
     # -- results so far -------------------------------------------------------------------------------------
 
@@ -345,7 +337,8 @@ class Trainer(EpochFace):
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             log_early_stopping(self._epochs)
-            self._train_to(num_epochs, train_dataloader, eval_dataloader, callbacks or ())
+            own = Callbacks(self, self._engine, self._folder, callbacks=callbacks or (), first_epoch=self._first_epoch)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, own)
         return self.history
 
     def _use_folder(self, save_dir: str | Path | None, save_freq: int | None, metric: str | None) -> None:
@@ -363,9 +356,9 @@ class Trainer(EpochFace):
         num_epochs: int,
         train_loader: Iterable[Any],
         eval_loader: Iterable[Any] | None,
-        callbacks: Sequence[Callback],
+        callbacks: Callbacks,
     ) -> None:
-        if self._folder.callbacks_interrupted and self._call_back_again(callbacks, train_loader):
+        if self._folder.callbacks_interrupted and callbacks.call_again(train_loader):
             return
         after_epoch = partial(self._end_epoch, callbacks)
         if self._is_own("train_epoch"):
@@ -389,7 +382,7 @@ class Trainer(EpochFace):
             return []
         return rule.ranked(record for record in self._epochs.history if has_file(record["epoch"]))[:count]
 
-    def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
+    def _end_epoch(self, callbacks: Callbacks, record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
         self._folder.write_epoch(
             improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights,
@@ -398,23 +391,7 @@ class Trainer(EpochFace):
         if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else train_epoch logs the line itself
             log_epoch(self.epoch - 1, record)
         if callbacks:
-            self._call_back(callbacks, record)
-
-    def _call_back(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
-        """Call the callbacks of a complete epoch, and save what they change."""
-        before = movable_state(self._engine)
-        for callback in callbacks:
-            callback(self, self.epoch - 1 + self._first_epoch, in_order(record))
-        if not same(before, movable_state(self._engine)):
-            self._folder.write_changed(self.best_metric)
-        self._folder.end_callbacks()
-
-    def _call_back_again(self, callbacks: Sequence[Callback], loader: Iterable[Any]) -> bool:
-        """Call the callbacks in which the process was killed; return whether one of them stops the run."""
-        _log.info("epoch %d: its callbacks, which were interrupted, are called again", self.epoch)
-        self._engine.cursor.settle(loader)
-        self._call_back(callbacks, self._epochs.history[-1])
-        return self.should_stop
+            callbacks.call(record)
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
