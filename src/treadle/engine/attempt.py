@@ -17,7 +17,7 @@ from treadle.data.cursor import Group
 from treadle.engine.failure import non_finite_error
 from treadle.engine.logits import warn_of_logits
 from treadle.engine.masks import warn_of_masks
-from treadle.engine.session import own_messages
+from treadle.engine.session import own_notices
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_after_step
 from treadle.engine.skips import decide_wait, follow_on_device
@@ -66,7 +66,7 @@ class Attempt:
     Attributes:
         info: the record that hooks read as ``trainer.step_info``.
         outputs: losses and records of the micro-batches, detached, on the device.
-        rank_messages: numbers that each rank sent with this step: a signal, a stop, and one for each hook that requests
+        rank_notices: numbers that each rank sent with this step: a signal, a stop, and one for each hook that requests
             it.
 
     Example:
@@ -76,7 +76,7 @@ class Attempt:
         ([tensor(2.)], {'n': 3})
     """
 
-    __slots__ = ("_inspect", "_keeps_outputs", "_num_ranks", "group", "info", "outputs", "rank_messages", "term_totals")
+    __slots__ = ("_inspect", "_keeps_outputs", "_num_ranks", "group", "info", "outputs", "rank_notices", "term_totals")
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Attempt:
         self.group = Group() if group is None else group
         self.term_totals = term_totals
         self.outputs: list[StepOutput] = []
-        self.rank_messages: list[list[float]] = []
+        self.rank_notices: list[list[float]] = []
         self.info: dict[str, Any] = StepInfo() if group is None else StepInfo({
             "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": rates,
             "applied": False, "retries": tries - 1, "reason": None, "num_samples": 0,
@@ -133,9 +133,9 @@ class Attempt:
         self.outputs[-1] = replace(last, records={**last.records, **records})
         self.info["records"][-1] = self.outputs[-1].records
 
-    def receive(self, messages: list[list[float]]) -> None:
+    def receive(self, notices: list[list[float]]) -> None:
         """Keep the numbers that each rank sent with this step."""
-        self.rank_messages = messages
+        self.rank_notices = notices
 
     def discard_outputs(self) -> None:
         """Drop losses and records: those of a refused attempt enter no mean."""
@@ -182,22 +182,22 @@ def start_attempt(engine: Engine, group: Group) -> EqualWeights | GivenWeights |
     """
     clear_gradients(engine)
     totals = _sum_term_counts(engine, group.batches)
-    begin_attempt(engine, group, totals)
+    begin_record(engine, group, totals)
     if engine.guard.weights is not None:
         return engine.guard.weights
     return GroupWeights(
         len(group.batches), device=engine.precision.device, undivided=totals is not None,
-        largest=engine.settings.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: own_messages(engine),
+        largest=engine.settings.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: own_notices(engine),
     )  # fmt: skip
 
 
-def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float] | None = None) -> None:
+def begin_record(engine: Engine, group: Group, term_totals: Mapping[str, float] | None = None) -> None:
     """Start the record of an attempt."""
     rates = engine.progress.begin_attempt(len(group.batches), engine.optimizer)
     engine.attempt = Attempt(
         group, rates=rates, tries=engine.progress.tries, term_totals=term_totals, num_ranks=engine.num_ranks,
         keeps_outputs=engine.guard.recording and hasattr(engine.task, "replayed"),
-        inspect=partial(warn_of_logits, engine) if engine.progress.step <= 1 == engine.progress.tries else None,
+        inspect=partial(warn_of_logits, engine) if engine.progress.step <= 1 and engine.progress.tries == 1 else None,
     )  # fmt: skip
     if engine.guard.plan is not None:
         engine.guard.plan.watch()

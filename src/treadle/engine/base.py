@@ -25,7 +25,7 @@ from treadle.engine.attempt import Attempt
 from treadle.engine.events import Events
 from treadle.engine.hook import BaseHook
 from treadle.engine.progress import Progress
-from treadle.engine.session import HookDeclarations, messages_of_ranks
+from treadle.engine.session import HookDeclarations, notices_of_ranks
 from treadle.engine.settings import Capture, EngineSettings, Steps
 from treadle.engine.signals import ExitPlan, SignalListener
 from treadle.engine.state import Driver, RunState
@@ -247,7 +247,7 @@ class EngineBase:
 
     def rank_notices(self, notice: Callable[[], float]) -> list[float]:
         """Return the number that each rank sent for a hook in the current step; see ``BaseHook.notice``."""
-        return messages_of_ranks(self, notice)
+        return notices_of_ranks(self, notice)
 
     heard_of = rank_notices  # former name
 

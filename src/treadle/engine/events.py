@@ -76,7 +76,7 @@ class Events:
         self.served = True
         self.emit(engine, event, records, dry_run)
 
-    def calling(self, engine: Engine, event: str, override: Callable[[], Any], *args: Any) -> None:
+    def call_override(self, engine: Engine, event: str, override: Callable[[], Any], *args: Any) -> None:
         """Call a user's override of ``log`` or ``log_images``, then the hooks if the override did not reach them."""
         self.served = False
         override()

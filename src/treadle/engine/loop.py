@@ -182,7 +182,7 @@ class Engine(EngineBase):
             for ema in self.averages.values():  # the weights may have changed since the averages were created
                 ema.restart_from(self.model)
         with training_session(self):
-            while not (self.target.reached(self) or session.ranks_stop(self)):
+            while not (self.target.reached(self) or session.agree_to_stop(self)):
                 self.cursor.open(loader)
                 check_length_of_schedule(self)
                 exit_on_signal(self)
@@ -193,9 +193,9 @@ class Engine(EngineBase):
                         if not group.batches:
                             break
                     finish_step(self, outcome)
-                    if self._stops_here() or self.target.reached(self) or (self.settings.capture and self._ahead()):
+                    if self._stops_here() or self.target.reached(self) or (self.settings.capture and self._run_ahead()):
                         break
-                session.ranks_stop(self)
+                session.agree_to_stop(self)
                 if self.target.completes_epoch(self):
                     finish_epoch(self)
             self.raise_if_refused()
@@ -204,9 +204,9 @@ class Engine(EngineBase):
 
     def _stops_here(self) -> bool:
         """Return whether the run stops after this step, the same on all ranks: a stop counts once all know of it."""
-        return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_messages)
+        return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_notices)
 
-    def _ahead(self) -> bool:
+    def _run_ahead(self) -> bool:
         """Run captured steps ahead while no hook must see a single one; return whether the run ends there."""
         while run_ahead(self):
             if self._stops_here() or self.target.reached(self):
@@ -229,28 +229,28 @@ class Engine(EngineBase):
             ``"applied"`` if the weights changed; ``"skipped"`` if there was no loss or the fp16 scale was lowered;
             ``"refused"`` if the gradient was not finite. Only an applied step advances schedule and averages.
         """
-        weights = start_attempt(self, group)
+        loss_weights = start_attempt(self, group)
         attempt = self.attempt
         for number, batch in enumerate(group.batches, start=1):
             with self.exchange.micro_batch(syncs=number == len(group.batches) or self.settings.syncs_each):
                 with self.precision.autocast():
                     output = as_step_output(self.forward(batch), training=True)
-                loss = self.exchange.loss_of(output, weights.scaled)
+                loss = self.exchange.loss_of(output, loss_weights.scaled)
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
             attempt.record_output(output)
-        attempt.receive(weights.rank_notices)
-        if not weights.any_loss():
+        attempt.receive(loss_weights.rank_notices)
+        if not loss_weights.any_loss():
             return skip(self, "no micro-batch had a loss")
 
-        divisor = weights.divisor()
+        divisor = loss_weights.divisor()
         self.precision.unscale(self.optimizer)
         grads = Gradients.of(self.optimizer)
         divide_(grads, divisor)
         attempt.info["grad_norm"] = norm = total_norm(grads)
         if self.events.hooks_for(self.hooks, "on_before_optimizer_step"):
             grads, norm = run_gradient_hooks(self, grads)  # which may change them
-        verdict = self.guard.judge(norm, weights.total)
+        verdict = self.guard.judge(norm, loss_weights.total)
         if verdict.late is not None:
             raise_late_refusal(self, verdict.late)
         if not verdict.counted:
@@ -262,7 +262,7 @@ class Engine(EngineBase):
             clip_(grads, self.settings.grad_clip, norm)
         elif self.settings.grad_clip_value is not None:
             clip_values_(grads, self.settings.grad_clip_value)
-        self.guard.apply(self.optimizer, norm, weights.total, locate=self.location)
+        self.guard.apply(self.optimizer, norm, loss_weights.total, locate=self.location)
         return apply_step_effects(self)
 
     def forward(self, batch: Any) -> Any:

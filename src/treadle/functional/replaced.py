@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from treadle.data.cursor import Group
 from treadle.engine import Engine
-from treadle.engine.attempt import apply_step_effects, begin_attempt
+from treadle.engine.attempt import apply_step_effects, begin_record
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_on_signal
 from treadle.errors import ConfigError
@@ -112,7 +112,7 @@ class ReplacedStep:
         rates = engine.progress.read_rates(engine.optimizer)
         self._observer.start()
         result = self._own_step(batch)
-        begin_attempt(engine, group)
+        begin_record(engine, group)
         engine.attempt.info["lr"] = rates
         engine.attempt.record_output(step_output(batch, result))
         if not self._observer.weights_changed:
