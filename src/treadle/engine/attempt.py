@@ -168,12 +168,6 @@ def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
     return flat
 
 
-def begin_step(engine: Engine) -> None:
-    """Increment the step count and call ``on_before_step``."""
-    engine.progress.begin_step()
-    engine.events.emit(engine, "on_before_step")
-
-
 def start_attempt(engine: Engine, group: Group) -> EqualWeights | GivenWeights | GroupWeights:
     """Clear the gradients and start the record of an attempt.
 

@@ -114,24 +114,9 @@ class EngineBase:
     # -- what hooks read ------------------------------------------------------------------------------------------
 
     @property
-    def step(self) -> int:
-        """Optimizer steps attempted."""
-        return self.progress.step
-
-    @property
     def micro_steps(self) -> int:
         """Micro-batches taken."""
         return self.progress.micro_steps
-
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self.cursor.epoch
-
-    @property
-    def step_info(self) -> dict[str, Any]:
-        """Record of the latest step: ``loss``, ``weight``, ``records`` by micro-batch, ``applied``, ``reason``, ..."""
-        return self.attempt.info
 
     @property
     def total_steps(self) -> int | None:

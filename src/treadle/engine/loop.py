@@ -20,7 +20,6 @@ from treadle.distributed.gradients import gradient_exchange
 from treadle.engine import session
 from treadle.engine.attempt import (
     apply_step_effects,
-    begin_step,
     finish_step,
     raise_late_refusal,
     refuse,
@@ -187,7 +186,8 @@ class Engine(EngineBase):
                 check_length_of_schedule(self)
                 exit_on_signal(self)
                 while (group := self.cursor.take(self.settings.accumulation_steps)).batches:
-                    begin_step(self)
+                    self.progress.begin_step()
+                    self.events.emit(self, "on_before_step")
                     while (outcome := self.steps(group)) == "refused":
                         group = fresh_group(self, loader)
                         if not group.batches:
@@ -278,7 +278,8 @@ class Engine(EngineBase):
         self._refuse_if_closed()
         self.prepare()
         self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
-        begin_step(self)
+        self.progress.begin_step()
+        self.events.emit(self, "on_before_step")
         if self.guard.skips is not None:
             self.guard.skips.wait_for_next(True)
         with contextlib.closing(self.exchange):
@@ -311,6 +312,21 @@ class Engine(EngineBase):
         self.events.write_requested()
 
     # -- where the run is -----------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps attempted."""
+        return self.progress.step
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self.cursor.epoch
+
+    @property
+    def step_info(self) -> dict[str, Any]:
+        """Record of the latest step: ``loss``, ``weight``, ``records`` by micro-batch, ``applied``, ``reason``, ..."""
+        return self.attempt.info
 
     @property
     def applied_steps(self) -> int:

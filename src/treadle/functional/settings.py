@@ -7,16 +7,15 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
 from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_argument, is_whole_number
+from treadle.errors.arguments import check_fields, check_least, check_within, is_whole_number
 from treadle.faces.build import EngineArguments
 from treadle.functional.other_names import hint_for_unknown
 from treadle.functional.user_config import UserConfig
@@ -29,6 +28,11 @@ _FIRST = (
     "max_grad_norm", "scheduler_step_per_batch", "weight_decay", "learning_rate", "gradient_accumulation_steps",
     "mixed_precision", "max_non_finite_grad_retries", "log_interval", "min_delta", "ema_decay",
 )  # fmt: skip
+_LEAST = {
+    0: ("max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta", "min_lr_scale",
+        "max_non_finite_grad_retries", "log_interval"),
+    1: ("gradient_accumulation_steps", "save_total_limit", "save_top_k"),
+}  # fmt: skip
 UNUSED = ("batch_size", "num_epochs", "epochs", "seed", "max_eval_samples")
 _OF_FILES = ("checkpoint_dir", "save_interval")
 _SYNONYMS = {
@@ -145,28 +149,11 @@ class TrainingSettings:
             Limits.among(vars(self))  # validates the values now
         except ConfigError as error:
             raise error.renamed(f"{_WHERE}.{error.argument}") from None
-        for name in (
-            "max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta",
-            "min_lr_scale",
-        ):  # fmt: skip
-            self._check(name, Real, 0, math_name="a number")
-        for name in ("max_non_finite_grad_retries", "log_interval"):
-            self._check(name, Integral, 0, math_name="a whole number")
-        for name in ("gradient_accumulation_steps", "save_total_limit", "save_top_k"):
-            self._check(name, Integral, 1, math_name="a whole number")
-        if self.ema_decay is not None and self.ema_decay > 1:
-            raise ConfigError("must lie in [0, 1], or be None", argument=f"{_WHERE}.ema_decay", value=self.ema_decay)
-        if not (isinstance(self.mixed_precision, bool) or self.mixed_precision in (None, *get_args(PrecisionName))):
-            raise ConfigError(
-                "must be 'bf16', 'fp16', True (bf16), False or None",
-                argument=f"{_WHERE}.mixed_precision",
-                value=self.mixed_precision,
-            )
+        check_fields(self, _WHERE)
+        for least, names in _LEAST.items():
+            check_least(least, **{f"{_WHERE}.{name}": getattr(self, name) for name in names})
+        check_within("[0, 1]", **{f"{_WHERE}.ema_decay": self.ema_decay})
         check_checkpointing(self.gradient_checkpointing, name=f"{_WHERE}.gradient_checkpointing")
-        for name in ("scheduler_step_per_batch", "save_on_signal"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError("must be True or False", argument=f"{_WHERE}.{name}", value=getattr(self, name))
-
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -177,20 +164,12 @@ class TrainingSettings:
                     argument=f"{_WHERE}.{name}",
                     value=getattr(self, name),
                 )
-        check_argument(f"{_WHERE}.lr_scheduler", self.lr_scheduler, str | None)
         try:
             _ = self.schedule
         except ConfigError as error:
             names = {"min_scale": "min_lr_scale"}
             name = str(error.argument)
             raise error.renamed(f"{_WHERE}.{names.get(name, name)}") from None
-
-    def _check(self, name: str, kind: type, least: Any, *, math_name: str) -> None:
-        value: Any = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-            raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
 
     def described(self) -> dict[str, Any]:
         """Return plain values for checkpoints: all older settings, and newer ones if set."""

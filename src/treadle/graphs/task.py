@@ -275,11 +275,6 @@ class GraphTask:
                 value=self.loss_fn,
             )
 
-    def take_outputs(self) -> list[Outputs]:
-        """Return the outputs of the training steps since the last call, and forget them."""
-        taken, self.step_outputs = self.step_outputs, []
-        return taken
-
     def new_metrics(self) -> FedMetrics:
         """Return the evaluation metrics, reset."""
         self.metrics.reset()
