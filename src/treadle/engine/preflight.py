@@ -25,7 +25,7 @@ from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import uncalled_methods
 from treadle.engine.objects_part import warn_of_lost
 from treadle.engine.schedule_checks import try_schedule
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 from treadle.nested import flatten_nested_dict, non_finite_in
 from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.optimizer import check_scheduler, is_torch_optimizer, uncovered_parameters
@@ -158,9 +158,9 @@ def into_training_mode(engine: Engine) -> None:
     thawed = [clean_name(name) for name, module in frozen if module.training]
     if thawed:
         engine.logger.warning(
-            "model: %d layers with running statistics were in eval mode (first: %s) and are now in training mode, as "
-            "all modules are when training starts; to keep them frozen, override train() of the model",
-            len(thawed), thawed[0],
+            "model: %s with running statistics in eval mode (first: %s), now in training mode, as all modules are when "
+            "training starts; to keep such a layer frozen, override train() of the model",
+            number_of(len(thawed), "layer"), thawed[0],
         )  # fmt: skip
 
 
@@ -229,8 +229,8 @@ def check_before_training(engine: Engine) -> None:
     _warn_of_lone_ranks(engine)
     if names:
         engine.logger.warning(
-            "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
-            len(names), ", ".join(names[:10]),
+            "no optimizer group has %s that need gradients and will not be trained: %s",
+            number_of(len(names), "parameter"), ", ".join(names[:10]),
         )  # fmt: skip
 
 
