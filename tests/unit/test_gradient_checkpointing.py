@@ -150,4 +150,4 @@ def test_a_captured_step_says_why_it_is_not(monkeypatch):
         device=torch.device("cuda"), hooks=[], optimizer=None, num_ranks=1, precision=SimpleNamespace(scaled=False),
         model=treadle.checkpoint_model(nn.Sequential(nn.Linear(1, 1)), ["0"]),
     )  # fmt: skip
-    assert "gradient checkpointing" in steps._reason_against(engine)
+    assert "gradient checkpointing" in steps.reason_against(engine)

@@ -20,7 +20,7 @@ from treadle import distributed
 from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
-from treadle.distributed.gradients import GradientExchange
+from treadle.distributed.exchange import GradientExchange
 from treadle.engine.attempt import Attempt
 from treadle.engine.events import Events
 from treadle.engine.hook import BaseHook

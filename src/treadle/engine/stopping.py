@@ -84,4 +84,4 @@ class Target:
             return None
         in_this_epoch = math.ceil((length - engine.cursor.position) / engine.settings.accumulation_steps)
         per_epoch = math.ceil(length / engine.settings.accumulation_steps)
-        return engine.progress.step + in_this_epoch + (self.epochs - engine.epoch - 1) * per_epoch
+        return engine.progress.step + in_this_epoch + (self.epochs - engine.cursor.epoch - 1) * per_epoch
