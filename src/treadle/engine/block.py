@@ -121,7 +121,7 @@ def run_ahead(engine: Engine) -> bool:
     _record(engine, group, block)
     engine.attempt.info["step_time"] = steps.pace
     if engine.guard.skips is not None and due == count:
-        engine.raise_if_refused()  # which tells it of skipped steps
+        engine.raise_if_refused()  # which subtracts skipped steps
     for hook in engine.events.hooks_for(engine.hooks, "on_after_step"):
         hook.on_after_steps(engine, block)
     engine.events.write_requested()

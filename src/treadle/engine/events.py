@@ -20,7 +20,7 @@ class Events:
         served: whether the hooks have received the records of the latest call of ``log`` or ``log_images``.
         abandoned: whether a signal ended an evaluation run by a hook; all ranks know, and the run exits at the next
             boundary.
-        held: whether files and exits wait for the user's code that follows a step in a loop of its own.
+        held: whether files and exits wait for the code that follows a step in the user's own loop.
 
     Example:
         >>> Events().hooks_for([BaseHook()], "on_after_step")

@@ -332,7 +332,7 @@ class Engine(EngineBase):
     def applied_steps(self) -> int:
         """Steps that changed the weights."""
         if self.guard.skips is not None:
-            self.raise_if_refused()  # which tells of skipped steps
+            self.raise_if_refused()  # which subtracts skipped steps
         return self.progress.applied_steps
 
     @property

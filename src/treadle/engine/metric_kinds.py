@@ -37,7 +37,7 @@ _REGRESSION: dict[str, tuple[str, dict[str, Any]]] = {
     "rmse": ("MeanSquaredError", {"squared": False}),
 }
 METRIC_NAMES = sorted([*_CLASSIFICATION, *_REGRESSION])
-"""Metrics that can be asked for by name."""
+"""Metrics available by name."""
 
 
 def named_metric(name: str, loss_fn: Any) -> Any:
