@@ -42,6 +42,11 @@ class _Bucket:
     flat: Tensor | None = None
     work: Any = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient is ready."""
+        return len(self.arrived) == len(self.numbers)
+
     def means(self) -> list[Tensor]:
         """Wait for the message and return its parts, one per parameter."""
         assert self.flat is not None
@@ -142,14 +147,11 @@ class ReplicaExchange(GradientExchange):
                 self._late.add(number)
                 return
             bucket.arrived.add(number)
-            while self._next < len(self._buckets) and self._is_complete(self._buckets[self._next]):
+            while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
                 self._send(self._buckets[self._next])
                 self._next += 1
 
         return note
-
-    def _is_complete(self, bucket: _Bucket) -> bool:
-        return len(bucket.arrived) == len(bucket.numbers)
 
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:

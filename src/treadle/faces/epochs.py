@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
-
 from treadle.checkpoint.introspection import is_user_class
 from treadle.data.amount import FirstBatches
 from treadle.engine import Engine
@@ -235,7 +233,7 @@ class EpochTrainer:
             self._scoring = False
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
-        record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
+        record["lr"] = float(engine.last_lr[0]) if engine.last_lr else math.nan
         value = float(record[f"train_{self.loss_name}"])
         if self.best is not None:
             value = self.best.value_in(record)
@@ -282,10 +280,6 @@ class EpochTrainer:
 def _owner(kind: type, method: str) -> type:
     """Return the class that defines a method of another class."""
     return next(owner for owner in kind.__mro__ if method in vars(owner))
-
-
-def _as_float(value: float | Tensor) -> float:
-    return float(value)
 
 
 def numbers_of(record: Mapping[str, Any]) -> str:
