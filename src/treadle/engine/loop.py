@@ -166,9 +166,8 @@ class Engine(EngineBase):
             NonFiniteError: a gradient is not finite and the retries are used up.
         """
         self._refuse_if_closed()
-        limits = self.settings.limits
-        steps, epochs = limits.target(max_steps, epochs)
-        self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
+        steps, epochs = self.settings.limits.target(max_steps, epochs)
+        self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or self.settings.limits.deadline())
         with errors_logged_with_rank(self), run_log_shown(self):
             self.prepare()
             self.state.leave_out(loader)

@@ -263,12 +263,23 @@ class OwnSteps:
             progress.count_own_step(self._engine.optimizer)
 
 
-def warn_of_replaced_step(settings: TrainingSettings) -> None:
-    """Warn once about features that a replaced step lacks, and refuse settings without effect in it.
+def warn_of_replaced(replaces: Callable[[str], bool], settings: TrainingSettings) -> None:
+    """Warn once about features that a replaced step or epoch lacks, and refuse settings without effect in it.
+
+    Args:
+        replaces: returns whether a user's method does not call the one that it overrides.
+        settings: settings of the trainer.
 
     Raises:
-        ConfigError: mixed precision is requested, which the override must do itself.
+        ConfigError: mixed precision or accumulation is requested, which the override must do itself.
     """
+    if replaces("train_step"):
+        _warn_of_replaced_step(settings)
+    if replaces("train_epoch"):
+        _warn_of_replaced_epoch(settings)
+
+
+def _warn_of_replaced_step(settings: TrainingSettings) -> None:
     _refuse_precision(settings, "train_step")
     _log.warning(
         "train_step: the override replaces this trainer's step. Each call is a step, applied if it changes the "
@@ -278,12 +289,7 @@ def warn_of_replaced_step(settings: TrainingSettings) -> None:
     )  # fmt: skip
 
 
-def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
-    """Warn once about features that a replaced epoch lacks, and refuse settings without effect in it.
-
-    Raises:
-        ConfigError: mixed precision or accumulation is requested, which the override must do itself.
-    """
+def _warn_of_replaced_epoch(settings: TrainingSettings) -> None:
     _refuse_precision(settings, "train_epoch")
     if settings.gradient_accumulation_steps > 1:
         raise ConfigError(

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from treadle.capture.compile import Compile
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import to_device
-from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
@@ -46,8 +45,8 @@ from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import explain_loss_error, loss_weight, missing_loss, model_loss
 from treadle.functional.metric_rule import eval_losses, known_keys, rule_for
 from treadle.functional.own_hooks import own_hooks
-from treadle.functional.own_step import OwnStepEngine, numbers_of
-from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
+from treadle.functional.own_step import OwnStepEngine, engine_class, numbers_of
+from treadle.functional.replaced import warn_of_replaced
 from treadle.functional.settings import EVERY_EPOCH, read_run_defaults, read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
 from treadle.functional.unused_settings import read_unused_settings
@@ -136,10 +135,6 @@ class Trainer(EpochFace):
         self._eval_task = own_eval(self, EpochMetrics(metrics, self.device, loss_fn=loss_fn))
         self._history_file = HistoryFile(lambda: self._epochs.history)
         task = TrainerTask(self)
-        make: Callable[..., Engine] = Engine
-        if self._overrides("train_step"):
-            replaced = self._replaces("train_step")
-            make = partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
         arguments: EngineArguments = {
             "scheduler": self.scheduler, "device": device, "eval_seed": eval_seed, "capture": capture,
             "config": {**self.settings.described(), "loss": loss_name(self.loss_fn)},
@@ -148,7 +143,7 @@ class Trainer(EpochFace):
         self._engine = build_engine(
             "functional", self.model, self.optimizer, task, arguments, hooks=hooks, trackers=trackers,
             own_hooks=own_hooks(self.settings, self._history_file, lambda: self._folder.save_and_log()),
-            progress=progress, log_every=self.settings.log_interval, make=make,
+            progress=progress, log_every=self.settings.log_interval, make=engine_class(self, task),
         )  # fmt: skip
         self._folder = NumberedFolder(
             self._engine, self._save_checkpoint, self._history_file,
@@ -157,10 +152,7 @@ class Trainer(EpochFace):
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=lambda: self.evaluate if self._is_own("evaluate") else None
         )
-        if self._replaces("train_step"):
-            warn_of_replaced_step(self.settings)
-        if self._replaces("train_epoch"):
-            warn_of_replaced_epoch(self.settings)
+        warn_of_replaced(self._replaces, self.settings)
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(self._face, method)
@@ -339,8 +331,7 @@ class Trainer(EpochFace):
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             log_early_stopping(self._epochs)
-            own = Callbacks(self, self._engine, self._folder, callbacks=callbacks or (), first_epoch=self._first_epoch)
-            self._train_to(num_epochs, train_dataloader, eval_dataloader, own)
+            self._train_to(num_epochs, train_dataloader, eval_dataloader, callbacks or ())
         return self.history
 
     def _use_folder(self, save_dir: str | Path | None, save_freq: int | None, metric: str | None) -> None:
@@ -358,16 +349,17 @@ class Trainer(EpochFace):
         num_epochs: int,
         train_loader: Iterable[Any],
         eval_loader: Iterable[Any] | None,
-        callbacks: Callbacks,
+        callbacks: Sequence[Callback],
     ) -> None:
-        if self._folder.callbacks_interrupted and callbacks.call_again(train_loader):
+        own = Callbacks(self, self._engine, self._folder, callbacks=callbacks, first_epoch=self._first_epoch)
+        if self._folder.callbacks_interrupted and own.call_again(train_loader):
             return
-        after_epoch = partial(self._end_epoch, callbacks)
+        after_epoch = partial(self._end_epoch, own)
         if self._is_own("train_epoch"):
-            own = self.train_epoch
+            users = self.train_epoch
 
             def train_epoch(batches: Iterable[Any], epoch: int) -> Any:
-                return own(batches, eval_loader, epoch) if takes(own, 3) else own(batches, eval_loader)
+                return users(batches, eval_loader, epoch) if takes(users, 3) else users(batches, eval_loader)
 
             if self._replaces("train_epoch"):
                 loaders = train_loader, eval_loader
