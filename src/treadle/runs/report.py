@@ -33,7 +33,7 @@ figure { margin: 0; } figcaption { color: var(--muted); max-width: 42rem; }
 .wide { overflow-x: auto; }
 img { display: block; width: 100%; min-width: 36rem; height: auto; background: #fff; border-radius: 4px; }
 table { border-collapse: collapse; } .first tbody tr:first-child { font-weight: bold; }
-caption { text-align: left; color: var(--muted); } pre { white-space: pre-wrap; }
+caption { text-align: left; color: var(--muted); } caption span { display: block; max-width: calc(100vw - 2rem); } pre { white-space: pre-wrap; }
 th, td { padding: .3rem 1.2rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; } td:not(:first-child) { white-space: nowrap; }
 dt { color: var(--muted); } dd { margin: 0 0 .5rem; overflow-wrap: anywhere; }
@@ -159,7 +159,7 @@ def write_page(path: Path, report: Report) -> Path:
 
 def _table(table: Table) -> str:
     kind = ' class="first"' if table.about_first else ""
-    caption = f"\n<caption>{escape(table.title)}</caption>" if table.title else ""
+    caption = f"\n<caption><span>{escape(table.title)}</span></caption>" if table.title else ""
     rows = "\n".join(f"<tr>{_cells('td', row)}</tr>" for row in table.rows)
     shown = _TABLE.substitute(kind=kind, caption=caption, head=_cells("th", table.columns), rows=rows)
     return "\n".join([shown, *(f"<p>{escape(note)}</p>" for note in table.notes)])
