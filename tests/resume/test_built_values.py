@@ -9,6 +9,7 @@ import queue
 import time
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from torch.utils.data import (
 from helpers import MeanSquare
 from ranks import run_on_ranks
 from treadle import Engine, TensorLoader, distributed, set_seed
+from treadle.checkpoint.built_values import BuiltValues
 from treadle.hooks import BaseHook
 
 
@@ -68,7 +70,7 @@ def points(count=16, seed=0):
 
 def built(
     *, seed=0, p=0.1, loss=None, projection=None, place="attribute", scale=None, shuffle=True, split=None, size=4,
-    rows=None, weights=None, hooks=(), workers=0,
+    rows=None, weights=None, hooks=(), workers=0, collate=None,
 ):  # fmt: skip
     set_seed(seed)
     model = Fixed(p, torch.eye(4) if projection is None else projection, place)
@@ -83,7 +85,26 @@ def built(
         return engine, DataLoader(rows, batch_size=size, sampler=WeightedRandomSampler(weights, 16))
     if isinstance(rows, torch.Tensor):
         return engine, TensorLoader(rows, rows[:, :1], batch_size=size, shuffle=shuffle)
-    return engine, DataLoader(rows, batch_size=size, shuffle=shuffle, num_workers=workers)
+    return engine, DataLoader(rows, batch_size=size, shuffle=shuffle, num_workers=workers, collate_fn=collate)
+
+
+def mixed(part, items):
+    x, y = (torch.stack(column) for column in zip(*items, strict=True))
+    return x + part * x.flip(0), y
+
+
+class Frame(Dataset):
+    """Rows of a pandas table in some order."""
+
+    def __init__(self, order):
+        self.table = pd.DataFrame(drawn(0, 16, 4).numpy()[order], columns=list("abcd"))
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        row = torch.tensor(self.table.iloc[index].to_numpy())
+        return row, row[:1]
 
 
 class Saving(BaseHook):
@@ -153,6 +174,9 @@ KINDS = {
     "random samples": ({"rows": points(seed=1)}, {"rows": points(seed=2)}, "dataset.tensors"),
     "a list of samples": ({"rows": list(points(seed=1))}, {"rows": list(points(seed=2))}, "loader.dataset"),
     "rows of a TensorLoader": ({"rows": drawn(1, 16, 4)}, {"rows": drawn(2, 16, 4)}, "loader.tensors"),
+    "rows of a table": ({"rows": Frame(np.arange(16))}, {"rows": Frame(15 - np.arange(16))}, "dataset.table"),
+    "an argument of a collate function": ({"collate": functools.partial(mixed, 0.1)},
+                                          {"collate": functools.partial(mixed, 0.2)}, "args[0]=0.1 (here 0.2)"),
     "weights of a sampler": ({"weights": torch.ones(16)}, {"weights": torch.arange(1.0, 17.0)}, "sampler.weights"),
 }  # fmt: skip
 
@@ -196,6 +220,27 @@ def test_a_third_run_is_compared_with_the_second(caplog):
         third.load_state_dict(second.state_dict())
         third.run(loader, max_steps=4)
         assert len(warnings_of(caplog)) == count
+
+
+def test_rows_and_samples_of_data_sets_of_libraries_are_compared():
+    datasets = pytest.importorskip("datasets")
+    graphs = pytest.importorskip("torch_geometric.data")
+
+    class Graphs(graphs.InMemoryDataset):
+        def __init__(self, seed):
+            super().__init__(None)
+            self.data, self.slices = self.collate([graphs.Data(x=drawn(10 * seed + row, 3, 2)) for row in range(8)])
+
+    def values_of(dataset):
+        return BuiltValues(lambda: {"dataset": dataset}, lists=True)
+
+    table = datasets.Dataset.from_dict({"x": list(range(8))})
+    first, second = (values_of(table.train_test_split(2, seed=seed)["train"]) for seed in (1, 2))
+    assert second.differing(first.unchanged()) == ["dataset.indices"]
+    first, second = (values_of(Graphs(0)[order]) for order in ([1, 2, 3], [3, 2, 1]))
+    assert second.differing(first.unchanged()) == ["dataset.indices"]
+    assert values_of(Graphs(1)).differing(values_of(Graphs(0)).unchanged()) == ["dataset.data"]
+    assert values_of(Graphs(0)).differing(values_of(Graphs(0)).unchanged()) == []
 
 
 # -- no false alarms ----------------------------------------------------------------------------------------------

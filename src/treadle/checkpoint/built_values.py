@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
+from treadle.checkpoint.attributes import is_table
 from treadle.checkpoint.introspection import Named, attributes_of, is_engine_or_trainer, is_user_object, offered
 
 _MOST = 3  # values that a message names
@@ -146,10 +147,29 @@ def _attributes_of(owner: Any, *, saved_buffers: bool = False) -> Iterator[tuple
             owner._buffers if saved_buffers else owner._non_persistent_buffers_set
         ))  # fmt: skip
         return
-    yield from attributes_of(owner).items()
-    indices = offered(owner, "_indices")  # a table of datasets.Dataset
+    for name, value in attributes_of(owner).items():
+        if isinstance(value, functools.partial):
+            yield from ((f"{name}.{key}", argument) for key, argument in attributes_of(value).items())
+        else:
+            yield name, _columns_of(value) if is_table(value) else value
+    yield from _of_libraries(owner)
+
+
+def _columns_of(table: Any) -> list[Any]:
+    """Return some rows of the first columns of a pandas table."""
+    rows = table.iloc[:: max(1, len(table) // _SAMPLED_OF_ITEM)]
+    return [rows.iloc[:, number].to_numpy() for number in range(min(_WIDEST, rows.shape[1] if rows.ndim > 1 else 0))]
+
+
+def _of_libraries(owner: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the row numbers of data sets of datasets and torch_geometric, and the samples of the latter."""
+    indices, data = offered(owner, "_indices"), offered(owner, "_data")
     if callable(offered(indices, "column")):
         yield "indices", indices.column(0).to_numpy()
+    elif type(indices) in _COMPARED:
+        yield "indices", indices
+    if isinstance(owner, Dataset) and callable(offered(data, "to_dict")):
+        yield "data", [data]
 
 
 def _kinds_of(owner: Any, *, lists: bool) -> frozenset[type]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -87,10 +88,12 @@ class BuiltData:
 
 
 def _values_of(loader: Any, owners: Mapping[str, Any]) -> BuiltValues:
-    """Return the values of a loader's parts, and of the loader itself if it holds the samples."""
+    """Return the values of a loader's parts, of its collate function, and of the loader itself if it holds samples."""
     if isinstance(loader, TransferLoader):
         loader = loader.loader
-    held = {}
+    held: dict[str, Any] = {}
+    if isinstance(collate := getattr(loader, "collate_fn", None), functools.partial):
+        held["collate_fn"] = collate
     if isinstance(loader, (list, tuple)):
         held["loader"] = SimpleNamespace(batches=loader)
     elif isinstance(loader, TensorLoader) or isinstance(getattr(loader, "dataset", None), (list, tuple)):
