@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -108,7 +107,7 @@ class BuiltValue:
         (True, None, False)
     """
 
-    __slots__ = ("_holder", "_name", "_versions", "mark")
+    __slots__ = ("_holder", "_name", "mark")
 
     def __init__(self, owner: Any, name: str, value: Any):
         self.mark = _mark_of(value)
@@ -116,7 +115,6 @@ class BuiltValue:
         self._holder = owner
         if isinstance(owner, nn.Module):
             self._holder = vars(owner) if name in vars(owner) else owner._buffers
-        self._versions = [(weakref.ref(tensor), version) for tensor, version in _versions_of(value)]
 
     def is_unchanged(self) -> bool:
         """Return whether the attribute is as it was built; always for a class, never without a mark."""
@@ -124,19 +122,7 @@ class BuiltValue:
             return self.mark is not None
         held = self._holder if type(self._holder) is dict else dict(_attributes_of(self._holder))
         value = held.get(self._name)
-        before, now = self._versions, _versions_of(value)
-        if before and len(before) == len(now):  # which spares reading it from a device
-            pairs = zip(before, now, strict=True)
-            if all(of() is tensor and version == then for (of, then), (tensor, version) in pairs):
-                return True
         return type(value) in _COMPARED and bool(_mark_of(value) == self.mark)
-
-
-def _versions_of(value: Any) -> list[tuple[Tensor, int]]:
-    """Return a tensor, or the tensors of a tuple, each with the number of writes to it; empty if one does not count."""
-    tensors = value if isinstance(value, tuple) else (value,)
-    counts = all(type(item) is Tensor and not item.is_inference() for item in tensors)
-    return [(item, item._version) for item in tensors] if counts else []
 
 
 def _attributes_of(owner: Any, *, saved_buffers: bool = False) -> Iterator[tuple[str, Any]]:
