@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_within, checked
+from treadle.errors.arguments import check_whole, check_within, checked
 
 logger = logging.getLogger("treadle.astro")
 
@@ -97,8 +96,7 @@ def check_sample_k(k: int) -> int:
     Raises:
         ConfigError: it is not.
     """
-    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
-        raise ConfigError("at least one position must be drawn; give a whole number >= 1", argument="sample_k", value=k)
+    check_whole(1, sample_k=k)
     return int(k)
 
 

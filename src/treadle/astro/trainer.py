@@ -25,6 +25,7 @@ from treadle.astro.settings import (
     check_model,
     codebooks_of,
     default_optimizer,
+    default_schedule,
     precision_of,
     schedule_length,
     training_settings,
@@ -162,7 +163,9 @@ class AstroTrainer(EpochFace):
             device=self.device, scheduler=scheduler, compile="blocks" if compiled == "blocks" else False,
             parallel=parallel or self.config.parallel,
         )  # fmt: skip
-        self.scheduler = self._scheduler(scheduler, scheduler_interval)
+        if scheduler is None:
+            scheduler = default_schedule(self.optimizer, self.config, train_loader, interval=scheduler_interval)
+        self.scheduler = scheduler
         overridden = type(self).compute_loss is not AstroTrainer.compute_loss
         self._task = AstroTask(
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
@@ -180,23 +183,6 @@ class AstroTrainer(EpochFace):
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab, path=output_dir, save_total_limit=save_total_limit)
-
-    def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
-        if given is not None:
-            return given
-        if interval == "epoch":
-            raise ConfigError(
-                "='epoch' without a scheduler: the schedule of the settings counts steps; give a "
-                "scheduler, or use 'step'",
-                argument="scheduler_interval",
-            )
-        settings = self.config
-        return WarmupCosine(
-            self.optimizer,
-            warmup_steps=settings.warmup_steps,
-            total_steps=schedule_length(settings, self.train_loader, settings.epochs),
-            min_lr_ratio=settings.min_lr_ratio,
-        )
 
     def _described(
         self, arguments: EngineArguments, loss_config: LossConfig, *, use_ce: bool, compile_model: Compile

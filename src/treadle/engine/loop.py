@@ -41,6 +41,7 @@ from treadle.engine.schedule_checks import check_length_of_schedule
 from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.signal_exit import exit_on_signal, interruption
+from treadle.engine.start_log import log_nothing_to_do
 from treadle.engine.stopping import Target
 from treadle.errors.arguments import check_argument, checked
 from treadle.optim.evaluation_point import at_evaluation_point
@@ -173,7 +174,7 @@ class Engine(EngineBase):
             self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
-                self._log_nothing_to_do()
+                log_nothing_to_do(self)
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
@@ -211,15 +212,6 @@ class Engine(EngineBase):
             if self._stops_here() or self.target.reached(self):
                 return True
         return False
-
-    def _log_nothing_to_do(self) -> None:
-        """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
-        level = logging.WARNING if self.state.num_runs else logging.INFO
-        text = (
-            "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
-            "further"
-        )
-        self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
         """Run one optimizer step over a group of micro-batches.
@@ -361,15 +353,9 @@ class Engine(EngineBase):
         self.state.leave_out(loader)
         with at_evaluation_point(self.optimizer):
             return evaluate(
-                self.model,
-                loader,
-                task or self.task,
-                precision=self.precision,
-                eval_seed=self.settings.eval_seed,
-                cursor=self.eval_cursor,
-                interrupted=interruption(self),
-                limit=self.settings.limits.evaluation,
-            )
+                self.model, loader, task or self.task, precision=self.precision, eval_seed=self.settings.eval_seed,
+                cursor=self.eval_cursor, interrupted=interruption(self), limit=self.settings.limits.evaluation,
+            )  # fmt: skip
 
     # -- state ----------------------------------------------------------------------------------------------------
 

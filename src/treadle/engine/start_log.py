@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,15 @@ def start_block(engine: Engine) -> str:
         "hooks": ", ".join(hook.state_key for hook in engine.hooks if not hook.implicit) or "none",
     }
     return "\n".join(["training starts", *(f"  {name:<11}{text}" for name, text in lines.items())])
+
+
+def log_nothing_to_do(engine: Engine) -> None:
+    """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
+    level = logging.WARNING if engine.state.num_runs else logging.INFO
+    text = (
+        "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise it to train further"
+    )
+    engine.logger.log(level, text, engine.progress.step, engine.epoch, engine.target)
 
 
 def start_line(engine: Engine) -> str:
