@@ -34,8 +34,10 @@ def start_block(engine: Engine) -> str:
 def log_nothing_to_do(engine: Engine) -> None:
     """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
     level = logging.WARNING if engine.state.num_runs else logging.INFO
-    text = "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise it to train further"
-    engine.logger.log(level, text, engine.progress.step, engine.epoch, engine.target)
+    engine.logger.log(
+        level, "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
+        "further", engine.progress.step, engine.epoch, engine.target,
+    )  # fmt: skip
 
 
 def start_line(engine: Engine) -> str:
