@@ -155,7 +155,6 @@ class AstroTrainer(EpochFace):
         given = (image_codebook, spectrum_codebook, scalar_centers)
         codebooks = codebooks_of(vocab, given, loss_config, use_ce=use_ce, device=self.device)
         check_model(model, vocab)
-        precision = precision_of(use_amp, amp_dtype, self.device)
         compiled = check_compile(compile_model or self.config.compile)
         # With True, the task compiles the forward pass that the loss needs.
         self.model, self.optimizer, _ = place(
@@ -173,8 +172,8 @@ class AstroTrainer(EpochFace):
         )  # fmt: skip
         arguments: EngineArguments = {
             "scheduler": self.scheduler, "scheduler_interval": scheduler_interval, "device": device,
-            "precision": precision, "eval_seed": eval_seed, "capture": capture, "limits": limits,
-            **_engine_arguments(self.config),
+            "precision": precision_of(use_amp, amp_dtype, self.device), "eval_seed": eval_seed, "capture": capture,
+            "limits": limits, **_engine_arguments(self.config),
         }  # fmt: skip
         arguments["config"] = self._described(arguments, loss_config, use_ce=use_ce, compile_model=compiled)
         self._engine = build_engine(

@@ -55,6 +55,7 @@ KEYS: dict[str, str] = {
 OPTIONAL_KEYS: dict[str, str] = {
     "objects": "{path: state} of the user's own objects on the trainer and the task, where there are any",
     "modules": "what no state dict of the model holds and has changed: trainable flags, modes, buffers, attributes",
+    "built": "values with which the model and own objects were built and that have not changed",
     "callbacks_due": "True in the state of an epoch before its callbacks are called",
 }
 """Keys that a checkpoint has only where there is something to keep."""

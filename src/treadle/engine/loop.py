@@ -41,7 +41,6 @@ from treadle.engine.schedule_checks import check_length_of_schedule
 from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.signal_exit import exit_on_signal, interruption
-from treadle.engine.start_log import log_nothing_to_do
 from treadle.engine.stopping import Target
 from treadle.errors.arguments import check_argument, checked
 from treadle.optim.evaluation_point import at_evaluation_point
@@ -174,7 +173,7 @@ class Engine(EngineBase):
             self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
-                log_nothing_to_do(self)
+                session.pass_over(self, loader)
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:

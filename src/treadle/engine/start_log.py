@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,15 +28,6 @@ def start_block(engine: Engine) -> str:
         "hooks": ", ".join(hook.state_key for hook in engine.hooks if not hook.implicit) or "none",
     }
     return "\n".join(["training starts", *(f"  {name:<11}{text}" for name, text in lines.items())])
-
-
-def log_nothing_to_do(engine: Engine) -> None:
-    """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
-    level = logging.WARNING if engine.state.num_runs else logging.INFO
-    engine.logger.log(
-        level, "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
-        "further", engine.progress.step, engine.epoch, engine.target,
-    )  # fmt: skip
 
 
 def start_line(engine: Engine) -> str:
