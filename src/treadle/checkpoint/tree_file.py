@@ -6,6 +6,7 @@ other runs of a process wait. Here sums and writes of large tensors run without 
 
 from __future__ import annotations
 
+import functools
 import pickle
 import struct
 import sys
@@ -44,7 +45,8 @@ def pieces_of(tree: Mapping[str, Any]) -> list[Any] | None:
     """Return the content of a file with a tree, in pieces whose memory is partly that of its tensors.
 
     Returns:
-        None if the tree holds more than dicts, lists, numbers, strings and plain CPU tensors, or is too large.
+        None if the tree holds more than dicts, lists, numbers, strings and plain CPU tensors that share all or none of
+        their memory, or is too large.
 
     Example:
         >>> import io
@@ -54,9 +56,9 @@ def pieces_of(tree: Mapping[str, Any]) -> list[Any] | None:
     written = _TreePickle()
     try:
         written.add(dict(tree))
+        written.end()
     except _Unusual:
         return None
-    written.parts.append(b".")
     records: list[tuple[str, Any]] = [
         ("data.pkl", b"".join(written.parts)),
         (".format_version", b"1"),
@@ -107,9 +109,9 @@ class _TreePickle:
     def __init__(self) -> None:
         self.parts = [b"\x80\x02"]
         self.contents: list[Any] = []
-        self._storages: dict[int, tuple[int, torch.dtype, Any]] = {}  # number, dtype and storage, by address
+        self._records: dict[int, tuple[int, int, torch.dtype]] = {}  # number, size and dtype, by address
         self._memo: dict[bytes, bytes] = {}
-        self._around: dict[Any, tuple[bytes, bytes, bytes]] = {}  # of tensors of one dtype, shape and stride
+        self._around: dict[Any, tuple[bytes, bytes]] = {}  # pickles around the names of storages, by kind of tensor
 
     def add(self, value: Any) -> None:
         """Add a value."""
@@ -119,7 +121,7 @@ class _TreePickle:
         elif kind is dict:
             parts.append(b"}(")
             for key, item in value.items():
-                parts.append(_scalar(key))
+                parts.append(_key(key) if type(key) is str else _scalar(key))
                 self.add(item)
             parts.append(b"u")
         elif kind is list:
@@ -130,42 +132,60 @@ class _TreePickle:
         else:
             parts.append(_scalar(value))
 
+    def end(self) -> None:
+        """End the pickle.
+
+        Raises:
+            _Unusual: tensors share a part of their memory.
+        """
+        self.parts.append(b".")
+        last = 0
+        for start in sorted(self._records):
+            if start < last:
+                raise _Unusual
+            last = start + self._records[start][1]
+
     def _add_tensor(self, tensor: Tensor) -> None:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.requires_grad or tensor.is_neg() or vars(tensor):
             raise _Unusual
-        storage = tensor.untyped_storage()
-        dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
-        number, known, _ = self._storages.get(storage._cdata) or self._add_storage(tensor, storage)
-        if dtype is not known:  # torch refuses it
+        dtype, shape, stride, offset = tensor.dtype, tensor.shape, tensor.stride(), 0
+        if tensor.is_contiguous():
+            start, size = tensor.data_ptr(), tensor.nbytes
+        else:
+            storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+            start, size = storage.data_ptr(), storage.nbytes()
+        number, length, known = self._records.get(start) or self._add_record(tensor, start, size)
+        if length != size or dtype is not known:
             raise _Unusual
-        around = self._around.get((dtype, shape, stride))
-        if around is None:
-            seen = len(self._memo)
-            around = self._describe(tensor)
-            if len(self._memo) == seen:  # else the first one names what the others repeat
-                self._around[dtype, shape, stride] = around
-        begin, middle, end = around
-        length = storage.nbytes() // tensor.element_size()
-        offset = tensor.storage_offset()
-        self.parts += (begin, _scalar(str(number)), middle, _scalar(length), b"tQ", _scalar(offset), end)
+        kind = dtype, shape, stride, offset, size
+        begin, end = self._around.get(kind) or self._describe(kind)
+        self.parts += (begin, _key(str(number)), end)
 
-    def _add_storage(self, tensor: Tensor, storage: Any) -> tuple[int, torch.dtype, Any]:
-        is_plain = tensor.device.type == "cpu" and tensor.dtype in _STORAGES
-        if not is_plain or tensor.requires_grad or tensor.is_neg() or vars(tensor):
+    def _add_record(self, tensor: Tensor, start: int, size: int) -> tuple[int, int, torch.dtype]:
+        if tensor.device.type != "cpu" or tensor.dtype not in _STORAGES:
             raise _Unusual
-        is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
-        simple = is_whole and tensor.dtype is not torch.bfloat16
-        self.contents.append(tensor.numpy() if simple else bytes_of_piece([tensor]).numpy())
-        kept = self._storages[storage._cdata] = len(self._storages), tensor.dtype, storage
-        return kept
+        added = len(self.contents), size, tensor.dtype
+        if size:  # else it has no address
+            self._records[start] = added
+        if not tensor.is_contiguous():
+            tensor = bytes_of_piece([tensor])
+        elif tensor.dtype is torch.bfloat16:  # which NumPy does not have
+            tensor = tensor.view(torch.int16)
+        self.contents.append(tensor.numpy())
+        return added
 
-    def _describe(self, tensor: Tensor) -> tuple[bytes, bytes, bytes]:
-        """Return the pickle of a tensor before the name of its storage, after it, and after its offset."""
+    def _describe(self, kind: Any) -> tuple[bytes, bytes]:
+        """Return the pickle of a tensor before and after the name of its storage."""
+        dtype, shape, stride, offset, size = kind
+        seen = len(self._memo)
         begin = self._known(b"ctorch._utils\n_rebuild_tensor_v2\n") + b"((" + self._known(_scalar("storage"))
-        begin += self._known(f"ctorch\n{_STORAGES[tensor.dtype]}Storage\n".encode())
-        sizes = b"".join(b"(%bt" % b"".join(map(_scalar, each)) for each in (tensor.shape, tensor.stride()))
-        middle = self._known(_scalar("cpu"))
-        return begin, middle, sizes + b"\x89" + self._known(b"ccollections\nOrderedDict\n") + b")RtR"
+        begin += self._known(f"ctorch\n{_STORAGES[dtype]}Storage\n".encode())
+        end = self._known(_scalar("cpu")) + _scalar(size // dtype.itemsize) + b"tQ" + _scalar(offset)
+        end += b"".join(b"(%bt" % b"".join(map(_scalar, each)) for each in (shape, stride))
+        end += b"\x89" + self._known(b"ccollections\nOrderedDict\n") + b")RtR"
+        if len(self._memo) == seen:  # else this names what the others repeat
+            self._around[kind] = begin, end
+        return begin, end
 
     def _known(self, value: bytes) -> bytes:
         """Return a pickled value that is named where it first occurs, or that name."""
@@ -185,3 +205,6 @@ def _scalar(value: Any) -> bytes:
     if kind in (int, float, bool, type(None)):
         return pickle.dumps(value, 2)[2:-1]
     raise _Unusual
+
+
+_key = functools.lru_cache(maxsize=1 << 13)(_scalar)  # those of every save are the same
