@@ -39,7 +39,8 @@ UNUSUAL = {
     "complex": torch.ones(2, dtype=torch.complex64), "dtype": torch.float16, "sparse": torch.eye(3).to_sparse(),
     "storage": torch.ones(3).untyped_storage(), "tuple": (1, 2), "float8": torch.ones(2).to(torch.float8_e4m3fn),
     "meta": torch.ones(2, device="meta"), "overlap": [WEIGHT, WEIGHT[1:]], "inside": [WEIGHT[1:], WEIGHT],
-    "gradient of a part": [WEIGHT, WEIGHT.view(-1).requires_grad_()], "negative": torch.ones(2, dtype=torch.complex64).conj().imag,
+    "gradient of a part": [WEIGHT, WEIGHT.view(-1).requires_grad_()],
+    "negative": torch.ones(2, dtype=torch.complex64).conj().imag,
     "two types": [WEIGHT, WEIGHT.view(torch.int32)], "bytes": b"12", "module": nn.Linear(1, 1).state_dict(),
 }  # fmt: skip
 

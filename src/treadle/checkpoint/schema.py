@@ -248,7 +248,7 @@ class DeviceCopies:
         for group in groups.values():
             for start in range(0, len(group), _AT_ONCE):
                 some = dict(itertools.islice(group.items(), start, start + _AT_ONCE))
-                joined: Tensor = torch._utils._flatten_dense_tensors(list(some.values()))
+                joined: Tensor = torch._utils._flatten_dense_tensors(list(some.values()))  # type: ignore[no-untyped-call]
                 self._sent.append((some, HostTransfer(joined)))
 
     def result(self, *, apart: bool = True) -> dict[str, dict[int, Tensor]]:
@@ -261,7 +261,9 @@ class DeviceCopies:
         if self._large:
             copies = run_off_turn(lambda: {key: one.to("cpu", copy=True) for key, one in self._large.items()})
         for some, transfer in self._sent:
-            parts = torch._utils._unflatten_dense_tensors(transfer.result(), list(some.values()))
+            parts = torch._utils._unflatten_dense_tensors(  # type: ignore[no-untyped-call]
+                transfer.result(), list(some.values())
+            )
             copies.update(zip(some, [part.clone() for part in parts] if apart else parts, strict=True))
         return {name: {tensor: copies[source] for tensor, source in sources.items()}
                 for name, sources in self._sources.items()}  # fmt: skip

@@ -77,7 +77,8 @@ def _size(content: Any) -> int:
 def _archived(records: Sequence[tuple[str, Any]]) -> list[Any]:
     """Return the pieces of a zip archive of records, in torch's layout."""
     at = 0
-    pieces, table = [], []
+    pieces: list[Any] = []
+    table: list[bytes] = []
     for short, content in records:
         name, size, total = f"archive/{short}".encode(), _size(content), zlib.crc32(content)
         padding = _PADDINGS[-(at + _HEADER.size + len(name) + 4) % _ALIGNED]
@@ -153,7 +154,7 @@ class _TreePickle:
             start, size = tensor.data_ptr(), tensor.nbytes
         else:
             storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-            start, size = storage.data_ptr(), storage.nbytes()
+            start, size = storage.data_ptr(), int(storage.nbytes())
         number, length, known = self._records.get(start) or self._add_record(tensor, start, size)
         if length != size or dtype is not known:
             raise _Unusual
@@ -207,4 +208,6 @@ def _scalar(value: Any) -> bytes:
     raise _Unusual
 
 
-_key = functools.lru_cache(maxsize=1 << 13)(_scalar)  # those of every save are the same
+@functools.lru_cache(maxsize=1 << 13)  # those of every save are the same
+def _key(value: str) -> bytes:
+    return _scalar(value)
