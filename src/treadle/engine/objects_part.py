@@ -83,7 +83,7 @@ def _hooks_in(name: str | None, key: str, value: Any) -> dict[str, Any]:
 
 
 def parts_of(engine: Engine) -> Iterator[Any]:
-    """Yield the parts of a run, which have parts of their own in its checkpoints."""
+    """Yield the objects of a run that checkpoints store under separate keys."""
     yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
     yield from (scheduler for _, scheduler in schedulers_in(engine.lr_scheduler) if scheduler is engine.lr_scheduler)
     yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
@@ -102,7 +102,7 @@ def _roots(engine: Engine) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def hooks_beginning(engine: Engine) -> Iterator[None]:
-    """Let hooks begin in the block, and put back what they changed of what a checkpoint has set."""
+    """Restore, after the block in which hooks begin, the state from a checkpoint that they changed."""
     kept = {"": engine.state.objects}
     kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
     before = {name: objects.loaded_states() for name, objects in kept.items()}
@@ -110,7 +110,7 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     yield
     engine.state.beginning.end(engine)
     engine.state.search_again()
-    engine.state.registered = _registered_hooks(engine)
+    engine.state.record_registered(_registered_hooks(engine))
     for name, objects in kept.items():
         for text in objects.restore_loaded(before[name]):
             engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")

@@ -321,6 +321,10 @@ class RunState:
         """Record a checkpoint that was written, and the step whose state it holds."""
         self.saved, self.saved_step = str(path), step
 
+    def record_registered(self, hooks: frozenset[str]) -> None:
+        """Record the hooks that are registered on the model when training starts."""
+        self.registered = hooks
+
     def record_resumed(self) -> None:
         """Record that hooks were queried for a checkpoint."""
         self.resumed = True

@@ -295,7 +295,7 @@ class BaseTrainer(Engine):
         raise self._missing("build_optimizer")
 
     def forward(self, input: Any) -> Any:
-        """Return ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; run under autocast.
+        """Return the loss, ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; run under autocast.
 
         Args:
             input: the loader's item, unchanged.
@@ -335,7 +335,7 @@ class BaseTrainer(Engine):
         if self.hooks is None:
             check_overrides(self, BaseTrainer)
             announce_building(self)
-            # A helper that a subclass calls itself shares the name by chance.
+            # A subclass may have a method of this name for something else, which only the subclass calls.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
             refuse_replaced_parts(self, BaseTrainer)  # build methods may assign too
             if self.hooks is None:
