@@ -11,7 +11,7 @@ import pickle
 import struct
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,8 +153,8 @@ class _TreePickle:
         if tensor.is_contiguous():
             start, size = tensor.data_ptr(), tensor.nbytes
         else:
-            storage, offset = tensor.untyped_storage(), tensor.storage_offset()
-            start, size = storage.data_ptr(), int(storage.nbytes())
+            storage, offset = tensor.untyped_storage(), int(tensor.storage_offset())
+            start, size = storage.data_ptr(), storage.nbytes()
         number, length, known = self._records.get(start) or self._add_record(tensor, start, size)
         if length != size or dtype is not known:
             raise _Unusual
@@ -201,13 +201,11 @@ def _scalar(value: Any) -> bytes:
     """Return a pickled number, string or None."""
     kind = type(value)
     if kind is str:
-        text = value.encode("utf-8", "surrogatepass")
+        text: bytes = value.encode("utf-8", "surrogatepass")
         return b"X" + struct.pack("<I", len(text)) + text
     if kind in (int, float, bool, type(None)):
         return pickle.dumps(value, 2)[2:-1]
     raise _Unusual
 
 
-@functools.lru_cache(maxsize=1 << 13)  # those of every save are the same
-def _key(value: str) -> bytes:
-    return _scalar(value)
+_key: Callable[[Any], bytes] = functools.lru_cache(maxsize=1 << 13)(_scalar)  # those of every save are the same
