@@ -155,8 +155,7 @@ class AstroTrainer(EpochFace):
         given = (image_codebook, spectrum_codebook, scalar_centers)
         codebooks = codebooks_of(vocab, given, loss_config, use_ce=use_ce, device=self.device)
         check_model(model, vocab)
-        compiled = check_compile(compile_model or self.config.compile)
-        # With True, the task compiles the forward pass that the loss needs.
+        compiled = check_compile(compile_model or self.config.compile)  # True: the task compiles what the loss needs
         self.model, self.optimizer, _ = place(
             model, partial(default_optimizer, settings=self.config) if optimizer is None else optimizer,
             device=self.device, scheduler=scheduler, compile="blocks" if compiled == "blocks" else False,
