@@ -173,7 +173,7 @@ class Engine(EngineBase):
             self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
-                self._log_nothing_to_do()
+                session.pass_over(self, loader)
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
@@ -211,15 +211,6 @@ class Engine(EngineBase):
             if self._stops_here() or self.target.reached(self):
                 return True
         return False
-
-    def _log_nothing_to_do(self) -> None:
-        """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
-        level = logging.WARNING if self.state.num_runs else logging.INFO
-        text = (
-            "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
-            "further"
-        )
-        self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
         """Run one optimizer step over a group of micro-batches.
@@ -361,15 +352,9 @@ class Engine(EngineBase):
         self.state.leave_out(loader)
         with at_evaluation_point(self.optimizer):
             return evaluate(
-                self.model,
-                loader,
-                task or self.task,
-                precision=self.precision,
-                eval_seed=self.settings.eval_seed,
-                cursor=self.eval_cursor,
-                interrupted=interruption(self),
-                limit=self.settings.limits.evaluation,
-            )
+                self.model, loader, task or self.task, precision=self.precision, eval_seed=self.settings.eval_seed,
+                cursor=self.eval_cursor, interrupted=interruption(self), limit=self.settings.limits.evaluation,
+            )  # fmt: skip
 
     # -- state ----------------------------------------------------------------------------------------------------
 

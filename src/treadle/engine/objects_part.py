@@ -8,7 +8,9 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.checkpoint.introspection import attributes_of, is_user_object
+from torch import nn
+
+from treadle.checkpoint.introspection import attributes_of, is_engine_or_trainer, is_user_object, offered
 from treadle.distributed.state_names import clean_name
 from treadle.engine.own_objects import OwnObjects
 from treadle.engine.search import is_treadle_object, unregistered_in
@@ -170,3 +172,22 @@ def attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield prefix + f"{path}.{name}".lstrip("."), value
     for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
         yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())
+
+
+def owners_of_values(engine: Engine) -> dict[str, Any]:
+    """Return the modules of the model, the loss and the task, and the user's own objects, by path."""
+    found = {"model": engine.model}
+    for root in (getattr(engine.task, "trainer", engine.task), engine.task):
+        found |= {name: value for name, value in attributes_of(root).items() if isinstance(value, nn.Module)}
+    parts = {f"task.{name}": value for name, value in attributes_of(engine.task).items() if is_treadle_object(value)}
+    settings = {f"{path}.config": offered(part, "config") for path, part in parts.items()}
+    own = {**parts, **settings, **engine.state.objects.plain, **engine.state.objects.owners}
+    own = {path: owner for path, owner in own.items() if owner is not None and not is_engine_or_trainer(owner)}
+    seen: set[nn.Module] = set()
+    nested = {
+        f"{path}.{clean_name(name)}".rstrip("."): module
+        for path, owner in {"model": engine.model, **found, **own}.items()
+        if isinstance(owner, nn.Module)
+        for name, module in owner.named_modules(memo=seen)
+    }
+    return {path: owner for path, owner in own.items() if not isinstance(owner, nn.Module)} | nested

@@ -15,7 +15,7 @@ from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_fields, check_least, check_within, is_whole_number
+from treadle.errors.arguments import check_fields, check_least, check_within
 from treadle.faces.build import EngineArguments
 from treadle.functional.other_names import hint_for_unknown
 from treadle.functional.user_config import UserConfig
@@ -67,11 +67,8 @@ class RunDefaults:
     save_interval: int | None = None
 
     def __post_init__(self) -> None:
-        interval = self.save_interval
-        if interval is not None and not is_whole_number(interval, 0):
-            raise ConfigError(
-                "must be a whole number of epochs >= 0, or None", argument=f"{_WHERE}.save_interval", value=interval
-            )
+        check_fields(self, _WHERE)
+        check_least(0, **{f"{_WHERE}.save_interval": self.save_interval})
 
     def files(self, save_dir: str | Path | None, save_freq: int | None) -> tuple[str | Path | None, int | None]:
         """Return the folder of a call and the epochs between numbered checkpoints."""
