@@ -66,6 +66,8 @@ class OptimizerPart(StatePart):
     """State of the optimizer, by parameter."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        if (foreign := engine.state.beginning.foreign_group(engine)) is not None:
+            raise CheckpointError(foreign)
         tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
         if changed := missing_from_state(tree["optimizer"].get(OWN), engine.state.optimizer_attributes.changed()):
             tree["optimizer"]["attributes"] = changed
