@@ -59,7 +59,9 @@ class SchedulerPart(StatePart):
         state = saved.get("scheduler")
         if engine.lr_scheduler is not None and state is not None and saved.same_torch:
             now = to_plain(scheduler_state(engine.lr_scheduler), "scheduler", encoding="odd")
-            yield from unlike(to_plain(from_plain(state), encoding="odd"), now, "scheduler")
+            own = getattr(engine.lr_scheduler, "settings_of_run", ())
+            kept = [{k: v for k, v in one.items() if k not in own} for one in (from_plain(state), now)]
+            yield from unlike(to_plain(kept[0], encoding="odd"), kept[1], "scheduler")
 
 
 class OptimizerPart(StatePart):

@@ -205,3 +205,14 @@ def test_a_checkpoint_may_be_saved_by_hand(tmp_path):
     other.load_checkpoint(path)
     assert same_weights(other, trainer)
     assert other.get_lr() == trainer.get_lr()
+
+
+@pytest.mark.parametrize("changed", [{"warmup_steps": 4}, {"min_lr_ratio": 0.5}, {"total_steps": 40}])
+def test_the_shape_of_the_schedule_may_change_in_a_resumed_run_and_is_named(tmp_path, caplog, changed):
+    make(tmp_path, epochs=2, warmup_steps=2).train(1, loader())
+    resumed = make(tmp_path, epochs=2, **{"warmup_steps": 2, **changed})
+    resumed.train(2, loader(), resume_from="auto")
+    assert resumed.epoch == 2
+    ((name, value),) = changed.items()
+    assert getattr(resumed.scheduler, name) == value
+    assert "the learning rate leaves its curve after step 4" in caplog.text
