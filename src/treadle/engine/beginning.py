@@ -92,7 +92,7 @@ class Beginning:
             del optimizer.add_param_group
 
     def foreign_group(self, engine: Engine) -> str | None:
-        """Return a sentence about a group that hooks added with parameters outside the model, which no load restores."""
+        """Return a sentence about a group that was added with parameters outside the model, which no load restores."""
         groups = engine.optimizer.param_groups
         if self._num_groups is None or len(groups) <= self._num_groups:
             return None
