@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import (
 from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
-from treadle.distributed import gather_objects, is_sharded
+from treadle.distributed import gather_objects, is_distributed, is_sharded
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.engine.failure import batch_named_in_errors
@@ -411,6 +411,14 @@ def _require_alike_hooks(engine: Engine) -> None:
 
 def _warn_of_lone_ranks(engine: Engine) -> None:
     """Warn once if nothing exchanges the gradients of several ranks, as far as the model shows."""
+    launched = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    if launched != "1" and not is_distributed():
+        engine.state.warn_once(
+            engine,
+            f"torchrun started {launched} processes but no process group is initialized, so each trains by itself, on "
+            "all data and in the same folder; call torch.distributed.init_process_group() before the trainer is "
+            'created, and pass it parallel="ddp"',
+        )
     if engine.num_ranks == 1 or engine.exchange.equal or is_sharded(engine.model):
         return
     inner = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in engine.model.modules())

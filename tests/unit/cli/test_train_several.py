@@ -112,6 +112,12 @@ def test_two_groups_are_compared(tmp_path, capsys):
     assert found["paired"]
     assert treadle("compare", tmp_path / "a", tmp_path / "b", "--metric", "accuracy") == 2
     assert treadle("compare", tmp_path / "a", tmp_path / "nothing") == 2
+    for name in "ab":  # two single runs
+        whole = json.loads((tmp_path / name / "population.json").read_text())
+        (tmp_path / name / "population.json").write_text(json.dumps({"members": whole["members"][:1]}))
+    capsys.readouterr()
+    assert treadle("compare", tmp_path / "a", tmp_path / "b") == 2
+    assert "treadle report" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
