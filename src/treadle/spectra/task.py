@@ -96,12 +96,12 @@ def look_at_rows(loader: Any, *, survives: bool) -> None:
     if x is None or not x.is_floating_point() or x.dim() != 2:
         return
     wrong, first = 0, None
-    for start, part in enumerate(x.split(_ROWS)):
-        bad = ~part.isfinite()
+    for start in range(0, len(x), _ROWS):
+        bad = ~x[start : start + _ROWS].isfinite()
         rows = bad.any(1).nonzero()
         if len(rows) and first is None:
             row = int(rows[0])
-            first = start * _ROWS + row, int(bad[row].nonzero()[0])
+            first = start + row, int(bad[row].nonzero()[0])
         wrong += len(rows)
     if first is None:
         return
@@ -121,7 +121,7 @@ _ROWS = 65536  # examined at a time
 
 def _rows_of(loader: Any) -> Tensor | None:
     """Return the spectra of a loader whose data set holds them in one tensor, or None."""
-    data = loader if isinstance(loader, TensorLoader) else getattr(loader, "dataset", None)
+    data: Any = loader if isinstance(loader, TensorLoader) else getattr(loader, "dataset", None)
     indices = None
     if isinstance(data, Subset):
         data, indices = data.dataset, data.indices
