@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import textwrap
+import types
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 from helpers import differences
 from processes import python
 from treadle.checkpoint import store
+from treadle.checkpoint.files import process_lives
 from treadle.checkpoint.order import StateProgress, move_aside_beyond
 from treadle.checkpoint.store import (
     Retention,
@@ -60,7 +62,7 @@ class Crash(BaseException):
 def fail_at(monkeypatch, point, error):
     """Make one call of a save raise, after it did half of its work where that is possible."""
 
-    def half_a_file(value, file, **options):
+    def half_a_file(file, *given):
         file.write(b"half of it")
         raise error
 
@@ -68,7 +70,7 @@ def fail_at(monkeypatch, point, error):
         raise error
 
     if point == "write":
-        monkeypatch.setattr(torch, "save", half_a_file)
+        monkeypatch.setattr(store, "write_tree", half_a_file)
     elif point == "fsync":
         monkeypatch.setattr(os, "fsync", fail)
     elif point == "verify":
@@ -124,13 +126,13 @@ def test_a_copy_that_is_not_what_was_copied_never_gets_the_name(tmp_path, monkey
 
 def test_what_was_written_wrong_never_gets_the_name(tmp_path, monkeypatch):
     save_checkpoint(tree(1.0), tmp_path / "a.pt")
-    original = torch.save
+    original = store.write_tree
 
-    def torn(value, file, **options):
-        original(value, file, **options)
+    def torn(file, *given):
+        original(file, *given)
         file.truncate(file.tell() // 2)
 
-    monkeypatch.setattr(torch, "save", torn)
+    monkeypatch.setattr(store, "write_tree", torn)
     with pytest.raises(CheckpointError, match=r"a\.pt.*not written"):
         save_checkpoint(tree(2.0), tmp_path / "a.pt")
     assert differences(load_checkpoint(tmp_path / "a.pt"), tree(1.0)) == []
@@ -502,3 +504,14 @@ def test_other_runs_wait_while_python_writes_small_tensors_and_no_longer(tmp_pat
         save_checkpoint({"model": {"a": tensor, "b": tensor + 1}}, tmp_path / "a.pt")
     assert len(works) == together  # large ones are checked, then written without a copy in memory
     assert torch.equal(load_checkpoint(tmp_path / "a.pt")["model"]["b"], tensor + 1)
+
+
+def test_a_process_is_looked_up_on_windows_without_a_signal(monkeypatch):
+    kernel = types.SimpleNamespace(
+        OpenProcess=lambda access, inherits, pid: 7 if pid == 1 else 0, CloseHandle=lambda handle: handle == 7
+    )
+    monkeypatch.setattr("treadle.checkpoint.files.sys.platform", "win32")
+    monkeypatch.setattr("treadle.checkpoint.files.ctypes.windll", types.SimpleNamespace(kernel32=kernel), raising=False)
+    monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("Windows takes the signal 0 for Ctrl-C"))
+    assert process_lives(1)
+    assert not process_lives(2)

@@ -281,6 +281,10 @@ class _StepResults:
             self._tensors += tensors
         self._device = device
         self._is_plain = self._indices == [(1, None, False)]  # a single loss; everything else is constant
+        self._is_flat = all(
+            type(output.outputs) is tuple and not tensors_of(output.records) and all(map(changes, output.outputs))
+            for output in outputs
+        )  # outputs that are tuples of tensors
         self._results = Results(self._tensors, rows if self._is_plain else None)
 
     def _add(self, tensor: Any) -> int:
@@ -313,7 +317,11 @@ class _StepResults:
             at += (loss is not None) + (weight is not None)
             left = output.weight if weight is None else found[weight]
             more = output.records, output.outputs
-            if has_more:
+            if has_more and self._is_flat:
+                count = len(output.outputs)
+                more = output.records, tuple(found[at : at + count])
+                at += count
+            elif has_more:
                 rest = iter(found[at:])
 
                 def copy(tensor: Tensor, rest: Iterator[Tensor] = rest) -> Tensor:

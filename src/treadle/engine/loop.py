@@ -173,7 +173,7 @@ class Engine(EngineBase):
             self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
-                self._pass_over(loader)
+                session.pass_over(self, loader)
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
@@ -211,16 +211,6 @@ class Engine(EngineBase):
             if self._stops_here() or self.target.reached(self):
                 return True
         return False
-
-    def _pass_over(self, loader: Iterable[Any]) -> None:
-        """Pass over a loader and log that the target is reached, as a warning in the second call of an object."""
-        level = logging.WARNING if self.state.num_runs else logging.INFO
-        text = (
-            "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
-            "further"
-        )
-        self.cursor.built.pass_over(loader)
-        self.logger.log(level, text, self.step, self.epoch, self.target)
 
     def train_step(self, group: Group) -> Outcome:
         """Run one optimizer step over a group of micro-batches.
@@ -362,15 +352,9 @@ class Engine(EngineBase):
         self.state.leave_out(loader)
         with at_evaluation_point(self.optimizer):
             return evaluate(
-                self.model,
-                loader,
-                task or self.task,
-                precision=self.precision,
-                eval_seed=self.settings.eval_seed,
-                cursor=self.eval_cursor,
-                interrupted=interruption(self),
-                limit=self.settings.limits.evaluation,
-            )
+                self.model, loader, task or self.task, precision=self.precision, eval_seed=self.settings.eval_seed,
+                cursor=self.eval_cursor, interrupted=interruption(self), limit=self.settings.limits.evaluation,
+            )  # fmt: skip
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -142,6 +143,16 @@ def resume_from_hooks(engine: Engine) -> None:
         elif tree is not None:
             engine.load_state_dict(tree)
     state.record_resumed()  # not before: after an error here, the next run must not start from scratch
+
+
+def pass_over(engine: Engine, loader: Iterable[Any]) -> None:
+    """Pass over the loader of a run that has reached its target, and log so; the second call of an object warns."""
+    engine.cursor.built.pass_over(loader)
+    engine.logger.log(
+        logging.WARNING if engine.state.num_runs else logging.INFO,
+        "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train further",
+        engine.progress.step, engine.epoch, engine.target,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from treadle.checkpoint.buffers import HostBuffers, LiveTensors
 from treadle.checkpoint.built_values import BuiltValues
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import StateProgress
-from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, copy_large_of, to_plain
+from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.beginning import Beginning
 from treadle.engine.first_save import try_loading
@@ -233,13 +233,12 @@ class RunState:
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
-        joins = engine.device.type == "cuda" and (buffers is None or type(buffers) is LiveTensors)
-        copies = {key: DeviceCopies(value) for key, value in tree.items()} if joins else {}
-        copy_large_of(copies.values())
+        soon = type(buffers) is LiveTensors
+        joins = engine.device.type == "cuda" and (buffers is None or soon)
+        copies = DeviceCopies(tree).result(apart=not soon) if joins else {}
         plain = {
             key: to_plain(
-                value, key, copies=copies[key].result() if joins else None, buffers=buffers, parts=parts,
-                encoding=OF_USERS.get(key, "none"),
+                value, key, copies=copies.get(key), buffers=buffers, parts=parts, encoding=OF_USERS.get(key, "none")
             )
             for key, value in tree.items()
         }  # fmt: skip

@@ -88,7 +88,9 @@ class TrainOutputsHook(BaseHook):
     def measure(self) -> dict[str, float]:
         """Return the task's metrics of the kept outputs."""
         metrics = self._task.new_metrics()
-        for outputs in self._outputs:
+        packed = _packed(self._outputs)
+        at_once = packed["sizes"] is not None and isinstance(self._metrics, GraphMetrics)
+        for outputs in [packed["parts"]] if at_once else self._outputs:
             metrics.update(outputs)
         if self._older is not None and isinstance(self._metrics, GraphMetrics):
             self._metrics.add_sums(self._older.sums())
