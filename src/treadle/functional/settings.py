@@ -240,7 +240,12 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
     given = {name: value for name, value in values.items() if name in known}
     # None is kept where it means off; elsewhere it means the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
-    return TrainingSettings(**{**kept, **_checked_keywords(keywords or {}, known)})
+    given_by_name = _checked_keywords(keywords or {}, known)
+    try:
+        return TrainingSettings(**{**kept, **given_by_name})
+    except ConfigError as error:
+        name = str(error.argument).removeprefix(f"{_WHERE}.")
+        raise (error.renamed(name) if name in given_by_name else error) from None
 
 
 def read_run_defaults(config: Any) -> RunDefaults:
