@@ -59,7 +59,8 @@ def find_place(
         exact=False,
         warnings=[
             f"the checkpoint was written by {number_of(wrote, 'rank')} inside an epoch and this run has "
-            f"{ranks}: the position of a {loader} cannot be converted, so some samples of this epoch are read twice or not at all (continuing "
+            f"{ranks}: the position of a {loader} cannot be converted, so some samples of this epoch "
+            "are read twice or not at all (continuing "
             f"after {scaled} of {length if length is not None else 'an unknown number of'} micro-batches); a "
             "treadle.data.RankBatchSampler continues with exactly the remaining samples"
         ],
