@@ -219,6 +219,7 @@ class Attributes:
             mark = self._seen.get(name)
             is_new = mark is None and self._before.get(name) is None  # a value of a library may be made when needed
             counts = _may_change(value) or (_is_of_a_library(value) and not is_new)
+            counts = counts and id(value) not in self._known and not (is_new and _is_read_only(value))
             if counts and not (self._stashes and _has_graph(value)) and not (mark and mark.is_of(value)):
                 yield f"{name} (an lru_cache)" if isinstance(value, CachedFunction) else name
             self._seen[name] = Mark(value)
@@ -349,6 +350,11 @@ def _may_change(value: Any) -> bool:
 def _is_of_a_library(value: Any) -> bool:
     """Return whether a value is an object of a library whose objects are values, neither callable nor a class."""
     return is_of_a_library_of_values(type(value)) and not callable(value)
+
+
+def _is_read_only(value: Any) -> bool:
+    """Return whether a value is an array that cannot be written to, such as a memory map of a file."""
+    return isinstance(value, np.ndarray) and not value.flags.writeable
 
 
 def _has_graph(value: Any, depth: int = 8) -> bool:

@@ -25,6 +25,7 @@ from treadle.engine.preflight import (
     check_added_hooks,
     check_before_training,
     into_training_mode,
+    try_hooks,
 )
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.signal_exit import exit_by, exit_on_signal
@@ -171,6 +172,8 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
                     for hook in engine.hooks:
                         opened.append(hook)
                         hook.on_before_train(engine)
+                try_hooks(engine)
+                engine.state.run_trial(engine)  # which may need what hooks create
                 engine.events.cache_dispatch(engine.hooks)
                 into_training_mode(engine)
                 engine.state.begin_run(engine)
@@ -207,7 +210,6 @@ def _begin_session(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)
-        engine.state.run_trial(engine)
         engine.attempt.receive([])
         engine.events.abandoned = False
         if engine.progress.in_step:
