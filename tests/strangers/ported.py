@@ -67,6 +67,29 @@ class Jittered(Points):
         return self.transform(x), y
 
 
+class Sample:
+    """A row that counts its reads, in a slot."""
+
+    __slots__ = ("reads",)
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+
+class Counted(Points):
+    """Many rows that are objects, of which some are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = [Sample() for _ in range(300)]
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.samples[-1 - index]
+        sample.reads += 1
+        x, y = super().__getitem__(index)
+        return x / sample.reads, y
+
+
 class TwoPhases(torch.optim.Optimizer):
     """Changes a string among the settings of its group."""
 
@@ -112,6 +135,8 @@ PORTED = [
         lambda: Case(loader=points_loader(Compose(), shuffle=True)), stops=STOPS),
     Row("ten data sets in a ConcatDataset, each with an augmentation", DATA,
         lambda: Case(loader=points_loader(ConcatDataset([Jittered(n) for n in range(10)]), shuffle=True)), stops=STOPS),
+    Row("300 samples that are objects and count their reads", DATA,
+        lambda: Case(loader=points_loader(Counted(), shuffle=True)), stops=STOPS),
     Row("a phase as a string in the groups", OPTIMIZERS, lambda: Case(optimizer=lambda m: TwoPhases(m.parameters())),
         stops=STOPS),
     Row("a Lookahead with another name for the inner state", OPTIMIZERS, shares_state, stops=STOPS),

@@ -233,6 +233,15 @@ def test_a_property_in_place_of_a_method_is_refused_and_the_reverse(tmp_path: Pa
 # -- used folders
 
 
+def test_a_second_trainer_that_finds_the_run_of_the_first_finished_warns(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        trainer_of().train(points_loader(), 1, save_dir=tmp_path, resume_from="auto")
+    assert len(warnings_in(caplog)) == 1
+    assert "checkpoint_epoch_1.pt" in warnings_in(caplog)[0]
+
+
 def test_a_fresh_start_keeps_the_best_weights_of_a_validation_hook(tmp_path: Path) -> None:
     class Validates(Whole):
         def build_hooks(self) -> Any:

@@ -35,7 +35,7 @@ from treadle.errors import ConfigError
 _log = logging.getLogger("treadle.data")
 _WATCHED_READS = 3  # reads of a worker after which its copies are assumed to be stateless
 _DEEPEST = 8
-_MOST = 256  # items of a container that may be parts; more of them are samples
+_MOST = 256  # items of a container that may be parts; more of them are samples, which what holds them saves
 _PARTS_OF_DATA = (
     "dataset", "datasets", "pipeline", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform",
     "transforms", "target_transform",
@@ -68,12 +68,12 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
     if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or is_engine_or_trainer(owner):
         return  # the last is an engine or a trainer known to the user's data set: its state holds that of the data
     if isinstance(owner, (list, tuple)):
-        for number, item in enumerate(owner[:_MOST]):
+        for number, item in enumerate(owner if len(owner) <= _MOST else ()):
             if _is_part(item):
                 _walk(f"{path}[{number}]", item, found, seen, depth - 1)
         return
     if isinstance(owner, dict):
-        for key, item in list(owner.items())[:_MOST]:
+        for key, item in owner.items() if len(owner) <= _MOST else ():
             if _is_part(item):
                 _walk(f"{path}.{key}", item, found, seen, depth - 1)
         return

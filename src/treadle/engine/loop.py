@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.checkpoint.buffers import HostBuffers
+from treadle.checkpoint.lock import is_used_again
 from treadle.data.cursor import Group
 from treadle.distributed.gradients import gradient_exchange
 from treadle.engine import session
@@ -224,13 +225,16 @@ class Engine(EngineBase):
         return False
 
     def _log_nothing_to_do(self) -> None:
-        """Log that the target is reached, as a warning if this object has trained: its second call trains nothing."""
-        level = logging.WARNING if self.state.num_runs else logging.INFO
+        """Log that the target is reached: as a warning if this object, or another in the same folder, has trained."""
+        source = self.state.source
+        is_shared = not self.state.num_runs and source is not None and is_used_again(Path(source).parent)
+        level = logging.WARNING if self.state.num_runs or is_shared else logging.INFO
         text = (
             "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
-            "further"
+            "further%s"
         )
-        self.logger.log(level, text, self.step, self.epoch, self.target)
+        advice = f", or give this run its own folder: another of this process used {source}" if is_shared else ""
+        self.logger.log(level, text, self.step, self.epoch, self.target, advice)
 
     def train_step(self, group: Group) -> Outcome:
         """Run one optimizer step over a group of micro-batches.
