@@ -145,7 +145,7 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
     """Convert the result of a forward pass to a StepOutput and check its loss.
 
     Args:
-        result: a StepOutput, ``(loss, records)`` or ``(loss, records, weight)``.
+        result: the loss, ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput.
         training: whether the loss must require grad.
 
     Raises:
@@ -159,9 +159,11 @@ def as_step_output(result: Any, *, training: bool) -> StepOutput:
         output = result
     elif isinstance(result, tuple) and len(result) in (2, 3):
         output = StepOutput(*result)
+    elif isinstance(result, Tensor):
+        output = StepOutput(result)
     else:
         raise ConfigError(
-            f"the forward step returned a {type(result).__name__}; return (loss, records), "
+            f"the forward step returned a {type(result).__name__}; return the loss, (loss, records), "
             "(loss, records, weight) or a StepOutput"
         )
     if output.reduction not in ("mean", "sum"):

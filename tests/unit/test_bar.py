@@ -73,7 +73,7 @@ def test_a_terminal_gets_a_bar_with_everything_on_it() -> None:
     _engine(ProgressBarHook(console=console, status=lambda: "val 0.5")).run(_LOADER, epochs=2)
     text = _text(console)
     assert "\x1b[" in text
-    for part in ("epoch 2/2", "step 8/8", "loss ", "lr 1.0e-01", "grad ", "/s", "val 0.5", "━"):
+    for part in ("epoch 2/2", "step 8/8", "loss ", "lr 0.1", "grad ", "/s", "val 0.5", "━"):
         assert part in text
 
 
@@ -90,6 +90,7 @@ def test_what_does_not_fit_goes_by_rank() -> None:
     assert fit_to_width(parts, 100) == "loss 1 lr 2 eta 3"
     assert fit_to_width(parts, 13) == "loss 1 eta 3"
     assert fit_to_width(parts, 3) == "los"
+    assert fit_to_width([(0, "loss 1"), (1, "a long score"), (2, "lr 2")], 13) == "loss 1 lr 2"  # what is left is used
 
 
 def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +168,30 @@ def test_the_bar_is_closed_when_training_fails() -> None:
     with pytest.raises(KeyError):
         engine.run(_LOADER, max_steps=2)
     assert hook._screen is None
+
+
+def test_a_failed_run_leaves_no_bar_above_its_error() -> None:
+    class Broken(_Square):
+        def step(self, *args: Any, **kwargs: Any) -> StepOutput:
+            raise KeyError("user code")
+
+    console = _terminal()
+    engine = _engine(ProgressBarHook(console=console))
+    engine.task = Broken()
+    with pytest.raises(KeyError):
+        engine.run(_LOADER, max_steps=2)
+    drawn = _text(console)
+    assert "starting at step 0" in drawn
+    assert "starting" not in drawn[drawn.rindex("\x1b[2K") :]  # the last thing done is to erase the line
+
+
+def test_the_number_of_epochs_is_that_of_the_target(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "treadle.engine")
+    engine = _engine(ProgressBarHook(line_seconds=0, console=Console(file=io.StringIO())))
+    engine.run(_LOADER, epochs=3)
+    engine.run(_LOADER[:2], epochs=4)  # step 14 of 14, in which an epoch has 2 steps
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("epoch")]
+    assert lines[-1].startswith("epoch 4/4 step 14/14")
 
 
 def test_rich_is_asked_for_only_when_training_starts(monkeypatch: pytest.MonkeyPatch) -> None:

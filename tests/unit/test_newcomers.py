@@ -89,3 +89,38 @@ def test_what_ranks_do_together_is_asked_for_by_all_of_them():
         "hooks: rank 0 has ValidationHook and rank 1 none, whose work all ranks share; pass the same to all",
     ]
     assert run_on_ranks(refused_on_two_ranks, 2) == [expected, expected]
+
+
+def test_a_forward_may_return_the_loss_alone():
+    class Alone(Steps):
+        build_lr_scheduler = BaseTrainer.build_lr_scheduler
+
+        def forward(self, batch):
+            return super().forward(batch)[0]
+
+    weights = []
+    for kind in (Steps, Alone):
+        torch.manual_seed(0)
+        trainer = type("Same", (kind,), {"build_lr_scheduler": BaseTrainer.build_lr_scheduler})(4, device="cpu")
+        trainer.train()
+        weights.append(trainer.model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_a_dict_that_does_not_fit_the_model_is_explained():
+    rows = DataLoader([{"x": torch.randn(3), "y": torch.randn(1)} for _ in range(8)], batch_size=4)
+    with pytest.raises(TypeError) as caught:
+        Trainer(nn.Linear(3, 1), None, nn.MSELoss(), device="cpu").train(rows, 1)
+    assert any("keyword arguments: x, y; override _prepare_batch" in note for note in caught.value.__notes__)
+
+
+def test_processes_of_torchrun_without_a_group_are_warned(monkeypatch, caplog):
+    def train():
+        caplog.clear()
+        Steps(2, device="cpu").train()
+        return "init_process_group" in caplog.text
+
+    assert not train()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert train()

@@ -76,7 +76,7 @@ def test_a_run_says_where_it_starts_what_it_lost_what_it_saved_and_why_it_ends(t
     Fit(6, workspace=tmp_path, device="cpu").train()
     start, progress, end = capsys.readouterr().err.splitlines()
     assert start == "training starts on cpu, to step 6"
-    assert re.match(r"epoch 2/2 step 6/6 loss \S+ lr 1.0e-01 grad \S+ .*saved 6$", progress)
+    assert re.match(r"epoch 2/2 step 6/6 loss \S+ lr 0.1 grad \S+ .*saved 6$", progress)
     assert re.match(r"done at step 6, epoch 1; .* for 6 steps; saved .*checkpoint_step_6.pt$", end)
 
 
@@ -258,3 +258,29 @@ def test_the_bits_of_a_run_are_those_of_a_silent_one(tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) > 8
     for one, other in zip(loud.model.parameters(), silent.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_long_evaluation_shows_how_far_it_is_and_scores_the_same(tmp_path, capsys, parts, monkeypatch):
+    model, optimizer, loader = parts
+    before = Trainer(model, optimizer, nn.MSELoss(), device="cpu").train(loader, 2, loader)["eval_loss"]
+    for name in ("_COUNT_AFTER", "_COUNT_EVERY", "_COUNT_LINE_EVERY"):
+        monkeypatch.setattr(f"treadle.engine.run_log.{name}", 0.0)
+    capsys.readouterr()
+    trainer = Trainer(model, optimizer, nn.MSELoss(), device="cpu")
+    own = trainer.evaluate(loader)["loss"]
+    assert capsys.readouterr().err == ""  # outside a run nothing is shown
+    trainer.train(loader, 2, loader, save_dir=tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("evaluating")][-4:] == [f"evaluating {n}/4" for n in (1, 2, 3, 4)]
+    assert own == before[-1]
+
+
+def test_files_of_an_earlier_run_are_one_line(tmp_path, capsys, parts):
+    model, optimizer, loader = parts
+    for _ in range(2):
+        capsys.readouterr()
+        Trainer(model, optimizer, nn.MSELoss(), device="cpu").train(loader, 1, save_dir=tmp_path)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "earlier run" in line and "warning" not in line]
+    assert len(lines) == 1
+    assert "steps.1.jsonl" in lines[0]
+    assert "settings.1.json" in lines[0]

@@ -13,6 +13,7 @@ from treadle.astro.run_config import AstroRunConfig, loss_line
 from treadle.astro.run_data import TOKENIZERS, AstroData
 from treadle.astro.trainer import AstroTrainer
 from treadle.data import steps_per_epoch
+from treadle.errors import number_of
 from treadle.hooks.files import to_json
 from treadle.runs.report import Report, Table
 from treadle.runs.results import Results
@@ -35,10 +36,12 @@ def decisions(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer) ->
         "tokens": f"{vocab.v_image} patches, {vocab.n_columns} columns of {vocab.scalar_bins} bins, "
         f"{len(vocab.spectrum_groups)} spectrum groups of {vocab.v_spectra} segments: {vocab.vocab_size:,} ids, "
         "fitted to the training objects",
-        "model": f"causal transformer, {weights:,} parameters, {model.n_layers} layers of width {model.d_model}",
+        "model": f"causal transformer, {weights:,} parameters, {number_of(model.n_layers, 'layer')} of width "
+        f"{model.d_model}",
         "loss": loss_line(config.to_dict()),
-        "schedule": f"{training.epochs} epochs of {steps} steps, batches of {training.batch_size}, learning rate "
-        f"{training.learning_rate:g} after {training.warmup_steps} steps of warm-up, seed {config.seed}",
+        "schedule": f"{number_of(training.epochs, 'epoch')} of {number_of(steps, 'step')}, batches of "
+        f"{training.batch_size}, learning rate {training.learning_rate:g} after "
+        f"{number_of(training.warmup_steps, 'step')} of warm-up, seed {config.seed}",
     }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,16 @@ class AstroPack(Pack[AstroRunConfig, AstroData, AstroTrainer]):
     def defaults(self, device: torch.device) -> AstroRunConfig:
         """Return the default settings for a device."""
         return AstroRunConfig.for_device(device)
+
+    def idle(self, config: AstroRunConfig) -> Iterator[tuple[str, str]]:
+        """Yield the settings that another one switches off."""
+        training = config.training
+        if not training.meaningful_loss.enabled:
+            for name in ("sample_k_per_modality", "weight_image", "weight_scalar", "weight_spectrum"):
+                yield f"training.meaningful_loss.{name}", "training.meaningful_loss.enabled is False"
+        if not training.num_workers:
+            for name in ("persistent_workers", "prefetch_factor"):
+                yield f"training.{name}", "training.num_workers is 0"
 
     def parallel(self, config: AstroRunConfig) -> str | None:
         """Return the setting that distributes the model over ranks."""

@@ -42,7 +42,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_whole, checked
+from treadle.errors.arguments import check_whole, checked, suggesting
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import numbers_of
@@ -263,6 +263,7 @@ class AstroTrainer(EpochFace):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @suggesting
     def train(
         self,
         num_epochs: int | None = None,

@@ -52,6 +52,11 @@ def compare(
                 f"{a} and {b} have no number in common: {', '.join(one.metrics()) or 'none'} against "
                 f"{', '.join(two.metrics()) or 'none'}"
             )
+        if len(one.rows) == len(two.rows) == 1:
+            raise ConfigError(
+                f"{a} and {b} hold one run each, and the noise of seeds needs at least two; to see both side by side: "
+                f"treadle report {a} {b}"
+            )
         found = [difference(one, two, name, level=level) for name in ([metric] if metric else shared)]
         if as_json:
             console.print(json.dumps([each.as_json() for each in found], indent=1), markup=False, soft_wrap=True)
@@ -73,7 +78,8 @@ def read_group(folder: Path) -> Results:
     from treadle.population.results import Results, read_rows
 
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give the folder of a population, or one of runs")
+        problem = "not a folder" if folder.exists() else "no such folder"
+        raise ConfigError(f"{folder}: {problem}; give the folder of a population, or one of runs")
     rows = read_rows(folder / FILE) or [row for row in map(_row_of, _runs_below(folder)) if row.metrics]
     if not rows:
         raise ConfigError(f"{folder}: holds no runs with numbers; give the folder of a population, or one of runs")

@@ -16,14 +16,23 @@ from rich.console import Console
 
 from treadle import distributed
 from treadle.cli.console import result_console, show_report
-from treadle.cli.population import PackMember, Several, as_texts, read_halving, several, silent_console, train_several
+from treadle.cli.population import (
+    PackMember,
+    Several,
+    as_texts,
+    read_halving,
+    refuse_idle,
+    several,
+    silent_console,
+    train_several,
+)
 from treadle.cli.settings_command import warn_of_repeats
 from treadle.cli.train_pack import check_each, show_settings
 from treadle.config import format_config
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.engine.observers import observing
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 from treadle.runs.packs import find_pack
 from treadle.runs.record_hooks import RunRecordHook, SessionKeeper
 from treadle.runs.script import train_from
@@ -126,6 +135,7 @@ def run_several(
     """
     read_halving(halving)  # an invalid one is rejected before anything is read
     found = _several(file, settings, seeds)
+    refuse_idle(found, workers=workers, halving=halving)
     if found is None:
         return False
     fixed = read_target(file, found.fixed)
@@ -166,7 +176,7 @@ def _end_block(trainer: Any, *, seconds: float) -> str:
     if not isinstance(trainer, Engine):
         return "trained"
     took = timedelta(seconds=round(seconds))
-    lines = [f"trained to step {trainer.step}, {trainer.epoch} whole epochs; this took {took}"]
+    lines = [f"trained to step {trainer.step}, {number_of(trainer.epoch, 'whole epoch')}; this took {took}"]
     if distributed.world_size() == 1 and (loss := trainer.train_means().get("loss")) is not None:
         lines.append(f"  loss       {loss:.4g} (mean of the running epoch)")
     if trainer.workspace is not None:

@@ -150,8 +150,15 @@ class StoredRun:
         Raises:
             ConfigError: runs of this pack have no such split.
         """
-        part = self.pack.home_of(run_folder_of(self.path))[1]
-        return known_split(self.pack.default_split(part) if asked is None else asked, self.pack.splits)
+        if asked is None:
+            return self.pack.default_split(self.pack.home_of(run_folder_of(self.path))[1])
+        if not self.pack.splits:
+            raise ConfigError(
+                "the run of a configuration file has no splits: its batches are those of the trainer's own data "
+                "loader; leave it out",
+                argument="--split", value=asked,
+            )  # fmt: skip
+        return known_split(asked, self.pack.splits)
 
 
 def stored_runs(run: Path) -> list[StoredRun]:

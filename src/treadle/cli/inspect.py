@@ -69,10 +69,11 @@ def _show_folder(report: Mapping[str, Any], console: Console) -> None:
         entry["name"] if entry["link"] is None else f"{entry['name']} -> {entry['link']}"
         for entry in report["checkpoints"]
     ]
-    wide = max(map(len, names), default=0)
-    for name, entry in zip(names, report["checkpoints"], strict=True):
-        step = "" if entry["step"] is None else f"step {entry['step']:,}"
-        _line(console, f"{name:<{wide}} {step:<14} {entry['size']:>14,} bytes  {_state(entry['problems'])}")
+    steps = ["" if entry["step"] is None else f"step {entry['step']:,}" for entry in report["checkpoints"]]
+    sizes = [f"{entry['size']:,} bytes" for entry in report["checkpoints"]]
+    wide, of_steps, of_sizes = (max(map(len, column), default=0) for column in (names, steps, sizes))
+    for name, step, size, entry in zip(names, steps, sizes, report["checkpoints"], strict=True):
+        _line(console, f"{name:<{wide}}  {step:<{of_steps}}  {size:>{of_sizes}}  {_state(entry['problems'])}")
 
 
 def _show_file(report: Mapping[str, Any], console: Console, *, everything: bool) -> None:

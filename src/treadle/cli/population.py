@@ -131,6 +131,23 @@ def several(settings: Sequence[str], seeds: str | None, current: Callable[[str],
     return Several(fixed, grid(**swept))
 
 
+def refuse_idle(found: Several | None, *, workers: int | None, halving: str | None) -> None:
+    """Raise for an option of several runs where a command line asks for a single one.
+
+    Raises:
+        ConfigError: ``--workers`` or ``--halving`` would have no effect.
+
+    Example:
+        >>> refuse_idle(None, workers=None, halving=None)
+    """
+    for option, value in (("--workers", workers), ("--halving", halving)):
+        if found is None and value is not None:
+            raise ConfigError(
+                f"{option} {value}: has no effect, as the settings ask for one run; leave it out, or ask for several "
+                "with --seeds 0..7 or KEY=A,B,C"
+            )
+
+
 @dataclass(frozen=True)
 class PackMember:
     """Factory of the runs of a pack, for a population.

@@ -11,7 +11,8 @@ from typer.core import TyperCommand, TyperGroup
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_loading
 from treadle.cli.pack_options import Halving, Seeds, Trackers, Workers
 from treadle.cli.settings_command import SettingsCommand
-from treadle.runs.launch import TIMEOUT, process_group
+from treadle.runs.launch import TIMEOUT, launched, process_group
+from treadle.runs.report import wrapped
 
 NAME = "FILE"
 _WITHOUT_WORK = {"--help", "--show-settings"}
@@ -60,7 +61,11 @@ class TrainGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, under torchrun inside its process group, and record the run's sessions."""
-        with errors_as_one_line(message_console()), process_group(ctx.params["rank_timeout"]):
+        timeout, console = ctx.params["rank_timeout"], message_console()
+        if timeout != TIMEOUT and not launched():
+            sentence = f"warning: --rank-timeout {timeout:g} has no effect, as torchrun did not launch this process"
+            console.print(wrapped(sentence, console), style="yellow", markup=False, soft_wrap=True)
+        with errors_as_one_line(console), process_group(timeout):
             from treadle.engine.observers import observing
             from treadle.runs.record_hooks import SessionKeeper
 

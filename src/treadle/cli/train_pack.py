@@ -11,7 +11,7 @@ from rich.console import Console
 
 from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_report
 from treadle.cli.pack_options import Device, Halving, Out, Resume, Seeds, Show, Trackers, Workers, settings_argument
-from treadle.cli.population import PackMember, Several, as_texts, read_halving, several, train_several
+from treadle.cli.population import PackMember, Several, as_texts, read_halving, refuse_idle, several, train_several
 from treadle.cli.settings_command import SettingsCommand, warn_of_repeats
 from treadle.errors import ConfigError
 from treadle.runs.pack import Pack
@@ -55,6 +55,7 @@ def _training(pack: Pack[Any, Any, Any]) -> Any:
         with errors_as_one_line(messages), log_to(messages):
             read_halving(halving)  # an invalid one is rejected before anything is read
             found = several(given, seeds, lambda key: dict(pack.shown(pack.read_settings([], device))).get(key))
+            refuse_idle(found, workers=workers, halving=halving)
             warn_of_repeats(given if found is None else found.fixed)
             if found is not None and not show:
                 make = PackMember(pack.name, tuple(found.fixed), device, resume, trackers)

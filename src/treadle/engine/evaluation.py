@@ -21,6 +21,7 @@ from treadle.data.cursor import Cursor
 from treadle.data.own_state import restored_generators
 from treadle.data.samplers import samplers_of
 from treadle.engine.failure import batch_named_in_errors
+from treadle.engine.run_log import EvaluationCount
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.nested import as_number, flatten_nested_dict, unflatten
@@ -201,9 +202,12 @@ def for_each_batch(
         cursor.warn(copies_in(loader))
         cursor.limit_to(None)
         cursor.attach(loader)
+        total = cursor.length
         if limit is not None:
-            cursor.limit_to(batches_in(limit, cursor.length, "limit_eval_batches"))
+            cursor.limit_to(most := batches_in(limit, total, "limit_eval_batches"))
+            total = most if total is None else min(most, total)
         cursor.open(loader)
+        count = EvaluationCount(total)
         left_in_common = math.inf if cursor.lengths is None else cursor.lengths.common
         try:
             while batches := cursor.take(1).batches:
@@ -212,6 +216,7 @@ def for_each_batch(
                 left_in_common -= 1
                 with precision.autocast(), batch_named_in_errors(batches[0], "evaluation"):
                     fn(batches[0])
+                count.add_batch()
         except BaseException:
             cursor.close()  # workers must not outlive the evaluation through the error's traceback
             raise

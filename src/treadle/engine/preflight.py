@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import (
 from treadle.checkpoint.introspection import has_state, is_user_class
 from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
-from treadle.distributed import gather_objects, is_sharded
+from treadle.distributed import gather_objects, is_distributed, is_sharded
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.engine.failure import batch_named_in_errors
@@ -38,7 +38,7 @@ from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import uncalled_methods
 from treadle.engine.objects_part import warn_of_lost
 from treadle.engine.search import is_treadle_object
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 from treadle.nested import flatten_nested_dict, non_finite_in
 from treadle.optim.evaluation_point import into_training_point
 from treadle.optim.optimizer import check_scheduler, is_torch_optimizer, uncovered_parameters
@@ -321,9 +321,9 @@ def into_training_mode(engine: Engine) -> None:
     thawed = [clean_name(name) for name, module in frozen if module.training]
     if thawed:
         engine.logger.warning(
-            "model: %d layers with running statistics were in eval mode (first: %s) and are now in training mode, as "
-            "all modules are when training starts; to keep them frozen, override train() of the model",
-            len(thawed), thawed[0],
+            "model: %s with running statistics in eval mode (first: %s), now in training mode, as all modules are when "
+            "training starts; to keep such a layer frozen, override train() of the model",
+            number_of(len(thawed), "layer"), thawed[0],
         )  # fmt: skip
 
 
@@ -423,8 +423,8 @@ def check_before_training(engine: Engine) -> None:
     _warn_of_lone_ranks(engine)
     if names:
         engine.logger.warning(
-            "%d parameters require gradients but are in no optimizer group and will not be trained: %s",
-            len(names), ", ".join(names[:10]),
+            "no optimizer group has %s that need gradients and will not be trained: %s",
+            number_of(len(names), "parameter"), ", ".join(names[:10]),
         )  # fmt: skip
 
 
@@ -454,6 +454,14 @@ def _require_alike_hooks(engine: Engine) -> None:
 
 def _warn_of_lone_ranks(engine: Engine) -> None:
     """Warn once if nothing exchanges the gradients of several ranks, as far as the model shows."""
+    launched = os.environ.get("WORLD_SIZE", "1") if "TORCHELASTIC_RUN_ID" in os.environ else "1"
+    if launched != "1" and not is_distributed():
+        engine.state.warn_once(
+            engine,
+            f"torchrun started {launched} processes but no process group is initialized, so each trains by itself, on "
+            "all data and in the same folder; call torch.distributed.init_process_group() before the trainer is "
+            'created, and pass it parallel="ddp"',
+        )
     if engine.num_ranks == 1 or engine.exchange.equal or is_sharded(engine.model):
         return
     inner = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in engine.model.modules())

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from treadle import distributed
+from treadle.seed import forked_rng
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 VARIABLE = "TREADLE_PROGRESS"
 _OFF = ("0", "off", "false", "no")
 _LIBRARY = "treadle"
+_COUNT_AFTER, _COUNT_EVERY, _COUNT_LINE_EVERY = 1.0, 0.25, 60.0  # seconds of an evaluation; the last in a log
 _BURST = 10.0  # burst of epoch lines; then one per second, after an hour one per minute
 
 
@@ -60,6 +62,7 @@ class RunLogHandler(logging.Handler):
         self._before = (logging.NOTSET, True)
         self._started = False
         self._end: str | None = None
+        self._set_aside: list[str] = []
         self._tokens = _BURST
         self._opened = self._refilled = 0.0
 
@@ -119,6 +122,17 @@ class RunLogHandler(logging.Handler):
         if propagates and parent is not None and parent.hasHandlers() and record.levelno >= least:
             parent.callHandlers(record)
 
+    def show_count(self, done: int, total: int | None) -> float:
+        """Show the number of batches that an evaluation has scored; return the seconds until the next time."""
+        text = f"evaluating {done}{'' if total is None else f'/{total}'}"
+        if self.screen is not None:
+            with forked_rng():  # rich draws from Python's random for its styles, which must not affect the evaluation
+                self.screen.annotate(text)
+            return _COUNT_EVERY
+        if self.is_active():
+            self._write(text)
+        return _COUNT_LINE_EVERY
+
     def _show(self, record: logging.LogRecord) -> None:
         text, topic = record.getMessage(), getattr(record, "topic", None)
         if record.levelno >= logging.WARNING:
@@ -133,6 +147,9 @@ class RunLogHandler(logging.Handler):
             text, self._started = getattr(record, "short", text), True
         elif topic == "end":
             self._end = text  # shown at the end of the outermost block, which may contain several runs
+            return
+        elif topic == "set aside":
+            self._set_aside.append(getattr(record, "short", text))  # all of them in one line, before the next one
             return
         elif topic == "resumed" or (topic == "progress" and self.replaces_lines):
             return  # the start line and the live display show the same
@@ -152,6 +169,9 @@ class RunLogHandler(logging.Handler):
         return True
 
     def _write(self, text: str) -> None:
+        if self._set_aside:
+            text = f"files of an earlier run are now {', '.join(self._set_aside)}\n{text}"
+            self._set_aside = []
         if self.screen is not None:
             self.screen.print_above(text)
         elif sys.stderr is not None:
@@ -161,6 +181,29 @@ class RunLogHandler(logging.Handler):
 
 
 RUN_LOG = RunLogHandler()
+
+
+class EvaluationCount:
+    """Count of the batches of an evaluation, which appears once the evaluation takes long.
+
+    Args:
+        total: number of batches, if known.
+
+    Example:
+        >>> count = EvaluationCount(2)
+        >>> count.add_batch()
+    """
+
+    def __init__(self, total: int | None):
+        self._total = total
+        self._done = 0
+        self._due = time.monotonic() + (_COUNT_LINE_EVERY if RUN_LOG.screen is None else _COUNT_AFTER)
+
+    def add_batch(self) -> None:
+        """Count a batch, and show the count if due."""
+        self._done += 1
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + RUN_LOG.show_count(self._done, self._total)
 
 
 def run_log_shown(engine: Engine) -> contextlib.AbstractContextManager[None]:

@@ -6,8 +6,9 @@ import contextlib
 import importlib.util
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from treadle.errors import MissingExtraError
 
@@ -19,8 +20,10 @@ _LEAST_BAR = 8
 _NOTEBOOK = 200  # characters
 
 
-class Screen(Protocol):
+class Screen(ABC):
     """Live display of one line."""
+
+    _shown: tuple[list[tuple[int, str]], int, int | None] = ([], 0, None)
 
     def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
         """Replace the line.
@@ -30,12 +33,25 @@ class Screen(Protocol):
             step: steps done.
             total: steps in all, if known.
         """
+        self._shown = (parts, step, total)
+        self._draw(parts, step, total)
 
+    def annotate(self, text: str) -> None:
+        """Add a text to the line until it is replaced."""
+        parts, step, total = self._shown
+        self._draw([*parts, (0, text)], step, total)
+
+    @abstractmethod
+    def _draw(self, parts: list[tuple[int, str]], step: int, total: int | None) -> None:
+        """Draw a line over the last one."""
+
+    @abstractmethod
     def print_above(self, text: str) -> None:
         """Print a line of the log above the live line."""
 
-    def stop(self) -> None:
-        """Leave the line as it is, and the terminal as it was."""
+    @abstractmethod
+    def stop(self, *, keep: bool = True) -> None:
+        """Leave the terminal as it was, with or without the line."""
 
 
 def open_screen(console: Console | None, text: str) -> Screen | None:
@@ -65,7 +81,7 @@ def open_screen(console: Console | None, text: str) -> Screen | None:
     return RichBar(console, text)
 
 
-class RichBar:
+class RichBar(Screen):
     """Bar of rich that is drawn by its updates alone: a thread would take time from the training.
 
     Args:
@@ -83,8 +99,8 @@ class RichBar:
         self._task = self._progress.add_task(text, total=None)
         self._progress.start()
 
-    def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
-        """Replace the line; what the text leaves over is the bar's, and the text never wraps."""
+    def _draw(self, parts: list[tuple[int, str]], step: int, total: int | None) -> None:
+        """Draw the line; what the text leaves over is the bar's, and the text never wraps."""
         text = fit_to_width(parts, self._console.width - _LEAST_BAR - 1)
         self._bar.bar_width = max(_LEAST_BAR, min(_BAR_WIDTH, self._console.width - 1 - len(text)))
         self._progress.update(self._task, completed=step, total=total, description=text)
@@ -95,12 +111,13 @@ class RichBar:
         # Broken between words; a word longer than a line, such as a path, stays whole.
         self._console.print(text, markup=False, highlight=False, overflow="ignore", crop=False)
 
-    def stop(self) -> None:
-        """Leave the last state of the bar on the terminal."""
+    def stop(self, *, keep: bool = True) -> None:
+        """Leave the last state of the bar on the terminal, or erase it."""
+        self._progress.live.transient = not keep
         self._progress.stop()
 
 
-class RedrawnLine:
+class RedrawnLine(Screen):
     """A line that is written over itself, which every notebook shows as one.
 
     Args:
@@ -123,17 +140,17 @@ class RedrawnLine:
         self._stream.write(f"\r{text.ljust(self._width)}\n{self._text}")
         self._stream.flush()
 
-    def show(self, parts: list[tuple[int, str]], *, step: int, total: int | None) -> None:
+    def _draw(self, parts: list[tuple[int, str]], step: int, total: int | None) -> None:
         """Write the line over the last one."""
         text = fit_to_width(parts, self.width - 1)
         self._stream.write(f"\r{text.ljust(self._width)}")
         self._stream.flush()
         self._text, self._width = text, len(text)
 
-    def stop(self) -> None:
-        """End the line."""
+    def stop(self, *, keep: bool = True) -> None:
+        """End the line, or erase it."""
         if self._width:
-            self._stream.write("\n")
+            self._stream.write("\n" if keep else f"\r{' ' * self._width}\r")
 
 
 def is_terminal(stream: Any) -> bool:
@@ -142,16 +159,19 @@ def is_terminal(stream: Any) -> bool:
 
 
 def fit_to_width(parts: list[tuple[int, str]], room: int) -> str:
-    """Join strings in order, dropping those of the highest rank until the line fits.
+    """Join strings in order, each that still fits when those of lower rank have their place.
 
     Example:
         >>> fit_to_width([(0, "loss 1"), (2, "lr 2"), (1, "eta 3")], room=12)
         'loss 1 eta 3'
     """
-    kept = list(parts)
-    while len(kept) > 1 and len(" ".join(text for _, text in kept)) > room:
-        kept.remove(max(kept, key=lambda part: part[0]))
-    return " ".join(text for _, text in kept)[: max(room, 1)]
+    kept: set[int] = set()
+    used = -1
+    for place, (_, text) in sorted(enumerate(parts), key=lambda item: item[1][0]):
+        if not kept or used + 1 + len(text) <= room:
+            kept.add(place)
+            used += 1 + len(text)
+    return " ".join(text for place, (_, text) in enumerate(parts) if place in kept)[: max(room, 1)]
 
 
 @contextlib.contextmanager

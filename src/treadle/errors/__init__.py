@@ -207,6 +207,16 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     return f"known: {', '.join(options)}"
 
 
+def number_of(count: int, noun: str) -> str:
+    """Return a count with its noun, such as ``1 epoch`` or ``2 epochs``.
+
+    Example:
+        >>> number_of(1, "epoch"), number_of(2000, "step")
+        ('1 epoch', '2,000 steps')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError for the first key of ``given`` that is not in ``known``, suggesting the closest.
 

@@ -74,12 +74,36 @@ def checked(target: Target) -> Target:
     return _checked_call(target, skipped=0, module=target.__module__)  # type: ignore[return-value]
 
 
+def suggesting(function: Target) -> Target:
+    """Decorate a function to suggest the closest name for an argument that it does not have.
+
+    Example:
+        >>> @suggesting
+        ... def train(*, num_epochs=1): ...
+        >>> train(epochs=2)
+        Traceback (most recent call last):
+        TypeError: train() got an unexpected argument 'epochs'; did you mean 'num_epochs'?
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _refuse_unknown_arguments(function, kwargs, _annotated(function, function.__module__)[1])
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _refuse_unknown_arguments(function: Callable[..., Any], given: Iterable[str], keywords: Set[str]) -> None:
+    for name in given if keywords else ():
+        if name not in keywords:
+            raise TypeError(f"{function.__qualname__}() got an unexpected argument {name!r}; {nearest(name, keywords)}")
+
+
 def _checked_call(function: Callable[..., Any], *, skipped: int, module: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         parameters, keywords, hints = _annotated(function, module)
-        for name in kwargs.keys() - keywords if keywords else ():
-            raise TypeError(f"{function.__qualname__}() got an unexpected argument {name!r}; {nearest(name, keywords)}")
+        _refuse_unknown_arguments(function, kwargs, keywords)
         given: dict[str, Any] = {**dict(zip(parameters[skipped:], args[skipped:])), **kwargs}  # noqa: B905  (fewer may be given)
         for name, value in given.items():
             check_argument(name, value, hints.get(name, Any))

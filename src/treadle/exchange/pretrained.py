@@ -6,10 +6,12 @@ ordinary files; the folder is a copy of the weights for other programs and is ne
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from torch import nn
@@ -59,8 +61,22 @@ def write_pretrained(model: nn.Module, folder: str | Path) -> None:
     # another library could write.
     renamed = sharded or any(name != clean_name(name) for name in inner.state_dict())
     cleaned = {"state_dict": weights} if renamed else {}
-    with reported(target), replacing_folder(target) as staged:
+    with reported(target), replacing_folder(target) as staged, _without_bars():
         inner.save_pretrained(staged, **cleaned)  # type: ignore[operator]
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Turn off the progress bars of transformers, which would be drawn over that of the run."""
+    library = sys.modules.get("transformers.utils.logging")
+    if library is None or not library.is_progress_bar_enabled():
+        yield
+        return
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.enable_progress_bar()
 
 
 CONFIG = "config.json"

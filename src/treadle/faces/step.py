@@ -295,7 +295,7 @@ class BaseTrainer(Engine):
         raise self._missing("build_optimizer")
 
     def forward(self, input: Any) -> Any:
-        """Return ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; run under autocast.
+        """Return the loss, ``(loss, records)``, ``(loss, records, weight)`` or a StepOutput; run under autocast.
 
         Args:
             input: the loader's item, unchanged.

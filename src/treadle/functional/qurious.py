@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from treadle.engine.best import Mode
 from treadle.errors import ConfigError
+from treadle.errors.arguments import suggesting
 from treadle.exchange.foreign import is_own
 from treadle.exchange.loading import take_over
 from treadle.functional import trainer as ours
@@ -137,6 +138,7 @@ class Trainer(ours.Trainer):
         means = {f"eval_{name}": value for name, value in super().evaluate(dataloader).items()}
         return {**means, "epoch": self.epoch}
 
+    @suggesting
     def train(  # type: ignore[override]  # the package's own order
         self,
         train_dataloader: Iterable[Any],

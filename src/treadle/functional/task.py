@@ -43,7 +43,11 @@ class TrainerTask:
         """Return the loss of a batch with its weight."""
         trainer = self.trainer
         inputs, targets = trainer._prepare_batch(batch)
-        outputs = trainer._forward_pass(inputs)
+        try:
+            outputs = trainer._forward_pass(inputs)
+        except TypeError as error:
+            _explain_keywords(error, inputs)
+            raise
         loss = trainer._compute_loss(outputs, targets)
         if trainer._counts_on_host:  # before anything is moved, so that counting needs no device sync
             counted_inputs, counted_targets = split_batch(batch)
@@ -125,6 +129,15 @@ class TrainerTask:
     def kept_for_metrics(self, inputs: Any, outputs: Any, targets: Any) -> tuple[Any, Any] | None:
         """Return ``(prediction, target)`` if there are metrics; training has none."""
         return None
+
+
+def _explain_keywords(error: TypeError, inputs: Any) -> None:
+    """Add a note to an error of the model's arguments if the batch was passed to it as keyword arguments."""
+    if isinstance(inputs, Mapping) and hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(
+            f"the batch is a dict, so the model was called with its keys as keyword arguments: {', '.join(inputs)}; "
+            "override _prepare_batch(batch) of the trainer to return (inputs, targets)"
+        )
 
 
 class EvalTask(TrainerTask):

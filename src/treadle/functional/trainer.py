@@ -25,6 +25,7 @@ from treadle.engine.movable_state import movable_state
 from treadle.engine.names import replaces, takes
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
+from treadle.errors.arguments import suggesting
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import loss_name
@@ -287,6 +288,7 @@ class Trainer(EpochFace):
         log_epoch(epoch, record)
         return record
 
+    @suggesting
     def train(
         self,
         train_dataloader: Iterable[Any],

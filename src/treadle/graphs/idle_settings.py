@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from treadle.errors import ConfigError
 from treadle.graphs import ModelOptions, parse_pe_config
 from treadle.graphs.run_config import GraphsConfig
+from treadle.runs.settings import refuse_idle
 
 _OF_RELATIVE = {
     "spd": ("num_buckets", "max_distance"),
@@ -27,7 +26,7 @@ _OF_SCHEDULER = {
 }
 
 
-def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, task_type: str) -> None:
+def refuse_idle_settings(settings: Sequence[str], config: GraphsConfig, *, level: str, task_type: str) -> None:
     """Reject explicit settings that have no effect in combination with the others.
 
     The groups contain every key of a section, including those of other types, so only explicit settings can be
@@ -45,23 +44,11 @@ def refuse_idle(settings: Sequence[str], config: GraphsConfig, *, level: str, ta
     Example:
         >>> from treadle.graphs.run_config import read_settings
         >>> given = ["pe.node.type=rwse", "pe.node.lap.k=8"]
-        >>> refuse_idle(given, read_settings(given), level="graph", task_type="regression")
+        >>> refuse_idle_settings(given, read_settings(given), level="graph", task_type="regression")
         Traceback (most recent call last):
         treadle.errors.ConfigError: pe.node.lap.k=8: has no effect, as pe.node.type is 'rwse'; leave it out
     """
-    idle = dict(_idle(config, level, task_type))
-    for text in settings:
-        key = text.partition("=")[0].strip().lstrip("+")
-        reason = next((why for prefix, why in idle.items() if f"{key}.".startswith(f"{prefix}.")), None)
-        value = _value(config.to_dict(), key)
-        if reason is not None and value is not None:
-            raise ConfigError(f"={value}: has no effect, as {reason}; leave it out", argument=key)
-
-
-def _value(values: Any, key: str) -> Any:
-    for name in key.split("."):
-        values = values.get(name) if isinstance(values, Mapping) else None
-    return values
+    refuse_idle(settings, config.to_dict(), _idle(config, level, task_type))
 
 
 def _idle(config: GraphsConfig, level: str, task_type: str) -> Iterator[tuple[str, str]]:

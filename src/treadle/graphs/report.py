@@ -12,6 +12,7 @@ from torch import Tensor
 
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
+from treadle.errors import number_of
 from treadle.graphs import GraphDataset, GraphTrainer, get_metrics, parse_pe_config
 from treadle.graphs.baselines import mean_baseline, ridge_baseline, ridge_predictions, tabulate
 from treadle.graphs.calibration import FILE, HeldOut
@@ -57,13 +58,13 @@ def _decisions(config: GraphsConfig, data: GraphDataset, trainer: GraphTrainer) 
         "data": f"{shown_name(config.dataset)}, {sum(map(len, data.get_splits())):,} graphs; {_task_line(data)}",
         "split": ", ".join(f"{len(part):,} {name}" for part, name in parts),
         "encodings": _encodings_line(config),
-        "model": f"{config.model['name']}, {weights:,} parameters, {config.model['num_layers']} layers of width "
-        f"{config.model['hidden_dim']}",
+        "model": f"{config.model['name']}, {weights:,} parameters, {number_of(config.model['num_layers'], 'layer')} of "
+        f"width {config.model['hidden_dim']}",
         "loss": f"{getattr(trainer.loss_fn, 'loss_type', trainer.loss_fn)}; the epoch of the best validation "
         f"{training.metric_for_best} is kept",
-        "schedule": f"{training.epochs} epochs of {steps} steps, batches of {training.batch_size}, "
-        f"{type(optimizer).__name__}, learning rate {rate:g}, {config.training.scheduler['type']}, "
-        f"seed {config.seed}",
+        "schedule": f"{number_of(training.epochs, 'epoch')} of {number_of(steps, 'step')}, batches of "
+        f"{training.batch_size}, {type(optimizer).__name__}, learning rate {rate:g}, "
+        f"{config.training.scheduler['type']}, seed {config.seed}",
     }  # fmt: skip
 
 

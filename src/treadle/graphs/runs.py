@@ -103,7 +103,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
 
     def run(self, run: Run[GraphsConfig], show: Show) -> dict[str, Any] | None:
         """Train, using the run folder's settings for defaults that have changed since the run started."""
-        by_rank_0(lambda: _refuse_changed_file(run))
+        by_rank_0(lambda: _refuse_changed_file(run, run.out if run.resume else None))
         config = by_rank_0(lambda: _as_started(run))
         return super().run(dataclasses.replace(run, config=config), show)
 
@@ -111,6 +111,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         """Load the data set with its encodings; rank 0 downloads and encodes first, then the other ranks read."""
         from treadle.graphs import run_build
 
+        by_rank_0(lambda: _refuse_changed_file(run, run.home))
         if run.trains:
             run_build.refuse_wrong(run.config)  # before the data are loaded
         with work_bar("encodings", "graphs", run.messages) as progress:
@@ -136,7 +137,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
             measure=run.trains,
         )
         # Invalid values are rejected before ineffective ones.
-        idle_settings.refuse_idle(run.given, run.config, level=data.level, task_type=data.task_type)
+        idle_settings.refuse_idle_settings(run.given, run.config, level=data.level, task_type=data.task_type)
         if run.weights is not None and run.home is None:
             trainer.load_checkpoint(run.weights, load_optimizer=False)
         return trainer
@@ -160,7 +161,7 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         )
 
     def identity(self, data: GraphDataset) -> dict[str, Any]:
-        """Return the hash of your file's contents."""
+        """Return the hash of the contents of the files that the graphs are made from."""
         return {} if data.file_digest is None else {_FILE_DIGEST: data.file_digest}
 
     def keep(self, run: Run[GraphsConfig], data: GraphDataset) -> None:
@@ -264,8 +265,8 @@ class GraphsPack(Pack[GraphsConfig, "GraphDataset", "GraphTrainer"]):
         return predict_file(models, file, column=column, batch_size=batch_size, device=device)
 
 
-def _refuse_changed_file(run: Run[GraphsConfig]) -> None:
-    """Raise if the molecules' file has changed since the run started, whether the run is finished or not.
+def _refuse_changed_file(run: Run[GraphsConfig], home: Path | None) -> None:
+    """Raise if the molecules' file has changed since the run started, before it is read; None for a fresh start.
 
     Raises:
         ConfigError: its contents differ.
@@ -273,14 +274,16 @@ def _refuse_changed_file(run: Run[GraphsConfig]) -> None:
     from treadle.graphs.datasets.files import digest
 
     file = flat(run.config.to_dict()).get("dataset.file")
-    record = read_record(run.out) if run.resume else None
+    record = None if home is None else read_record(home)
     if file is None or record is None or not Path(file).is_file():
         return
     before = record.identity.get(_FILE_DIGEST)
     if before is not None and digest(Path(file)) != before:
+        instead = "or predict its molecules with treadle predict RUN --smiles FILE"
+        if run.trains:
+            instead = "pass another folder with --out, or --no-resume to start over in this one"
         raise ConfigError(
-            f"its contents have changed since the run in {run.out} started. Restore the file, pass another folder with "
-            "--out, or --no-resume to start over in this one",
+            f"its contents have changed since the run in {home} started. Restore the file, {instead}",
             argument="dataset.file",
             value=str(file),
         )

@@ -24,7 +24,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.movable_state import movable_state
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import checked, suggesting
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.folder import CheckpointFolder, loss_name, write_best_and_last
@@ -213,6 +213,7 @@ class GraphTrainer(EpochFace):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @suggesting
     def fit(
         self,
         train_loader: Iterable[Any],

@@ -141,9 +141,9 @@ class ProgressBarHook(BaseHook):
 
     @forked_rng()
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Restore the terminal, keeping the last state of the bar."""
+        """Restore the terminal, with the last state of the bar, or without it after an error or a signal."""
         if self._screen is not None:
-            self._screen.stop()
+            self._screen.stop(keep=error is None)
         if RUN_LOG.screen is self._screen:
             RUN_LOG.screen = None
         self._screen = None
@@ -184,16 +184,16 @@ class ProgressBarHook(BaseHook):
         """Return the parts of the line in order, each with a rank: if space is short, high ranks are dropped first."""
         shown = self._shown
         of = "" if total is None else f"/{total}"
-        per_epoch = math.ceil((trainer.cursor.length or 0) / trainer.accumulation_steps)
-        of_epochs = f"/{total // per_epoch}" if total and per_epoch and total % per_epoch == 0 else ""
         number = trainer.epoch + 1 if epoch is None else epoch
+        epochs = _epochs_of(trainer, total)
+        of_epochs = f"/{epochs}" if epochs is not None and epochs >= number else ""
         parts = [(0, f"epoch {number}{of_epochs}"), (3, f"step {trainer.step}{of}")]
         if "loss" in shown:
             parts.append((0, f"loss {shown['loss']:.4g}"))
         if "lr" in shown:
-            parts.append((4, f"lr {shown['lr']:.1e}"))
+            parts.append((4, f"lr {shown['lr']:.3g}"))
         if "grad_norm" in shown:
-            parts.append((5, f"grad {shown['grad_norm']:.2g}"))
+            parts.append((5, f"grad {shown['grad_norm']:.3g}"))
         if "rate" in shown:
             parts.append((6, shown["rate"]))
         done = trainer.step - self._first_step
@@ -220,8 +220,7 @@ class RunProgress(ProgressBarHook):
 
     def __init__(self) -> None:
         super().__init__(line_seconds=_FIRST_LINES)
-        self._status: str = ""
-        self.status = lambda: self._status
+        self._scores: list[str] = []
         self._last_step = 0
         self._due = math.inf
         self._before = (0, 0.0, 0.0)  # epoch, sum of losses and sum of weights at the last update
@@ -229,7 +228,7 @@ class RunProgress(ProgressBarHook):
     def on_before_train(self, trainer: Engine) -> None:
         """Start the clock of this process; open the bar if the run is shown and no other bar is."""
         super().on_before_train(trainer)
-        self._status, self._last_step = "", trainer.step
+        self._scores, self._last_step = [], trainer.step
         self._before = (trainer.epoch, *trainer.epoch_means.sums("loss"))
         self.idle = self._silent
         if not self._silent:
@@ -268,7 +267,7 @@ class RunProgress(ProgressBarHook):
         for record in epoch_records(trainer)[-1:]:
             numbers = {key: value for key, value in record.items() if isinstance(value, float)}
             scores = {key: value for key, value in numbers.items() if key.startswith(("val_", "eval_"))}
-            self._status = " ".join(f"{key} {value:.4g}" for key, value in list(scores.items())[:3])
+            self._scores = [f"{key} {value:.4g}" for key, value in list(scores.items())[:3]]
             if "train_loss" in numbers:
                 self._shown["loss"] = numbers["train_loss"]
         if self._screen is not None and time.perf_counter() >= self._due:
@@ -276,7 +275,7 @@ class RunProgress(ProgressBarHook):
             self._plan()
 
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
-        """Restore the terminal, keeping the last state of the bar."""
+        """Restore the terminal, with the last state of the bar, or without it after an error or a signal."""
         if not self._silent:
             RUN_LOG.replaces_lines = False
         super().on_close(trainer, error)
@@ -304,9 +303,18 @@ class RunProgress(ProgressBarHook):
 
     def _parts(self, trainer: Engine, epoch: int | None, total: int | None, now: float) -> list[tuple[int, str]]:
         parts = super()._parts(trainer, epoch, total, now)
+        parts += [(2 if place == 0 else 5, score) for place, score in enumerate(self._scores)]
         if trainer.state.saved_step is not None:
             parts.append((7, f"saved {trainer.state.saved_step}"))
         return parts
+
+
+def _epochs_of(trainer: Engine, total: int | None) -> int | None:
+    """Return the number of epochs of a run, if its target is an epoch or the last step of one."""
+    if trainer.target.epochs is not None:
+        return trainer.target.epochs
+    per_epoch = math.ceil((trainer.cursor.length or 0) / trainer.accumulation_steps)
+    return total // per_epoch if total and per_epoch and total % per_epoch == 0 else None
 
 
 def _at_the_end_of_an_epoch(trainer: Engine) -> bool:

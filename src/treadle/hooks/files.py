@@ -59,7 +59,10 @@ def set_aside(trainer: Engine, path: Path) -> None:
     if path.exists():
         aside = next_free(path)
         path.rename(aside)
-        trainer.logger.info("%s belonged to an earlier run and is now %s", path.name, aside.name)
+        trainer.logger.info(
+            "%s belonged to an earlier run and is now %s", path.name, aside.name,
+            extra={"topic": "set aside", "short": aside.name},
+        )  # fmt: skip
 
 
 def continue_lines(trainer: Engine, path: Path) -> set[str]:

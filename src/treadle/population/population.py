@@ -16,7 +16,7 @@ from treadle.checkpoint.lock import run_lock
 from treadle.checkpoint.store import write_text
 from treadle.data.sharing import shared_tensors
 from treadle.engine.run_log import RUN_LOG
-from treadle.errors import ConfigError, TreadleError
+from treadle.errors import ConfigError, TreadleError, number_of
 from treadle.errors.arguments import check_whole
 from treadle.hooks.files import to_json
 from treadle.population.member import Make, Member, Outcome, member_name
@@ -171,7 +171,7 @@ class Population:
         with RUN_LOG.scope(_log, wanted=self._progress), run_lock(self.out):
             self._rows = {row.name: row for row in read_rows(self.out / FILE)}
             source = self._source()
-            _log.info("%d members in %s", len(self.members), self.out, extra={"topic": "start block"})
+            _log.info("%s in %s", number_of(len(self.members), "member"), self.out, extra={"topic": "start block"})
             received = self._train(source)
             results = self.results()
             results.to_csv(self.out / "population.csv")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.checkpoint.store import write_text
-from treadle.errors import ConfigError, nearest
+from treadle.errors import ConfigError, nearest, number_of
 from treadle.population.member import member_name
 
 
@@ -165,7 +165,9 @@ class Results:
             cells = [f"{name} {self.summary(name, group)}" for name in names[:6]]
             others = Counter(row.status for row in rows if row.status not in ("finished", "failed"))
             more = "".join(f", {count} {status}" for status, count in others.items())
-            lines.append(f"{group}: {len(ended)} of {len(rows)} members{more}; {', '.join(cells) or 'no numbers'}")
+            lines.append(
+                f"{group}: {len(ended)} of {number_of(len(rows), 'member')}{more}; {', '.join(cells) or 'no numbers'}"
+            )
         return [*lines, *(f"{row.name} failed: {row.error}" for row in self.failed)]
 
     def to_csv(self, path: str | Path) -> Path:

@@ -27,6 +27,7 @@ class ConfiguredRuns(Pack[Any, None, Any]):
     """
 
     name = "mini"
+    splits = ()
 
     @contextmanager
     def open(

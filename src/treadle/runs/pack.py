@@ -20,7 +20,7 @@ from treadle.device import get_device
 from treadle.distributed.state_names import load_model_state
 from treadle.engine.evaluation import for_each_batch
 from treadle.engine.outputs import joined, outputs_on_cpu
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 from treadle.faces.step import BaseTrainer
 from treadle.runs import folder as folders
 from treadle.runs.ranks import device_of_rank
@@ -29,7 +29,7 @@ from treadle.runs.report import Report, Table
 from treadle.runs.results import Evaluation, Opened, Predictions, Results
 from treadle.runs.run import Run, Watch, load_newest, newest_checkpoint
 from treadle.runs.setting_names import settings_named
-from treadle.runs.settings import apply_overrides, changes, leaves, without
+from treadle.runs.settings import apply_overrides, changes, leaves, refuse_idle, without
 from treadle.runs.start_block import without_epoch_lines
 from treadle.runs.training import Show, TrainingRun, environment_of, threads_of
 
@@ -109,9 +109,15 @@ class Pack(Generic[Config, Data, Trainer]):
         """Return the defaults for a device with strings ``key=value`` applied.
 
         Raises:
-            ConfigError: a key is unknown, or a value is invalid.
+            ConfigError: a key is unknown, a value is invalid, or a setting has no effect besides the others.
         """
-        return apply_overrides(self.defaults(get_device(device)), settings, elsewhere=self.flags)
+        config = apply_overrides(self.defaults(get_device(device)), settings, elsewhere=self.flags)
+        refuse_idle(settings, self.values(config), self.idle(config))
+        return config
+
+    def idle(self, config: Config) -> Iterable[tuple[str, str]]:
+        """Yield the settings or sections that nothing reads because of another setting, with the reason."""
+        return ()
 
     def values(self, config: Config) -> dict[str, Any]:
         """Return settings as nested plain values, without :attr:`flags`."""
@@ -158,6 +164,22 @@ class Pack(Generic[Config, Data, Trainer]):
     def identity(self, data: Data) -> dict[str, Any]:
         """Return plain values that identify the data, which a resumed run must share; stored in ``run.json``."""
         return {}
+
+    def refuse_other_data(self, run: Run[Config], data: Data) -> None:
+        """Raise if the data of a run that is resumed, replayed or evaluated has changed since the run started.
+
+        Raises:
+            ConfigError: a value of :meth:`identity` differs from that in ``run.json``.
+        """
+        record = None if run.home is None else folders.read_record(run.home)
+        before, now = {} if record is None else record.identity, self.identity(data)
+        changed = [key for key in now if key in before and before[key] != now[key]]
+        if changed:
+            fix = ", give another folder with --out, or --no-resume to start over in this one" if run.trains else ""
+            raise ConfigError(
+                f"the data of the run in {run.home} has changed since the run started: {', '.join(changed)} differs "
+                f"from that in {folders.RUN_FILE}. Restore the data and the versions of the packages that make it{fix}"
+            )
 
     def keep(self, run: Run[Config], data: Data) -> None:
         """Write whatever a later process needs besides the settings, such as fitted tokenizers, into ``run.out``."""
@@ -338,7 +360,7 @@ class Pack(Generic[Config, Data, Trainer]):
         done = 0 if run.watch.engine is None else run.watch.engine.epoch - run.watch.first_epoch
         if done > 0 and not run.part:
             seconds = timedelta(seconds=round(time.perf_counter() - started))
-            _log.info("trained %d epochs in %s; now %s", done, seconds, self.afterwards)
+            _log.info("trained %s in %s; now %s", number_of(done, "epoch"), seconds, self.afterwards)
 
     def replay(self, run: Path, step: int, *, device: str | None, debug: bool, messages: Console) -> Replayed:
         """Rerun a step from a run folder, which is only read.
@@ -360,6 +382,7 @@ class Pack(Generic[Config, Data, Trainer]):
         def train(scratch: Path) -> None:
             again = Run(config, scratch, get_device(device), messages, home=home, part=part)
             data = self.prepare(again)
+            self.refuse_other_data(again, data)
             self.fit(again, data, self.build(again, data))
 
         with environment_of(self, config, threads), without_epoch_lines(self.name):
@@ -387,6 +410,7 @@ class Pack(Generic[Config, Data, Trainer]):
             where = get_device(device)
             run = Run(config, Path(scratch), where, messages, home=home, part=part, trains=False)
             data = self.prepare(run)
+            self.refuse_other_data(run, data)
             trainer = self.build(run, data)
             self.load(run, trainer, path, tree)
             yield Opened(run, data, trainer, path, tree)

@@ -63,6 +63,37 @@ def without(config: Any, hidden: Iterable[str]) -> dict[str, Any]:
     return values
 
 
+def refuse_idle(settings: Sequence[str], values: Mapping[str, Any], idle: Iterable[tuple[str, str]]) -> None:
+    """Reject explicit settings that have no effect in combination with the others.
+
+    Args:
+        settings: the given strings ``key=value``; only these can be mistakes.
+        values: all settings as nested plain values.
+        idle: the settings or sections that nothing reads, with the reason.
+
+    Raises:
+        ConfigError: one of the settings has no effect.
+
+    Example:
+        >>> refuse_idle(["ema.decay=0.9"], {"ema": {"decay": 0.9}}, [("ema.decay", "ema.enabled is False")])
+        Traceback (most recent call last):
+        treadle.errors.ConfigError: ema.decay=0.9: has no effect, as ema.enabled is False; leave it out
+    """
+    reasons = dict(idle)
+    for text in settings:
+        key = text.partition("=")[0].strip().lstrip("+")
+        reason = next((why for prefix, why in reasons.items() if f"{key}.".startswith(f"{prefix}.")), None)
+        value = _value(values, key)
+        if reason is not None and value is not None:
+            raise ConfigError(f"={value}: has no effect, as {reason}; leave it out", argument=key)
+
+
+def _value(values: Any, key: str) -> Any:
+    for name in key.split("."):
+        values = values.get(name) if isinstance(values, Mapping) else None
+    return values
+
+
 def check_seeds(**seeds: int) -> None:
     """Raise ConfigError for a seed that numpy and scikit-learn would reject, possibly only after the training.
 

@@ -71,6 +71,7 @@ class TrainingRun(Generic[Config, Data, Trainer]):
         resumes = by_rank_0(self._check_folder)
         run = dataclasses.replace(run, home=run.out if resumes else None)
         data = pack.prepare(run)
+        by_rank_0(lambda: pack.refuse_other_data(run, data))
         trainer = pack.build(run, data)
         by_rank_0(lambda: self._prepare_folder(data))
         weights = "" if run.weights is None else f", with the weights of {run.weights}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +99,23 @@ class TrainerConfig:
         check_least(0, max_non_finite_grad_retries=self.max_non_finite_grad_retries)
         check_least(1, early_stop_patience=self.early_stop_patience, accumulation_steps=self.accumulation_steps)
         check_within("[0, 1]", ema_decay=self.ema_decay, early_stop_start_ratio=self.early_stop_start_ratio)
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yield the fields that another one switches off, with the reason.
+
+        Example:
+            >>> list(TrainerConfig(use_ema=False).idle())
+            [('ema_decay', 'use_ema is False')]
+        """
+        if not self.use_ema:
+            yield "ema_decay", "use_ema is False"
+        if not self.amp:
+            yield "amp_dtype", "amp is False"
+        if self.selection == "last":
+            names = ("early_stop_patience", "early_stop_start_ratio", "early_stop_min_delta")
+            yield from ((name, "selection is 'last'") for name in names)
+        elif self.early_stop_patience is None:
+            yield "early_stop_start_ratio", "early_stop_patience is None"
 
     def __eq__(self, other: object) -> bool:
         """Return whether all settings are equal; a path equals its string, so ``from_dict(to_dict())`` is equal."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 
 from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
+from treadle.errors import number_of
 from treadle.runs.folder import split_of, write_changed
 from treadle.runs.pack import Evaluation, Opened, Pack, Predictions, Results, Run, load_newest
 from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
 from treadle.seed import forked_rng, set_seed
 from treadle.spectra import report
+from treadle.spectra.config import TrainerConfig
 from treadle.spectra.inference import Extractor, ExtractorConfig, Tester, TesterConfig
 from treadle.spectra.model import ChemoMAE
 from treadle.spectra.optim import build_optimizer, build_scheduler
@@ -66,6 +68,12 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         """Return the default settings for a device."""
         return SpectraConfig.for_device(device)
 
+    def idle(self, config: SpectraConfig) -> Iterable[tuple[str, str]]:
+        """Yield the settings that another one switches off."""
+        if config.model.residual:
+            yield "model.use_learnable_pos", "model.residual is True"
+        yield from ((f"trainer.{name}", f"trainer.{why}") for name, why in config.trainer.idle())
+
     def parallel(self, config: SpectraConfig) -> str | None:
         """Return the setting that distributes the model over ranks."""
         parallel = config.trainer.parallel
@@ -89,8 +97,9 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
                 epochs=config.epochs,
                 **vars(config.schedule),
             )
+        unused = {name: getattr(TrainerConfig, name) for name, _ in config.trainer.idle()}  # the pack sets some
         cfg = dataclasses.replace(
-            config.trainer, out_dir=run.out, device=str(device), resume_from="auto" if run.resume else None,
+            config.trainer, **unused, out_dir=run.out, device=str(device), resume_from="auto" if run.resume else None,
             parallel=run.parallel, compile=config.trainer.compile if run.trains else False,
         )  # fmt: skip
         trainer = SpectraTrainer(
@@ -116,8 +125,8 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
         trainer.fit(epochs)
         if trainer.epoch < epochs:
             _log.info(
-                "stopped early after epoch %d of %d: no better validation loss for %s epochs",
-                trainer.epoch, epochs, trainer.cfg.early_stop_patience,
+                "stopped early after epoch %d of %d: no better validation loss for %s",
+                trainer.epoch, epochs, number_of(trainer.cfg.early_stop_patience or 0, "epoch"),
             )  # fmt: skip
 
     def keep(self, run: Run[SpectraConfig], data: SpectraData) -> None:
@@ -138,8 +147,9 @@ class SpectraPack(Pack[SpectraConfig, SpectraData, SpectraTrainer]):
             f"{len(data.test):,} test",
             "model": f"{model_name(config)}, {trained:,} parameters, latent of {model.latent_dim}; hides "
             + ("blocks, bands, or all but a band" if model.residual else f"{model.n_mask} of {model.n_blocks} blocks"),
-            "schedule": f"{config.epochs} epochs of {per_epoch} steps, batches of {config.batch_size}, learning rate "
-            f"{config.optimizer.lr:g} after {config.schedule.warmup_epochs} epochs of warm-up",
+            "schedule": f"{number_of(config.epochs, 'epoch')} of {number_of(per_epoch, 'step')}, batches of "
+            f"{config.batch_size}, learning rate {config.optimizer.lr:g} after "
+            f"{number_of(config.schedule.warmup_epochs, 'epoch')} of warm-up",
         }  # fmt: skip
 
     def finish(self, run: Run[SpectraConfig], data: SpectraData, trainer: SpectraTrainer) -> Results:

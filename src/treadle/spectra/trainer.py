@@ -29,7 +29,7 @@ from treadle.engine.limits import Limits
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_whole, checked
+from treadle.errors.arguments import check_whole, checked, suggesting
 from treadle.faces.build import EngineArguments, build_engine, place
 from treadle.faces.epoch_face import EpochFace
 from treadle.faces.epochs import EpochTrainer, numbers_of
@@ -158,6 +158,10 @@ class SpectraTrainer(EpochFace):
         if self.cfg.selection == "best" and self.val_loader is None:
             _log.warning("selection='best' needs a val_loader; without one it is 'last': a fixed budget, no early stop")
             self.cfg.selection = "last"  # of the trainer's own copy
+        defaults = TrainerConfig()
+        for name, why in self.cfg.idle():
+            if (value := getattr(self.cfg, name)) != getattr(defaults, name):
+                _log.warning("cfg.%s=%r has no effect, as %s", name, value, why)
         return self.cfg.selection == "best"
 
     def _choose_metric(self, asked: str | None) -> str:
@@ -237,6 +241,7 @@ class SpectraTrainer(EpochFace):
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @suggesting
     def fit(self, epochs: int) -> dict[str, Any]:
         """Train until ``epochs`` epochs are complete or early stopping ends the run.
 

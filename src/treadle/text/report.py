@@ -12,6 +12,7 @@ import torch
 
 from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
+from treadle.errors import number_of
 from treadle.functional import Trainer
 from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, label_axes, new_figure, save_figure, style_axes
 from treadle.runs.report import Picture, Report, Table
@@ -55,9 +56,11 @@ def decisions(config: TextConfig, data: TextData, trainer: Trainer) -> dict[str,
         f"{_counted(data.lora_train, data.lora_val, data.lora_test)}",
         "tokens": f"byte-level BPE of {data.tokenizer.get_vocab_size():,}; {data.train.blocks.num_targets:,} tokens "
         f"to train on, {data.val.blocks.num_targets:,} to validate, in blocks of {config.data.block_length}",
-        "model": f"GPT-2, {weights:,} parameters, {config.model.n_layer} layers of width {config.model.n_embd}",
-        "schedule": f"{config.epochs} epochs of {steps} steps, batches of {config.batch_size}, learning rate "
-        f"{config.optimizer.lr:g}; then LoRA of rank {config.lora.r}, {config.lora.epochs} epochs, {config.lora.lr:g}",
+        "model": f"GPT-2, {weights:,} parameters, {number_of(config.model.n_layer, 'layer')} of width "
+        f"{config.model.n_embd}",
+        "schedule": f"{number_of(config.epochs, 'epoch')} of {number_of(steps, 'step')}, batches of "
+        f"{config.batch_size}, learning rate {config.optimizer.lr:g}; then LoRA of rank {config.lora.r}, "
+        f"{number_of(config.lora.epochs, 'epoch')}, {config.lora.lr:g}",
     }  # fmt: skip
 
 

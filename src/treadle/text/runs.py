@@ -21,7 +21,7 @@ from treadle.config.sections import as_settings
 from treadle.data import steps_per_epoch
 from treadle.distributed.state_names import load_model_state, model_state
 from treadle.engine.settings import Capture, check_capture
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook
 from treadle.hooks.files import to_json
@@ -96,6 +96,12 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     def defaults(self, device: torch.device) -> TextConfig:
         """Return the default settings for a device."""
         return TextConfig.for_device(device)
+
+    def idle(self, config: TextConfig) -> Iterator[tuple[str, str]]:
+        """Yield the settings of samples that a temperature of 0 switches off."""
+        if config.samples.temperature == 0:
+            for name in ("top_k", "seed"):
+                yield f"samples.{name}", "samples.temperature is 0, which always takes the most likely token"
 
     def parallel(self, config: TextConfig) -> str | None:
         """Return the setting that distributes the model over ranks in the first training."""
@@ -386,8 +392,8 @@ def _refuse_fewer_epochs(name: str, epochs: int, *, folder: Path) -> None:
     done = len((stored_json(folder / "history.json") or {}).get("epoch", ()))
     if epochs < done:
         raise ConfigError(
-            f"={epochs}: the run in {folder} has completed {done} epochs already; give as many or more, another "
-            "folder with --out, or --no-resume to start over in this one",
+            f"={epochs}: the run in {folder} has completed {number_of(done, 'epoch')} already; give as many or more, "
+            "another folder with --out, or --no-resume to start over in this one",
             argument=name,
         )
 

@@ -15,7 +15,7 @@ from treadle.errors import ConfigError
 from treadle.graphs import PaddedGraphBatch, dataset_names, get_optimizer, get_scheduler
 from treadle.graphs.encodings import PE_PRESETS, parse_pe_config
 from treadle.graphs.groups import CONF
-from treadle.graphs.idle_settings import _OF_OPTIMIZER, _OF_SCHEDULER, refuse_idle
+from treadle.graphs.idle_settings import _OF_OPTIMIZER, _OF_SCHEDULER, refuse_idle_settings
 from treadle.graphs.model_options import ModelOptions
 from treadle.graphs.run_build import build_trainer, prepare_data, train_loader
 from treadle.graphs.run_config import FREE, RECIPE, GraphsConfig, read_settings
@@ -196,10 +196,10 @@ PAIRS = {"level": "edge", "task_type": "regression"}
 def test_a_setting_that_nothing_reads_is_refused(texts: list[str], words: str | None) -> None:
     config = quickly(texts)
     if words is None:
-        refuse_idle(texts, config, **PAIRS)
+        refuse_idle_settings(texts, config, **PAIRS)
         return
     with pytest.raises(ConfigError) as refused:
-        refuse_idle(texts, config, **PAIRS)
+        refuse_idle_settings(texts, config, **PAIRS)
     assert words in str(refused.value)
 
 

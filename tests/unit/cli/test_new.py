@@ -83,6 +83,9 @@ def test_a_configuration_trains_goes_on_is_evaluated_and_predicts(inside, capsys
     assert hits == pytest.approx(read("runs/mine/eval_results_test.json")["metrics"]["accuracy"], abs=1e-6)
     assert treadle("predict", "runs/mine", "--batch-size", "3") == 2
     assert "the trainer's own data loader" in " ".join(capsys.readouterr().err.split())
+    for command in ("evaluate", "predict"):
+        assert treadle(command, "runs/mine", "--split", "val") == 2
+        assert "has no splits" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_trainer_that_does_not_say_how_to_predict_is_told_what_it_lacks(inside, capsys):

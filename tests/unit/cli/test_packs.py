@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch
+from rich.console import Console
 
 from command_kit import treadle
 from treadle.errors import ConfigError
 from treadle.runs import packs
 from treadle.runs.folder import read_record, write_record
-from treadle.runs.pack import Pack
+from treadle.runs.pack import Pack, Run
 
 SETTINGS = {"epochs": 1, "data": {"max_rows": 60}, "model": {"d_model": 8}}
 
@@ -135,3 +138,47 @@ def test_the_run_of_a_pack_that_is_not_installed_names_it(tmp_path, capsys):
     write_record(tmp_path, {"face": "waves", "config": {}})
     assert treadle("replay", tmp_path, "--step", 1) == 2
     assert "face='waves': there is no such pack" in capsys.readouterr().err
+
+
+# -- a run whose data has changed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_data_that_has_changed_is_refused_for_every_pack(tmp_path, trains):
+    write_record(tmp_path, {"face": "mine", "config": SETTINGS, "files": "abc"})
+    run = Run(None, tmp_path, torch.device("cpu"), Console(quiet=True), home=tmp_path, trains=trains)
+
+    class Read(Mine):
+        def identity(self, data):
+            return {"files": data, "newer": "not in the record"}
+
+    Read().refuse_other_data(run, "abc")
+    with pytest.raises(ConfigError, match=r"files differs from that in run\.json") as error:
+        Read().refuse_other_data(run, "abd")
+    assert ("--no-resume" in str(error.value)) is trains
+    Read().refuse_other_data(dataclasses.replace(run, home=None), "abd")  # a fresh start
+
+
+# -- settings that another one switches off ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pack", "switch", "idle"),
+    [
+        ("spectra", "trainer.use_ema=false", "trainer.ema_decay=0.9"),
+        ("spectra", "trainer.amp=false", "trainer.amp_dtype=fp16"),
+        ("spectra", "trainer.early_stop_patience=none", "trainer.early_stop_start_ratio=0.1"),
+        ("spectra", "trainer.selection=last", "trainer.early_stop_patience=3"),
+        ("spectra", "model.residual=true", "model.use_learnable_pos=true"),
+        ("astro", "training.meaningful_loss.enabled=false", "training.meaningful_loss.weight_image=0.5"),
+        ("astro", "training.num_workers=0", "training.prefetch_factor=4"),
+        ("text", "samples.temperature=0", "samples.top_k=3"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_and_a_default_is_not(pack, switch, idle):
+    found = packs.find_pack(pack)
+    found.read_settings([switch], "cpu")
+    for settings in ([switch, idle], [idle, switch]):
+        with pytest.raises(ConfigError, match="has no effect, as") as error:
+            found.read_settings(settings, "cpu")
+        assert error.value.argument == idle.partition("=")[0]

@@ -59,6 +59,10 @@ def test_a_run_refuses_a_file_whose_contents_have_changed(tmp_path, capsys):
     for more in ((), ("training.epochs=2",)):  # of the finished run, and to train it further
         assert treadle(*command, *more) != 0
         assert "its contents have changed since the run in" in capsys.readouterr().err
+    for reads in (["evaluate"], ["evaluate", "--split", "val"], ["predict"], ["replay", "--step", "1"]):
+        assert treadle(reads[0], tmp_path / "run", *reads[1:], "--device", "cpu") == 2
+        assert "its contents have changed since the run in" in " ".join(capsys.readouterr().err.split())
+    assert not list((tmp_path / "run").glob("eval_results*"))
     train(tmp_path / "run", file, "training.epochs=1", "seed=3", resume=False)
 
 

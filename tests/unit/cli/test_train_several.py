@@ -14,7 +14,7 @@ from config_kit import write_project
 from treadle.builder import REGISTRY
 from treadle.cli.population import Several, read_seeds, several
 from treadle.config.grammar import alternatives
-from treadle.errors import ConfigError
+from treadle.errors import ConfigError, number_of
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,12 @@ def test_two_groups_are_compared(tmp_path, capsys):
     assert found["paired"]
     assert treadle("compare", tmp_path / "a", tmp_path / "b", "--metric", "accuracy") == 2
     assert treadle("compare", tmp_path / "a", tmp_path / "nothing") == 2
+    for name in "ab":  # two single runs
+        whole = json.loads((tmp_path / name / "population.json").read_text())
+        (tmp_path / name / "population.json").write_text(json.dumps({"members": whole["members"][:1]}))
+    capsys.readouterr()
+    assert treadle("compare", tmp_path / "a", tmp_path / "b") == 2
+    assert "treadle report" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -158,3 +164,24 @@ def test_a_wrong_rule_of_halving_is_refused_before_a_run_starts(tmp_path, capsys
     error = capsys.readouterr().err
     assert "is not a metric with epochs" in error or "must be rising" in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", [("--workers", "2"), ("--halving", "val_loss:1,2")])
+def test_options_of_several_runs_are_refused_for_one(tmp_path, capsys, option):
+    project = write_project(tmp_path)
+    for command in (["spectra", "epochs=1"], [project, "max_steps=1"]):
+        assert treadle("train", *command, *option) == 2
+        assert f"{option[0]} {option[1]}: has no effect" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.rglob("run.json")] == []
+
+
+def test_a_count_and_its_noun_agree():
+    assert [number_of(count, "step") for count in (0, 1, 2000)] == ["0 steps", "1 step", "2,000 steps"]
+
+
+def test_an_option_of_ranks_is_named_without_torchrun(tmp_path, capsys):
+    project = write_project(tmp_path)
+    assert treadle("train", "--rank-timeout", "5", project, "--show-settings") == 0
+    assert "--rank-timeout 5 has no effect" in capsys.readouterr().err
+    assert treadle("train", project, "--show-settings") == 0
+    assert "--rank-timeout" not in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_a_member_that_has_not_finished_is_no_part_of_a_mean():
     assert results.lines() == ["all: 3 of 4 members, 1 paused; loss 1 ± 1 (3)"]
     assert difference(results, results, "loss").count == 3
     assert Results([paused]).summary("loss").mean == 100.0
-    assert Results([paused]).lines() == ["all: 1 of 1 members, 1 paused; loss 100 (1)"]
+    assert Results([paused]).lines() == ["all: 1 of 1 member, 1 paused; loss 100 (1)"]
 
 
 def test_members_without_a_partner_are_counted_and_missing_numbers_are_told_apart():

@@ -48,6 +48,17 @@ def test_without_a_best_rule_the_folder_holds_the_last_epochs_weights(tmp_path):
     assert sorted(os.listdir(tmp_path / "pretrained")) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
+def test_the_progress_bars_of_transformers_stay_out_of_the_screen(tmp_path, capfd):
+    from transformers.utils import logging
+
+    assert logging.is_progress_bar_enabled()
+    kit.gpt2().save_pretrained(tmp_path / "own")
+    assert "it/s" in capfd.readouterr().err
+    write_pretrained(kit.gpt2(), tmp_path / "pretrained")
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()
+
+
 def test_the_folder_of_a_model_with_adapters_holds_the_adapters(tmp_path):
     from peft import PeftModel
 

@@ -86,3 +86,10 @@ def test_every_way_to_spread_a_model_goes_into_a_checkpoint_and_back(parallel):
     assert to_plain(values, "config") == values
     assert TrainerConfig.from_dict(values).to_dict() == values
     assert as_parallel(values["parallel"]).kind == as_parallel(parallel).kind
+
+
+def test_a_setting_that_another_one_switches_off_is_named(tmp_path, caplog):
+    make(tmp_path, ema_decay=0.9, use_ema=True)
+    assert "has no effect" not in caplog.text
+    make(tmp_path, ema_decay=0.9, use_ema=False)
+    assert "cfg.ema_decay=0.9 has no effect, as use_ema is False" in caplog.text

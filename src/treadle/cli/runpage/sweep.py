@@ -13,6 +13,7 @@ from treadle.cli.runpage import words
 from treadle.cli.runpage.records import RunRecords
 from treadle.cli.runpage.summary import RunSummary
 from treadle.cli.runpage.tables import section
+from treadle.errors import number_of
 
 _MOST_SETTINGS, _MOST_RESULTS = 8, 6
 # Settings determined by the location or the machine of a run rather than chosen.
@@ -108,7 +109,7 @@ def seeds_of(runs: Sequence[RunRecords]) -> Seeds | None:
         return None
     names = [", ".join(f"{key}={text}" for key, text in zip(chosen, one, strict=True)) or "all seeds" for one in order]
     counts = [keys.count(one) for one in order]
-    named = [f"{name} ({count} seeds)" for name, count in zip(names, counts, strict=True)]
+    named = [f"{name} ({number_of(count, 'seed')})" for name, count in zip(names, counts, strict=True)]
     return Seeds([order.index(key) for key in keys], named)
 
 

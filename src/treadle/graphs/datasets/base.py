@@ -37,7 +37,7 @@ class Described:
     target_names: tuple[str, ...] = field(default=(), kw_only=True)
     """Name of each column of `y`; empty if the source does not name them."""
     file_digest: str | None = field(default=None, kw_only=True, repr=False)
-    """Hash of the contents of your file; None: the graphs do not come from one."""
+    """Hash of the contents of the files that the graphs are made from; None: they do not come from one."""
 
 
 @checked

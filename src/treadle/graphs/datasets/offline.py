@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import importlib.util
 import logging
@@ -53,11 +54,13 @@ def load_nci(name: str, root: Path, *, num_workers: int | None) -> Source:
         molecules = number_molecules([graph.smiles for graph in graphs])
         return {"graphs": pack(graphs), "unusable": unusable, "total": len(smiles), "molecules": molecules}
 
-    content = _processed(name, root, {"files": digest(path), "numbered": True}, build)
+    found = digest(path)
+    content = _processed(name, root, {"files": found, "numbered": True}, build)
     graphs, molecules = GraphSplit(content["graphs"]), content["molecules"].numpy()
     tenth, order = len(graphs) // 10, np.random.default_rng(0).permutation(len(graphs))
     parts = split_molecules(order, molecules, (len(graphs) - 2 * tenth, tenth))
-    return Source(_MOLECULES, graphs, parts, has_test_set=False, molecules=molecules)
+    described = dataclasses.replace(_MOLECULES, file_digest=found)
+    return Source(described, graphs, parts, has_test_set=False, molecules=molecules)
 
 
 def load_zinc_clean_leads(
@@ -90,8 +93,10 @@ def load_zinc_clean_leads(
         left = [sum(smiles in usable for smiles in part) for part in parts]
         return {"graphs": pack(graphs), "unusable": unusable, "total": len(drawn), "sizes": left}
 
-    content = _processed(name, root, {"files": digest(train_file, test_file), "seed": seed, **sizes}, build)
-    return Source(_MOLECULES, GraphSplit(content["graphs"]), consecutive(*content["sizes"]), has_test_set=True)
+    found = digest(train_file, test_file)
+    content = _processed(name, root, {"files": found, "seed": seed, **sizes}, build)
+    described = dataclasses.replace(_MOLECULES, file_digest=found)
+    return Source(described, GraphSplit(content["graphs"]), consecutive(*content["sizes"]), has_test_set=True)
 
 
 def _processed(name: str, root: Path, key: dict[str, Any], build: Any) -> dict[str, Any]:

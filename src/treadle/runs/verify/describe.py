@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from treadle.errors import number_of
 from treadle.runs.verify.compare import STEPS, Difference
 from treadle.runs.verify.jobs import Kill
 from treadle.runs.verify.recorder import PARTS
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
 
 def verdict_reason(result: Verification) -> str:
     """Return the sentence after the verdict."""
-    steps = f"{result.last_step - result.first_step} steps"
+    steps = number_of(result.last_step - result.first_step, "step")
     if result.verdict == "EXACT":
-        kills = f"{len(result.kills)} kills ({'; '.join(describe_kill(kill) for kill in result.kills)})"
+        kills = f"{number_of(len(result.kills), 'kill')} ({'; '.join(describe_kill(kill) for kill in result.kills)})"
         return (
-            f"{steps}, {kills}: {result.records} records and the end state equal the uninterrupted run's to the bit "
-            f"({result.seconds:.0f} s)"
+            f"{steps}, {kills}: {number_of(result.records, 'record')} and the end state equal the uninterrupted run's "
+            f"to the bit ({result.seconds:.0f} s)"
         )
     difference = result.difference
     if difference is None:

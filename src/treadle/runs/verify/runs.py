@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.engine.failure import NOTE
-from treadle.errors import ConfigError, TreadleError
+from treadle.errors import ConfigError, TreadleError, number_of
 from treadle.runs.verify.causes import Cause, likely_cause
 from treadle.runs.verify.compare import Comparison, Difference, PartResult, same_seed_each_step
 from treadle.runs.verify.describe import describe_difference, verdict_reason
@@ -190,10 +190,11 @@ class Verifier:
         self.result.first_step, self.result.last_step = _one(lines, "start")["step"], _one(lines, "over")["step"]
         self._collect(lines)
         count = self.result.last_step - self.result.first_step
-        self.log_progress(f"{name.replace('-', ' run ')}: {count} steps in {answer['seconds']:.1f} s")
+        self.log_progress(f"{name.replace('-', ' run ')}: {number_of(count, 'step')} in {answer['seconds']:.1f} s")
         if count < 2:
             raise ConfigError(
-                f"={job.target}: trained {count} steps, but needs at least 2 to be killed in between", argument="TARGET"
+                f"={job.target}: trained {number_of(count, 'step')}, but needs at least 2 to be killed in between",
+                argument="TARGET",
             )
         return lines, float(answer["seconds"])
 

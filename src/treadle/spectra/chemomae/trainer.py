@@ -22,7 +22,7 @@ from treadle.distributed.state_names import model_state
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import checked, suggesting
 from treadle.hooks.history import HistoryHook
 from treadle.spectra.chemomae.config import FILES, PreparedBatch, TrainerConfig
 from treadle.spectra.chemomae.overrides import (
@@ -181,6 +181,7 @@ class Trainer(SpectraTrainer):
 
     # -- training and files ---------------------------------------------------------------------------------------
 
+    @suggesting
     def fit(self, epochs: int) -> dict[str, Any]:
         """Train until ``epochs`` epochs are complete.
 
