@@ -424,9 +424,9 @@ class Cursor:
         if self._loaded is not None:
             generators = [generator.get_state() for generator in generators_of(self._loader)]
             return {**self._loaded, "generators": generators, "objects": self._objects.collect()}
-        self._warn_of_lost()
         source, objects = self._source, self._pending_objects
         objects = self._objects.collect() if objects is None else objects
+        self._warn_of_lost()
         opened = self._iterator is not None
         has_state = opened or (source is not None and source.counts_epochs and self.between_epochs)
         if source is not None and opened:
