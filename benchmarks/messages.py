@@ -15,7 +15,7 @@ from decoder import Decoder
 from torch import nn
 
 from treadle.capture.compile import repeated_blocks
-from treadle.distributed.gradients import _buckets
+from treadle.distributed.replicas import _buckets
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 HOST_GATHER, HOST_MAXIMUM = "gather between hosts", "maximum between hosts"

@@ -50,7 +50,7 @@ class Rerun:
 
 def capture_on_the_cpu(monkeypatch):
     monkeypatch.setattr(treadle.capture.step, "CudaGraph", Rerun)
-    monkeypatch.setattr(treadle.capture.steps, "_reason_against", lambda engine: None)
+    monkeypatch.setattr(treadle.capture.steps, "reason_against", lambda engine: None)
     monkeypatch.setattr(treadle.capture.check, "_host_rng", lambda: 0)  # dropout draws there
     Rerun.made = 0
 

@@ -52,6 +52,8 @@ CUT = {
 
 VARY = re.compile(r"versions\.\w+|.*[._]time")
 """Paths whose values no two runs share: the versions of packages, and the seconds that an epoch or a step took."""
+ADDED_SINCE = re.compile(r"(data\.(ranks\[\d+\]\.)?)?built")
+"""Entries that checkpoints have since the golden files were written: they are optional, and these load without them."""
 _OF_TORCH = re.compile(r"(optimizer\.param_groups|scheduler|scaler)\b.*")
 """Paths whose keys are torch's own, and may be others in another version."""
 _LONG = 8
@@ -63,8 +65,8 @@ def index(tree: Any, path: str = "") -> dict[str, str]:
         return {path: f"{str(tree.dtype)[6:]} {list(tree.shape)} {_digest(_bytes(tree))}"}
     if isinstance(tree, Mapping) and tree:
         found = {}
-        for key, value in tree.items():
-            found |= index(value, f"{path}.{key}" if path else str(key))
+        for place, value in inside(tree, path):
+            found |= index(value, place)
         return found
     if isinstance(tree, (list, tuple)) and tree:
         if len(tree) > _LONG and all(isinstance(value, (int, float)) for value in tree):
@@ -75,6 +77,12 @@ def index(tree: Any, path: str = "") -> dict[str, str]:
             found |= index(value, f"{path}[{number}]")
         return found
     return {path: f"{type(tree).__name__} {tree!r}"}
+
+
+def inside(tree: Mapping[Any, Any], path: str) -> list[tuple[str, Any]]:
+    """Return the values of a mapping with their paths, without those that were added since."""
+    places = [(f"{path}.{key}" if path else str(key), value) for key, value in tree.items()]
+    return [(place, value) for place, value in places if not ADDED_SINCE.fullmatch(place)]
 
 
 def shapes(found: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -143,13 +151,14 @@ def far(found: Any, expected: Any, *, exact: bool, path: str = "") -> list[str]:
             return [] if _bytes(found) == _bytes(expected) else [path]
         return [] if torch.allclose(found, expected, rtol=1e-2, atol=5e-3, equal_nan=True) else [path]
     if isinstance(found, Mapping) and isinstance(expected, Mapping):
-        if list(found) != list(expected):
+        mine, theirs = inside(found, path), inside(expected, path)
+        if [place for place, _ in mine] != [place for place, _ in theirs]:
             return [f"{path}: keys {list(found)} and {list(expected)}"]
-        inside = ((f"{path}.{key}" if path else str(key), found[key], expected[key]) for key in found)
+        pairs = [(place, one, other) for (place, one), (_, other) in zip(mine, theirs, strict=True)]
     elif isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
         if len(found) != len(expected):
             return [f"{path}: {len(found)} and {len(expected)} items"]
-        inside = ((f"{path}[{number}]", *pair) for number, pair in enumerate(zip(found, expected, strict=True)))
+        pairs = [(f"{path}[{number}]", *pair) for number, pair in enumerate(zip(found, expected, strict=True))]
     else:
         if isinstance(found, float) and isinstance(expected, float) and not exact:
             same = abs(found - expected) <= 5e-3 + 1e-2 * abs(expected) or repr(found) == repr(expected)
@@ -158,7 +167,7 @@ def far(found: Any, expected: Any, *, exact: bool, path: str = "") -> list[str]:
         else:
             same = type(found) is type(expected) and repr(found) == repr(expected)
         return [] if same else [f"{path}: {found!r} and {expected!r}"]
-    return [line for place, x, y in inside for line in far(x, y, exact=exact, path=place)]
+    return [line for place, x, y in pairs for line in far(x, y, exact=exact, path=place)]
 
 
 # -- data, models, hooks ------------------------------------------------------------------------------------------

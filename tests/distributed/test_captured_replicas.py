@@ -147,7 +147,7 @@ def differing(*args, largest, **kwargs):
 
 def cannot(patch):
     patch.setattr(
-        "treadle.capture.steps._reason_against", lambda engine: "a hook acts before" if engine.step > 1 else None
+        "treadle.capture.steps.reason_against", lambda engine: "a hook acts before" if engine.step > 1 else None
     )
 
 

@@ -16,8 +16,8 @@ from helpers import Scalar, Slopes
 from ranks import outcomes_on_ranks, run_on_ranks
 from step_kit import Counting, Rows, differing, engine_of, share, train, whole
 from treadle import CheckpointingHook
-from treadle.distributed import gradients as gradient_exchange
-from treadle.distributed.gradients import ReplicaExchange
+from treadle.distributed import replicas as gradient_exchange
+from treadle.distributed.replicas import ReplicaExchange
 from treadle.engine import Engine
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError

@@ -49,6 +49,6 @@ if __name__ == "__main__":
         signal_child.say_what_is_heard()
         signal_child.CheckpointingHook = functools.partial(CheckpointingHook, background=True)
         if sys.argv[2] == "save":
-            store.torch.save = signal_child.slow_save
+            store.write_tree = signal_child.slow_save
         signal_child.run(workspace)
     print("finished")

@@ -88,7 +88,7 @@ def _stop_and_resume_on_a_terminal(cwd):
     shown, code = _on_a_terminal(cwd, interrupt_at=40)
     assert code == 128 + signal.SIGINT
     assert shown.startswith("training starts on cpu, to epoch 100")
-    assert re.search(r"\r\S.*epoch \d+/100 step \d+/600 loss \S+ lr 1.0e-02", shown)  # the live line
+    assert re.search(r"\r\S.*epoch \d+/100 step \d+/600 loss \S+ lr 0.01", shown)  # the live line
     saved = re.search(r"saved (runs/fat/\S+) at step (\d+), epoch \d+; run again with resume_from='auto'", shown)
     assert 40 <= int(saved[2]) < 600
     assert "Traceback" not in shown

@@ -19,8 +19,8 @@ from treadle import BaseTrainer, ConfigError, Engine, NonFiniteError, StepOutput
 from treadle.capture.check import unordered_kernels
 from treadle.capture.graph import CudaGraph
 from treadle.capture.memory import FixedBatch, Results, shape_of
+from treadle.capture.obstacles import reason_against, reason_against_ranks
 from treadle.capture.step import CapturedStep
-from treadle.capture.steps import _reason_against, _reason_against_ranks
 from treadle.data.tensors import RowGather
 from treadle.hooks import BaseHook, CudaMaxMemoryHook, EmaHook, StuckRankHook, SwaHook
 from treadle.hooks.base import capturable
@@ -642,7 +642,7 @@ def test_hooks_that_are_marked_forbid_no_capture(hook):
     def reason(*hooks):
         engine = engine_of(False, hooks=hooks)
         engine.precision.device = torch.device("cuda")
-        return _reason_against(engine) or ""
+        return reason_against(engine) or ""
 
     assert "Unmarked acts before" in reason(Unmarked(), hook)
     assert "acts before" not in reason(hook)
@@ -669,5 +669,5 @@ def test_what_several_ranks_cannot_capture_is_named(monkeypatch, changed, reason
         "device": torch.device("cuda"),
     }  # fmt: skip
     engine = SimpleNamespace(**{**usual, **{name: value for name, value in changed.items() if name != "stream"}})
-    found = _reason_against_ranks(engine)
+    found = reason_against_ranks(engine)
     assert found is None if reason is None else reason in found

@@ -293,7 +293,7 @@ def test_a_mode_that_makes_cuda_graphs_is_known_in_place_and_in_a_wrapper():
 
 @pytest.mark.parametrize(("mode", "warned"), [("reduce-overhead", True), (None, False)])
 def test_capture_warns_of_a_model_that_makes_cuda_graphs_of_its_own(monkeypatch, caplog, mode, warned):
-    monkeypatch.setattr(treadle.capture.steps, "_reason_against", lambda engine: None)
+    monkeypatch.setattr(treadle.capture.steps, "reason_against", lambda engine: None)
     monkeypatch.setattr(treadle.capture.steps, "CapturedSteps", lambda engine: engine.train_step)
     model = compile_model(Net(), "blocks", mode=mode)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), Square(), device="cpu", capture="auto")

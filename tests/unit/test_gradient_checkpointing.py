@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import treadle
 from functional_kit import loader
-from treadle.capture import steps
+from treadle.capture import obstacles
 from treadle.capture.checkpointing import CheckpointedForward, is_checkpointed
 
 
@@ -145,9 +145,9 @@ def test_a_pattern_in_place_of_names_is_refused():
 
 
 def test_a_captured_step_says_why_it_is_not(monkeypatch):
-    monkeypatch.setattr(steps, "can_be_recorded", lambda optimizer, device: True)
+    monkeypatch.setattr(obstacles, "can_be_recorded", lambda optimizer, device: True)
     engine = SimpleNamespace(
         device=torch.device("cuda"), hooks=[], optimizer=None, num_ranks=1, precision=SimpleNamespace(scaled=False),
         model=treadle.checkpoint_model(nn.Sequential(nn.Linear(1, 1)), ["0"]),
     )  # fmt: skip
-    assert "gradient checkpointing" in steps._reason_against(engine)
+    assert "gradient checkpointing" in obstacles.reason_against(engine)

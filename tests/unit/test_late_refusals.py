@@ -10,7 +10,7 @@ import treadle.engine.session
 from helpers import differences
 from treadle import Engine, NonFiniteError, StepOutput, TensorLoader
 from treadle.hooks import BaseHook, EmaHook, LoggingHook
-from treadle.optim.nonfinite import LateFlags, StepLocation
+from treadle.optim.late_flags import LateFlags, StepLocation
 
 
 @pytest.fixture(autouse=True)

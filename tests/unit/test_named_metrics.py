@@ -120,7 +120,7 @@ def test_what_is_no_metric_is_refused_when_it_is_given(metrics, message):
 
 def test_the_extra_is_named_where_torchmetrics_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics.regression", None)
-    treadle.engine.metrics._torchmetrics.cache_clear()
+    treadle.engine.metric_kinds._torchmetrics.cache_clear()
     with pytest.raises(ImportError, match=r"pip install 'treadle\[metrics\]'"):
         EpochMetrics("mse", CPU)
 

@@ -10,7 +10,7 @@ from torch import nn
 from helpers import differences, through_a_file
 from treadle.checkpoint.schema import to_plain
 from treadle.errors import CheckpointError
-from treadle.optim.nonfinite import step_unless
+from treadle.optim.late_flags import step_unless
 from treadle.optim.optimizer import (
     clean_name,
     load_optimizer_state,

@@ -207,3 +207,23 @@ def test_the_names_follow_a_run_that_begins_again_before_its_end(tmp_path):
         trainer = make()
         trainer.train(loader(), last, save_dir=tmp_path, resume_from=source)
     assert named(tmp_path, "last.pt") == trainer.step == 9
+
+
+def test_seeds_of_a_script_are_settings_and_stay_those_of_the_start(tmp_path):
+    def seed_of(name):
+        return json.loads((tmp_path / name / "settings.json").read_text()).get("seed")
+
+    class Unseeded(Fit):
+        def build_model(self):
+            return nn.Linear(1, 1)
+
+    for seed in (3, 4):
+        treadle.set_seed(seed)
+        Unseeded(4, workspace=tmp_path / str(seed), device="cpu").train()
+    assert (seed_of("3"), seed_of("4")) == (3, 4)
+    treadle.set_seed(5)
+    Unseeded(6, workspace=tmp_path / "3", device="cpu").train()  # resumed: its numbers continue from seed 3
+    assert seed_of("3") == 3
+    torch.seed()
+    Unseeded(4, workspace=tmp_path / "none", device="cpu").train()
+    assert seed_of("none") is None

@@ -237,11 +237,12 @@ def test_copies_of_device_tensors_are_those_that_one_by_one_are(monkeypatch):
         "half": torch.ones(3, dtype=torch.bfloat16), "sparse": torch.eye(2).to_sparse(), "number": 3,
     }  # fmt: skip
     monkeypatch.setattr(schema, "_AT_ONCE", 2)
-    found = schema.DeviceCopies(tree)
-    assert len(found.result()) == 9  # all but what is shared, large, sparse, or not in the order of its memory
-    schema.copy_large_of([found])
-    copies = found.result()
-    assert len(copies) == 11
+    every = schema.DeviceCopies({"state": tree, "other": {"again": weight}, "none": None}).result()
+    copies = every["state"]
+    assert len(copies) == 11  # all but the sparse one
+    assert len(set(map(id, copies.values()))) == 11
+    assert list(every["other"]) == [id(weight)]
+    assert every["other"][id(weight)] is not copies[id(weight)]
     live = {id(tensor) for tensor in (weight, tree["large"])}
     assert not live & set(map(id, copies.values()))
     small, plain = to_plain(tree, copies=copies), to_plain(tree)

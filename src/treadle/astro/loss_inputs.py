@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import weakref
 from collections.abc import Mapping
 from numbers import Integral
@@ -19,11 +18,12 @@ from torch import Tensor
 
 from treadle.astro.vocab import VocabSpec
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_within, checked
 
 logger = logging.getLogger("treadle.astro")
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """Weights and sampling of the reconstruction terms.
@@ -50,17 +50,10 @@ class LossConfig:
     weight_spectrum: float = 0.1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise ConfigError("must be True or False", argument="enabled", value=self.enabled)
         object.__setattr__(self, "sample_k", check_sample_k(self.sample_k))  # NumPy scalars become plain numbers
         for name in ("weight_image", "weight_scalar", "weight_spectrum"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-            if not number or not 0 <= value < math.inf:
-                raise ConfigError(
-                    "a weight must be a finite number >= 0; 0 leaves the term out", argument=name, value=value
-                )
-            object.__setattr__(self, name, float(value))
+            check_within("[0, inf)", **{name: getattr(self, name)})
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     @classmethod
     def read(cls, config: Any) -> LossConfig:

@@ -14,7 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.astro.cross_modal import CrossResult
-from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, PALE, label_axes, new_figure, save_figure, style_axes
+from treadle.runs.figures import (
+    BLUE,
+    INK,
+    MUTED,
+    ORANGE,
+    PALE,
+    epoch_axis,
+    label_axes,
+    new_figure,
+    save_figure,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,14 +241,12 @@ def plot_terms(history: Sequence[Mapping[str, Any]], path: Path) -> Path:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.ticker import MaxNLocator
-
     figure = new_figure(11.0, 6.2)
     panels = figure.subplots(2, 2).ravel()
     epochs = [record["epoch"] for record in history]
     for axes, (term, (title, unit)) in zip(panels, _TERMS.items(), strict=True):
         style_axes(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        epoch_axis(axes, epochs)
         for part, color, name in (("train", BLUE, "training, some scalars hidden"), ("val", ORANGE, "validation")):
             losses = [float("nan") if (v := record[f"{part}_loss_{term}"]) is None else v for record in history]
             axes.plot(epochs, losses, color=color, linewidth=1.8, marker="o", markersize=3.5, label=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from treadle.hooks.files import to_json
 from treadle.runs.report import Report, Table
 from treadle.runs.results import Results
 from treadle.runs.start_block import precision_line
+
+_log = logging.getLogger("treadle.cli")
 
 # -- the block at the start ---------------------------------------------------------------------------------------
 
@@ -57,7 +60,9 @@ def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, o
         trainer: its model has the best weights.
         out: run folder; plots go to ``pictures/``.
     """
+    _log.info("  one modality from another")
     asked = cross_predict(trainer.model, data.tokenizers, data.train, data.test, scalars_last=config.scalars_last > 0)
+    _log.info("  losses and tokens")
     metrics = to_json({
         "epochs": trainer.epoch,
         "best_epoch": int(min(trainer.history, key=lambda record: record["val_loss_total"])["epoch"]),
@@ -68,6 +73,7 @@ def finish_run(config: AstroRunConfig, data: AstroData, trainer: AstroTrainer, o
         "objects": {name: {part: len(of[name]) for part, of in data.parts.items()} for name in data.train},
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
     })  # fmt: skip
+    _log.info("  plots")
     return Results(metrics, draw(data, trainer, asked, out / "pictures"))
 
 

@@ -97,11 +97,6 @@ class ModelConfig:
         check_within("[0, 1)", model__dropout=self.dropout)
 
 
-def _data_config() -> DataConfig:
-    # XDF has 16 tiles: with a tenth, the test split would have only two.
-    return DataConfig(test_fraction=0.2)
-
-
 def _training_config() -> TrainingConfig:
     # The data are in memory: workers would cost more than they save.
     return TrainingConfig(
@@ -136,7 +131,8 @@ class AstroRunConfig:
     """Whether ids of similar values start with similar embeddings (``initialise_from_codebooks``)."""
     scalars_last: float = 0.5
     """Fraction of sequences, redrawn each time, whose scalars come after the spectra instead of before them."""
-    data: DataConfig = field(default_factory=_data_config)
+    # XDF has 16 tiles: with a tenth, the test split would have only two.
+    data: DataConfig = field(default_factory=lambda: DataConfig(test_fraction=0.2))
     """The split of each of the three surveys."""
     repeats: RepeatsConfig = field(default_factory=RepeatsConfig)
     tokens: TokensConfig = field(default_factory=TokensConfig)

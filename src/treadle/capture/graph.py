@@ -99,7 +99,7 @@ def _recording_stream(device: int) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: the end of an earlier graph among it would break a recording."""
+    """Disable garbage collection inside the block: freeing an earlier graph would break the recording."""
     collects = gc.isenabled()
     gc.disable()
     try:

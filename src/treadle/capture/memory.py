@@ -145,12 +145,23 @@ class FixedBatch:
     def fill(self, batch: Any) -> None:
         """Copy the tensors of another batch of the same shape into the memory."""
         given = tensors_of(batch)
-        if self._whole is not None and offsets_in_one_piece(given) == self._offsets:
-            self._whole.copy_(bytes_of_piece(given), non_blocking=True)
+        whole = self._whole
+        if whole is not None and (self._is_alike(given, whole) or offsets_in_one_piece(given) == self._offsets):
+            whole.copy_(bytes_of_piece(given), non_blocking=True)
             return
         for target, tensor in zip(self._tensors, given, strict=True):
             if target is not tensor and target.data_ptr() != tensor.data_ptr():
                 target.copy_(tensor, non_blocking=True)
+
+    def _is_alike(self, given: Sequence[Tensor], whole: Tensor) -> bool:
+        """Return whether tensors of the same shapes are known at a glance to be one piece, without empty ones."""
+        first = given[0].untyped_storage()
+        start = first.data_ptr()
+        return (
+            [tensor.data_ptr() - start for tensor in given] == self._offsets and given[0].is_cpu
+            and all(map(Tensor.is_contiguous, given)) and first.nbytes() == whole.nbytes
+            and given[-1].untyped_storage().data_ptr() == start
+        )  # fmt: skip
 
 
 class Rows:
@@ -222,6 +233,7 @@ class Results:
         self._packed = [
             (torch.cat([tensors[number].reshape(-1) for number in numbers]), numbers) for numbers in by_type.values()
         ]
+        self._sizes = [[self._shapes[number].numel() for number in numbers] for numbers in by_type.values()]
         self._alike = len(by_type) == 1 and not any(self._shapes)  # numbers of one dtype, the usual case
         self._places: list[tuple[Tensor, tuple[Tensor, ...]]] = []  # for copies: the whole, and each number
         takes = rows is not None and self._alike and rows.takes(self._packed[0][0])
@@ -242,11 +254,13 @@ class Results:
             row, parts = self._places.pop()
             row.copy_(self._packed[0][0], non_blocking=True)
             return parts
-        found: dict[int, Tensor] = {}
-        for packed, numbers in self._packed:
-            pieces = packed.clone().split_with_sizes([self._shapes[number].numel() for number in numbers])
-            found.update(zip(numbers, pieces, strict=True))
-        return [found[number].view(shape) for number, shape in enumerate(self._shapes)]
+        found: list[Any] = [None] * len(self._shapes)
+        for (packed, numbers), sizes in zip(self._packed, self._sizes, strict=True):
+            pieces = [packed.clone()] if len(sizes) == 1 else packed.clone().split_with_sizes(sizes)
+            for number, piece in zip(numbers, pieces, strict=True):
+                shape = self._shapes[number]
+                found[number] = piece if len(shape) == 1 else piece.view(shape)
+        return found
 
     def _make_places(self) -> None:
         """Allocate memory for the copies of several steps at once: one by one it costs as much as the copy."""

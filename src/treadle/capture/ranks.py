@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from treadle import distributed
-from treadle.engine.session import own_messages
+from treadle.engine.session import own_notices
 from treadle.optim.loss_weights import NUM_AGREED
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class RankAgreement:
             agreed: numbers of its micro-batches that a graph takes to be the same on all ranks.
         """
         numbers = [*agreed, *[0.0] * (NUM_AGREED - len(agreed))]
-        sent = distributed.gather_numbers([own, *numbers, *own_messages(self._engine)])
+        sent = distributed.gather_numbers([own, *numbers, *own_notices(self._engine)])
         actions, alike = [each[0] for each in sent], {tuple(each[1 : 1 + NUM_AGREED]) for each in sent}
         self.messages = [each[1 + NUM_AGREED :] for each in sent]
         if OFF in actions:

@@ -15,14 +15,15 @@ from treadle.checkpoint.comparison import same_bits
 from treadle.data.cursor import Group
 from treadle.data.tensors import RowGather
 from treadle.device.handover import wait_for_work
-from treadle.engine.attempt import apply_step_effects, begin_attempt, clear_gradients, refuse, skip
+from treadle.engine.attempt import apply_step_effects, begin_record, clear_gradients, refuse, skip
 from treadle.engine.block import StepBlock
 from treadle.engine.settings import Outcome
 from treadle.nested import map_nested_tensor
 from treadle.optim.ema import Ema
+from treadle.optim.late_flags import LateFlags, Locate, step_unless
 from treadle.optim.late_skips import LateSkips
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, KnownWeights
-from treadle.optim.nonfinite import FiniteGuard, LateFlags, Locate, Verdict, step_unless
+from treadle.optim.nonfinite import FiniteGuard, Verdict
 from treadle.task import StepOutput
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ class CapturedStep:
             messages: that each rank sent with this step.
         """
         engine = self._engine
-        begin_attempt(engine, group)
+        begin_record(engine, group)
         engine.attempt.receive(list(messages))
         if isinstance(self._guard.weights, GivenWeights):
             self._guard.weights.give([weight for weight in weights if weight is not None])
@@ -280,6 +281,10 @@ class _StepResults:
             self._tensors += tensors
         self._device = device
         self._is_plain = self._indices == [(1, None, False)]  # a single loss; everything else is constant
+        self._is_flat = all(
+            type(output.outputs) is tuple and not tensors_of(output.records) and all(map(changes, output.outputs))
+            for output in outputs
+        )  # outputs that are tuples of tensors
         self._results = Results(self._tensors, rows if self._is_plain else None)
 
     def _add(self, tensor: Any) -> int:
@@ -312,7 +317,11 @@ class _StepResults:
             at += (loss is not None) + (weight is not None)
             left = output.weight if weight is None else found[weight]
             more = output.records, output.outputs
-            if has_more:
+            if has_more and self._is_flat:
+                count = len(output.outputs)
+                more = output.records, tuple(found[at : at + count])
+                at += count
+            elif has_more:
                 rest = iter(found[at:])
 
                 def copy(tensor: Tensor, rest: Iterator[Tensor] = rest) -> Tensor:

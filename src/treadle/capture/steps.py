@@ -1,4 +1,4 @@
-"""Captured steps of an engine: one CUDA graph per shape of data, and reasons not to capture."""
+"""Captured steps of an engine: one CUDA graph per shape of data."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from treadle.capture.check import KeptState, what_differs
-from treadle.capture.checkpointing import is_checkpointed
 from treadle.capture.compile import makes_cuda_graphs
 from treadle.capture.memory import shape_of
+from treadle.capture.obstacles import reason_against
 from treadle.capture.ranks import EAGER, OFF, RECORD, REPLAY, RankAgreement
 from treadle.capture.step import CapturedStep
 from treadle.checkpoint.files import first_line
@@ -23,10 +23,8 @@ from treadle.data.tensors import RowGather
 from treadle.engine import Engine
 from treadle.engine.attempt import counts_terms
 from treadle.engine.block import RunsAhead, StepBlock
-from treadle.engine.hook import listeners
 from treadle.engine.settings import Outcome, Steps
 from treadle.errors import ConfigError
-from treadle.optim.nonfinite import can_be_recorded
 
 _PLAIN = (int, float, bool, tuple, str, type(None))
 _MAX_GRAPHS = 32
@@ -41,7 +39,7 @@ def steps_of(engine: Engine) -> Steps:
     """
     if engine.capture is False:
         return engine.train_step
-    reason = _reason_against(engine)
+    reason = reason_against(engine)
     if reason is None:
         if makes_cuda_graphs(engine.model):
             engine.logger.warning(
@@ -57,52 +55,6 @@ def _refuse(engine: Engine, reason: str) -> None:
     if engine.capture is True:
         raise ConfigError(f"{reason}; or use capture='auto' or False", argument="capture", value=True)
     engine.logger.warning("capture='auto': steps are not captured: %s", reason)
-
-
-def _reason_against(engine: Engine) -> str | None:
-    """Return the reason why capturing is impossible, as far as known before the first step."""
-    hooks = listeners(engine.hooks, "on_before_optimizer_step")
-    listening = [hook.state_key for hook in hooks if not getattr(hook.on_before_optimizer_step, "capturable", False)]
-    observed = [name for name in ("pre", "post") if getattr(engine.optimizer, f"_optimizer_step_{name}_hooks", None)]
-    if engine.device.type != "cuda":
-        return f"the device is {engine.device}; CUDA graphs need a CUDA device"
-    if engine.num_ranks > 1 and (reason := _reason_against_ranks(engine)) is not None:
-        return f"there are {engine.num_ranks} ranks: {reason}"
-    if not can_be_recorded(engine.optimizer, engine.device):
-        return (
-            f"the step of {type(engine.optimizer).__name__} cannot be captured; build it with fused=True, or "
-            "capturable=True if it has no fused, in every parameter group"
-        )
-    if listening:
-        return (
-            f"{', '.join(listening)} acts before the optimizer step, which is inside the graph; remove it, or mark "
-            "that method with treadle.hooks.base.capturable if it only launches work on the device"
-        )
-    if observed:
-        return "the optimizer has step hooks, which would run only during capture; remove them"
-    if is_checkpointed(engine.model):
-        return "gradient checkpointing keeps the random state of each block on the host; turn one of the two off"
-    if type(engine).train_step is not Engine.train_step:
-        return f"{type(engine).__name__} overrides train_step"
-    return None
-
-
-def _reason_against_ranks(engine: Engine) -> str | None:
-    """Return the reason why capturing is impossible on several ranks."""
-    if engine.capture == "auto":
-        return "a step with an all-reduce is captured only with capture=True"
-    if not engine.exchange.recordable:
-        return "a graph can include only the NCCL all-reduce of replicas; use parallel='ddp'"
-    if hasattr(engine.task, "prepare_batch"):
-        return "the trainer counts each batch on the host, and counts may differ between ranks"
-    if not (engine.guard.deferred or engine.guard.can_wait):
-        return "with retries, a policy, or fp16 and an optimizer that is not fused, the host decides on each step"
-    if torch.cuda.current_stream(engine.device) == torch.cuda.default_stream(engine.device):
-        return (
-            "DistributedDataParallel keeps autograd nodes of the stream it was built on, and the default stream "
-            "cannot be captured; build the model and train inside `with torch.cuda.stream(torch.cuda.Stream()):`"
-        )
-    return None
 
 
 class CapturedSteps(RunsAhead):
@@ -337,7 +289,7 @@ class CapturedSteps(RunsAhead):
     def _capture(self, group: Group, weights: list[float] | None, gather: RowGather | None) -> CapturedStep | None:
         """Capture the step for groups of this shape and compare it with an eager one, keeping the state."""
         engine = self._engine
-        reason = _reason_against(engine)  # hooks may have been added
+        reason = reason_against(engine)  # hooks may have been added
         if reason is None and counts_terms(engine, group.batches[0]):
             reason = "the terms of the loss are counted on the host in each step"
         if (reason := self._ranks.problem(reason)) is not None:

@@ -6,11 +6,12 @@ dicts only, so ``torch.load(path, weights_only=True)`` reads it with no allow-li
 
 from __future__ import annotations
 
+import itertools
 import math
 import platform
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -55,6 +56,7 @@ KEYS: dict[str, str] = {
 OPTIONAL_KEYS: dict[str, str] = {
     "objects": "{path: state} of the user's own objects on the trainer and the task, where there are any",
     "modules": "what no state dict of the model holds and has changed: trainable flags, modes, buffers, attributes",
+    "built": "values with which the model and own objects were built and that have not changed",
     "callbacks_due": "True in the state of an epoch before its callbacks are called",
 }
 """Keys that a checkpoint has only where there is something to keep."""
@@ -103,7 +105,7 @@ def to_plain(
     Args:
         tree: nesting of dicts, lists and tuples.
         path: path of the tree, for error messages.
-        copies: clones made so far; for the recursion.
+        copies: clones made so far, by what identifies the tensor; see also :class:`DeviceCopies`.
         buffers: memory for the clones; None allocates new memory.
         parts: copy this rank's :class:`treadle.distributed.shards.LocalShard` of sharded tensors instead.
         encoding: ``"odd"`` encodes values that a file cannot hold, such as a deque or a NumPy array, for
@@ -122,6 +124,8 @@ def to_plain(
     ):  # subclasses, such as a string Enum, would be pickled by class
         return tree
     if isinstance(tree, Tensor):
+        if (copied := copies.get(id(tree))) is not None:
+            return copied
         return _clone_part(tree, copies, buffers, parts) if is_dtensor(tree) else _clone(tree, path, copies, buffers)
     below: dict[str, Any] = {"copies": copies, "buffers": buffers, "parts": parts, "encoding": encoding}
     if isinstance(tree, np.generic) and encoding != "exact" and type(tree.item()) in _PLAIN:
@@ -214,85 +218,78 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class DeviceCopies:
-    """Host copies of the CUDA tensors in a state tree, for ``copies`` of :func:`to_plain`.
+    """Host copies of the CUDA tensors in state trees, for ``copies`` of :func:`to_plain`.
 
     Small tensors of one dtype are concatenated on the device and copied in one transfer: copied one by one, hundreds of
     them would each wait for the device. Other runs of the process continue during all transfers.
 
     Args:
-        tree: nesting of dicts, lists and tuples.
+        trees: nestings of dicts, lists and tuples by name; tensors that share memory within one share it in the copies.
 
     Example:
-        >>> copies = DeviceCopies({"weight": torch.ones(2)})
-        >>> copies.has_large, copies.result()
-        (False, {})
+        >>> DeviceCopies({"model": {"weight": torch.ones(2)}}).result()
+        {'model': {}}
     """
 
-    def __init__(self, tree: Any):
-        found: dict[Any, Tensor] = {}
-        _find_on_device(tree, found)
-        groups: dict[Any, list[Any]] = defaultdict(list)
-        self._large: dict[Any, Tensor] = {}
-        self._copied: dict[Any, Tensor] = {}
-        for identity, tensor in found.items():
-            if tensor.is_contiguous() and tensor.nbytes <= _SMALL:
-                groups[tensor.device, tensor.dtype].append(identity)
-            else:
-                self._large[identity] = tensor
-        self._sent: list[tuple[list[Any], HostTransfer]] = []
-        for identities in groups.values():
-            for first in range(0, len(identities), _AT_ONCE):
-                some = identities[first : first + _AT_ONCE]
-                self._sent.append((some, HostTransfer(torch.cat([found[each].view(-1) for each in some]))))
+    def __init__(self, trees: Mapping[str, Any]):
+        self._sources: dict[str, dict[int, tuple[str, int]]] = {}  # of which tensor the copy is taken, by id
+        self._large: dict[tuple[str, int], Tensor] = {}
+        groups: dict[Any, dict[tuple[str, int], Tensor]] = defaultdict(dict)
+        for name, tree in trees.items():
+            first: dict[Any, tuple[str, int]] = {}
+            sources = self._sources[name] = {}
+            for tensor in _tensors_on_device(tree):
+                memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+                source = sources[id(tensor)] = first.setdefault(memory, (name, id(tensor)))
+                if tensor.is_contiguous() and tensor.nbytes <= _SMALL:
+                    groups[tensor.device, tensor.dtype][source] = tensor.detach()
+                else:
+                    self._large[source] = tensor.detach()
+        self._sent: list[tuple[dict[tuple[str, int], Tensor], HostTransfer]] = []
+        for group in groups.values():
+            for start in range(0, len(group), _AT_ONCE):
+                some = dict(itertools.islice(group.items(), start, start + _AT_ONCE))
+                joined: Tensor = torch._utils._flatten_dense_tensors(list(some.values()))  # type: ignore[no-untyped-call]
+                self._sent.append((some, HostTransfer(joined)))
 
-    @property
-    def has_large(self) -> bool:
-        """Whether tensors are left to copy one by one."""
-        return bool(self._large)
+    def result(self, *, apart: bool = True) -> dict[str, dict[int, Tensor]]:
+        """Wait for the copies; return them by tree and id of the tensor.
 
-    def copy_large(self) -> None:
-        """Copy the other tensors one by one."""
-        self._copied = {identity: tensor.to("cpu", copy=True) for identity, tensor in self._large.items()}
-        self._large = {}
-
-    def result(self) -> dict[Any, Tensor]:
-        """Wait for the copies of small tensors; return all copies by identity, each in separate memory."""
-        copies = dict(self._copied)
-        for identities, joined in self._sent:
-            shapes = [each[2] for each in identities]
-            sizes = [shape.numel() for shape in shapes]
-            pieces: Any = torch.split_with_sizes_copy(joined.result(), sizes)  # type: ignore[func-returns-value]
-            views = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-            copies.update(zip(identities, views, strict=True))
-        return copies
-
-
-def copy_large_of(every: Collection[DeviceCopies]) -> None:
-    """Copy all large tensors to the host while other runs of the process continue."""
-
-    def copy() -> None:
-        for each in every:
-            each.copy_large()
-
-    if any(each.has_large for each in every):
-        run_off_turn(copy)
+        Args:
+            apart: whether each is in separate memory, and not in a part of a common one.
+        """
+        copies: dict[tuple[str, int], Tensor] = {}
+        if self._large:
+            copies = run_off_turn(lambda: {key: one.to("cpu", copy=True) for key, one in self._large.items()})
+        for some, transfer in self._sent:
+            parts = torch._utils._unflatten_dense_tensors(  # type: ignore[no-untyped-call]
+                transfer.result(), list(some.values())
+            )
+            copies.update(zip(some, [part.clone() for part in parts] if apart else parts, strict=True))
+        return {name: {tensor: copies[source] for tensor, source in sources.items()}
+                for name, sources in self._sources.items()}  # fmt: skip
 
 
-def _find_on_device(tree: Any, found: dict[Any, Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        if type(tree) in (Tensor, torch.nn.Parameter) and _is_plain_on_device(tree):
-            found[_identity(tree)] = tree.detach()
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            _find_on_device(value, found)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            _find_on_device(value, found)
+def _tensors_on_device(tree: Any) -> Iterator[Tensor]:
+    """Yield the plain CUDA tensors of a tree."""
+    left = [tree]
+    while left:
+        value = left.pop()
+        kind = type(value)
+        if kind in _SCALARS:
+            continue
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if value.device.type == _ON and value.layout is torch.strided and not _is_marked(value):
+                yield value
+        elif isinstance(value, Mapping):
+            left.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            left.extend(value)
 
 
-def _is_plain_on_device(tensor: Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
-    return tensor.device.type == _ON and plain and not tensor.is_quantized
+def _is_marked(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor are not those in its memory."""
+    return tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
 
 
 def _not_plain(path: str, value: Any, rule: str) -> CheckpointError:

@@ -6,18 +6,16 @@ claims, so every read here checks both. Nothing is ever unpickled: a file that n
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from treadle import distributed
-from treadle.checkpoint import quick_pickle
 from treadle.checkpoint.files import (
     copy_file,
     first_line,
@@ -37,6 +35,7 @@ from treadle.checkpoint.safe.archive import ArchiveError, check_last_record, rea
 from treadle.checkpoint.safe.pickled import walk_pickle
 from treadle.checkpoint.schema import check_format, non_finite_names, sizes_of
 from treadle.checkpoint.shard_manifest import STATE, folder_problems, read_marker
+from treadle.checkpoint.tree_file import pieces_of
 from treadle.device.handover import run_off_turn
 from treadle.errors import CheckpointError, PickledCodeError
 from treadle.errors.arguments import checked
@@ -203,28 +202,28 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     if bad := run(lambda: non_finite_names(tree)):
         target = non_finite_path(target, bad)
     with reported(target):
-        # Comparing the bytes of many small records is faster than checking their sums. Large ones go straight to the
-        # file and are summed, while other threads run: copies in memory would keep the interpreter.
-        content = run(lambda: _in_memory(tree)) if small and sum(sizes) <= _IN_MEMORY else None
+        # Comparing the bytes of many small records is faster than checking their sums. Large ones are summed, while
+        # other threads run: copies in memory would keep the interpreter.
+        pieces = pieces_of(tree) if small and sum(sizes) <= _IN_MEMORY else None
+        content = None if pieces is None else b"".join(pieces)
         run_off_turn(lambda: _write(tree, target, content))
     return target
 
 
-def _in_memory(tree: Mapping[str, Any]) -> bytes:
-    """Return the content of a file with a state."""
-    memory = io.BytesIO()
-    torch.save(dict(tree), memory, pickle_module=quick_pickle)
-    return memory.getvalue()
+def write_tree(file: BinaryIO, tree: Mapping[str, Any], content: bytes | None) -> None:
+    """Write a state, or its content if known, to a file."""
+    pieces = pieces_of(tree) if content is None else [content]
+    if pieces is None:
+        torch.save(dict(tree), file)
+    for piece in pieces or ():
+        file.write(piece)
 
 
 def _write(tree: Mapping[str, Any], target: Path, content: bytes | None) -> None:
     make_folder(target.parent)
     with replacing(target) as temporary:
         with open(temporary, "wb") as file:
-            if content is None:
-                torch.save(dict(tree), file, pickle_module=quick_pickle)
-            else:
-                file.write(content)
+            write_tree(file, tree, content)
             file.flush()
             date_last(temporary, target.parent)
             os.fsync(file.fileno())

@@ -110,10 +110,10 @@ def _row_of(folder: Path) -> Any:
 
 
 def _seed_of(folder: Path) -> int | None:
-    from treadle.runs.folder import read_record
+    from treadle.runs.folder import read_record, stored_json
 
     record = read_record(folder)
-    config = {} if record is None or record.config is None else record.config
+    config = (stored_json(folder / "settings.json") or {}) if record is None else record.config or {}
     named = re.search(r"seed=(\d+)", folder.name)
     seed = config.get("seed", None if named is None else int(named[1]))
     return seed if isinstance(seed, int) else None

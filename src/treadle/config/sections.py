@@ -193,7 +193,7 @@ def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
         >>> typed(1, float, key="lr"), typed(2024, str, key="folder", text="2024")
         (1.0, '2024')
     """
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     for option in options:
         if _fits(value, option):
             if isinstance(value, list) and option is not list and (typing.get_origin(option) or option) is tuple:
@@ -206,10 +206,6 @@ def typed(value: Any, hint: Any, *, key: str, text: str | None = None) -> Any:
     names = [name for option in options for name in _names_of(option)]
     shown = repr(value) if text is None else text
     raise ConfigError(f"={shown}: must be {' or '.join(names)}, but this is {_kind(value)}", argument=key)
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) is typing.Union
 
 
 def _fits(value: Any, option: Any) -> bool:

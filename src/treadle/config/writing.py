@@ -57,8 +57,6 @@ def save_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> None
     """
     target = Path(path)
     suffix = target.suffix.lower()
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"config must be a dict, not {type(config).__name__}", argument="save_config")
     if suffix == ".py":
         _refuse_objects(config, "", str(target))
         write_text(f"{_HEADER}config = {format_config(config)}\n", target)

@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from treadle import distributed
 from treadle.checkpoint.schema import from_plain
 from treadle.data.agreement import Coordination, EpochAgreement, Lengths
 from treadle.data.amount import Amount, batches_in
 from treadle.data.batch_sizes import other_batch_size
+from treadle.data.built_data import BuiltData
 from treadle.data.duplicates import repeated_by_workers
 from treadle.data.elastic import ResumePoint, changes_between_epochs, find_place, mismatches, refuse_other_workers
+from treadle.data.loader_parts import LoaderParts
 from treadle.data.order import in_global_order
-from treadle.data.own_state import LoaderState, restored_generators, set_epoch
-from treadle.data.samplers import generators_of
+from treadle.data.own_state import restored_generators, set_epoch
 from treadle.data.samples import explain_collate
 from treadle.data.source import Source
 from treadle.data.sources import open_source
@@ -61,6 +60,7 @@ class Cursor:
         position: micro-batches consumed in the running epoch. If another number of ranks began the epoch, the number
             that leaves the same remainder.
         ended: whether the running epoch has no more micro-batches.
+        built: comparison of the values with which the data is built.
 
     Example:
         >>> cursor = Cursor()
@@ -88,15 +88,11 @@ class Cursor:
         self._place = ResumePoint(0)  # where the running epoch was resumed
         self._passed = 0  # positions before that point that this loader never had
         self._source: Source | None = None
-        self._loader: Any = None
         self._iterator: Iterator[Any] | None = None
         self._opening: dict[str, Any] | None = None  # RNG and generator states at the epoch's opening
         self._loaded: dict[str, Any] | None = None  # a checkpoint's data entry, pending until the loader is attached
-        self._pending_rng: RngState | None = None  # the checkpoint's RNG, set after the epoch is reopened
-        self._pending_generators: list[torch.Tensor] = []
-        self._objects = LoaderState(None)
-        self._pending_objects: dict[str, Any] | None = None
-        self._settled: tuple[list[torch.Tensor], dict[str, Any] | None] | None = None  # restored before the opening
+        self._parts = LoaderParts()
+        self.built = BuiltData()
         self._between: Any = None  # a checkpoint's state of the loader between two epochs, until the next one is opened
         self._epoch_of_workers: int | None = None  # epoch set on the data sets before workers started
         self._warned: set[str] = set()
@@ -105,15 +101,13 @@ class Cursor:
         """Attach a loader; cheap if it is already attached."""
         if self._only is not None:
             loader = self._first_batches(loader, self._only)
-        if loader is not self._loader:
-            if self._settled is not None:
-                self._pending_generators, self._pending_objects = self._settled
-            if self._opening is not None and self._loaded is None and in_global_order(self._loader) is not None:
+        if loader is not self.loader:
+            if self._opening is not None and self._loaded is None and in_global_order(self.loader) is not None:
                 self._loaded = {**self.state_dict(), "loader": None}  # the rest is available for any loader
             self._source = open_source(loader)
             self.limit_to(self._limit)
-            self._objects = LoaderState(loader)
-            self._loader = loader
+            self._parts.attach(loader)
+            self.built.attach(loader, self._parts.objects.owners)
             self._iterator = None
             self.warn(self._source.warnings(resuming=False) + repeated_by_workers(loader))
 
@@ -147,20 +141,23 @@ class Cursor:
     def open(self, loader: Any) -> None:
         """Open the running epoch: at its start, its current position, or the position of a loaded checkpoint."""
         self.attach(loader)
-        loader, self._settled = self._loader, None
+        loader = self.loader
+        self._parts.begin_opening()
         if self._opening is None or self._iterator is not None or self.ended:
-            self._restore_pending()  # between two epochs: what set_epoch and the length of the next one build on
-            self.warn(other_batch_size(self._loaded or {}, self._loader))
+            self._parts.restore()  # between two epochs: what set_epoch and the length of the next one build on
+            self.warn(other_batch_size(self._loaded or {}, loader))
         if self._iterator is not None or self.ended:
             return
         if set_epoch(loader, self.epoch) and self._epoch_of_workers not in (None, self.epoch):
             self._attached_source().close()  # copies in persistent workers are set to another epoch
         self._epoch_of_workers = self.epoch
         if self._opening is not None:
-            self._objects.restore(self._opening.get("objects") or {})  # it may determine the length of the epoch
-        self._attached_source().measure()
-        exact = self._attached_source().exact
-        self.warn(self._agreement.open(self._loader, self.length, exact=exact))
+            self._parts.objects.restore(self._opening.get("objects") or {})  # it may determine the length of the epoch
+        source = self._attached_source()
+        source.measure()
+        other = self.built.opened(loader, kind=source.kind, length=source.length, is_new=self._opening is None)
+        self.warn(other, topic="other values")
+        self.warn(self._agreement.open(loader, self.length, exact=source.exact))
         self._agrees = self._agreement.on_each_group
         if self._opening is None:
             self._open_fresh()
@@ -175,87 +172,56 @@ class Cursor:
         """
         if self._opening is None:
             self.attach(loader)
-            settled = self._pending_generators, self._pending_objects
-            self._restore_pending()
-            self._settled = settled
+            self._parts.settle()
 
     def put_back(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the objects and generators of the opened loader, but not its position."""
         if self._iterator is not None:
-            self._objects.restore(state_dict.get("objects") or {})
-            _set_generators(self._loader, state_dict["generators"])
+            self._parts.put_back(state_dict)
 
     def _open_fresh(self) -> None:
-        self._opening = {
-            "rng": RngState.capture().to_plain(),
-            "generators": [generator.get_state() for generator in generators_of(self._loader)],
-            "objects": self._objects.collect(),
-        }
+        self._opening = self._parts.opening()
         if self._loaded is not None:
             source = self._attached_source()
             length = self._loaded.get("length") if self._loaded.get("objects") else source.length  # these may move it
-            now = {"kind": source.kind, "length": length, "num_workers": self._num_workers}
+            now = {"kind": source.kind, "length": length, "num_workers": self._parts.num_workers}
             self.warn(changes_between_epochs(self._loaded, now), topic="resumed position")
         self._loaded = None  # a checkpoint of the start of the epoch: from here on the position differs
         between, self._between = self._between, None
         self._iterator = self._iterate(skip=0, state=from_plain(between))
 
     def _reopen(self, opening: Mapping[str, Any]) -> None:
-        present = self._pending_rng or RngState.capture()
-        loaded = self._loaded or {}
-        source = self._attached_source()
+        loaded, source = self._loaded or {}, self._attached_source()
         self._seek(loaded)
-        now = {"kind": source.kind, "length": source.length, "num_workers": self._num_workers,
-               "depends_on_workers": self._objects.depends_on_workers}  # fmt: skip
+        now = {"kind": source.kind, "length": source.length, "num_workers": self._parts.num_workers,
+               "depends_on_workers": self._parts.objects.depends_on_workers}  # fmt: skip
         if self._place.keeps_state:
-            refuse_other_workers(loaded, now, loader=type(self._loader).__name__)
+            refuse_other_workers(loaded, now, loader=type(self.loader).__name__)
         self.warn(self._place.warnings, topic="resumed position")
         self.warn(mismatches(loaded, now, self._place) + source.warnings(resuming=True))
-        unknown = self._objects.unknown(opening.get("objects") or {})
-        self.warn(
-            [f"the checkpoint's state of {path} is ignored: this run's loader has no such object" for path in unknown]
-        )
-        _set_generators(self._loader, opening["generators"])
-        RngState.from_plain(opening["rng"]).restore()
+        self.warn(self._parts.unknown(opening.get("objects") or {}))
         keeps_state = self._place.keeps_state and loaded.get("kind") == source.kind
         state = from_plain(loaded.get("loader")) if keeps_state else None
-        self._iterator = self._iterate(skip=self.position - self._passed, state=state)
-        if not self._num_workers:
-            # A generator may be shared with the data set; without prefetching its state is known exactly.
-            _set_generators(self._loader, self._pending_generators)
-        self._restore_objects()
-        self._loaded, self._pending_rng, self._pending_generators = None, None, []
-        present.restore()
+        with self._parts.reopening(opening):
+            self._iterator = self._iterate(skip=self.position - self._passed, state=state)
+        self._loaded = None
 
     def _seek(self, loaded: Mapping[str, Any]) -> None:
         """Find the stored position in the attached loader, whose ranks and batches may differ."""
-        ordered = in_global_order(self._loader)
+        ordered = in_global_order(self.loader)
         self._place = find_place(
             loaded,
             position=self.position,
             order=None if ordered is None else ordered.order,
             length=self.length,
             ranks=distributed.world_size(),
-            loader=type(self._loader).__name__,
+            loader=type(self.loader).__name__,
         )
         self.position = self._place.position
         self._passed = 0
         if ordered is not None:
             ordered.start_at(self._place.start)
             self._passed = ordered.order.num_batches() - ordered.order.num_batches(self._place.start)
-
-    def _restore_pending(self) -> None:
-        if self._pending_rng is not None:
-            self._pending_rng.restore()
-            self._pending_rng = None
-        _set_generators(self._loader, self._pending_generators)
-        self._pending_generators = []
-        self._restore_objects()
-
-    def _restore_objects(self) -> None:
-        if self._pending_objects is not None:
-            self._objects.restore(self._pending_objects)
-            self._pending_objects = None
 
     def _iterate(self, *, skip: int, state: Any) -> Iterator[Any]:
         assert self._opening is not None
@@ -267,10 +233,6 @@ class Cursor:
         return source.open(skip=skip, seed=seed, state=state, cut=cut)
 
     @property
-    def _num_workers(self) -> int:
-        return int(getattr(self._loader, "num_workers", None) or 0)
-
-    @property
     def lengths(self) -> Lengths | None:
         """Lengths reported by the ranks when the epoch was opened; None on one rank or if these are independent."""
         return self._agreement.lengths
@@ -278,7 +240,7 @@ class Cursor:
     @property
     def loader(self) -> Any:
         """Attached loader, or None."""
-        return self._loader
+        return self._parts.loader
 
     @property
     def length(self) -> int | None:
@@ -309,7 +271,7 @@ class Cursor:
                 batch = self._next_batch(self._iterator)
             except BaseException as error:
                 self._rewind(self.position - len(group.batches))
-                explain_collate(error, self._loader)
+                explain_collate(error, self.loader)
                 raise
             if batch is _END:
                 self.ended = True
@@ -331,22 +293,22 @@ class Cursor:
         if self.ended:
             self._iterator = None
             self.warn(source.warnings(resuming=False))
-            self._warn_of_lost()
+            self.warn(self._parts.lost(), topic="state that is lost")
         return group
 
     def skip(self, count: int) -> None:
         """Count micro-batches that were gathered without being drawn, excluding the last of the epoch."""
-        self._loader.skip(count)
+        self.loader.skip(count)
         self.position += count
 
     def _check_buffers(self, count: int) -> None:
         """Refuse a group whose later batches would overwrite its first ones."""
-        num_buffers = getattr(self._loader, "num_buffers", None)
+        num_buffers = getattr(self.loader, "num_buffers", None)
         if isinstance(num_buffers, int) and count > num_buffers:
             raise ConfigError(
                 f"={num_buffers}: a step of {count} micro-batches needs {count} sets of tensors, or later "
                 f"micro-batches overwrite earlier ones; pass num_buffers={count} to the "
-                f"{type(self._loader).__name__}, or None for new tensors",
+                f"{type(self.loader).__name__}, or None for new tensors",
                 argument="num_buffers",
             )
 
@@ -385,8 +347,7 @@ class Cursor:
     def _suspend(self, state: dict[str, Any]) -> None:
         """Discard the iterator; the epoch is reopened from a state."""
         self._loaded = state
-        self._pending_generators = state["generators"]
-        self._pending_objects = state.get("objects", {})
+        self._parts.pend(state)
         self._iterator = None
 
     def give_back(self, count: int) -> None:
@@ -410,7 +371,7 @@ class Cursor:
 
     def close(self) -> None:
         """End workers and threads; the position is kept and the epoch can be reopened."""
-        in_background = self._num_workers or getattr(self._loader, "in_background", False)
+        in_background = self._parts.num_workers or getattr(self.loader, "in_background", False)
         if not in_background or self._source is None:
             return
         if self._iterator is not None:
@@ -419,14 +380,12 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ``data`` entry of a checkpoint."""
-        if self._loaded is not None and self._settled is None:  # loaded but not opened yet: still the same position
+        if self._loaded is not None and not self._parts.is_settled:  # not opened yet: still the same position
             return dict(self._loaded)
         if self._loaded is not None:
-            generators = [generator.get_state() for generator in generators_of(self._loader)]
-            return {**self._loaded, "generators": generators, "objects": self._objects.collect()}
-        source, objects = self._source, self._pending_objects
-        objects = self._objects.collect() if objects is None else objects
-        self._warn_of_lost()
+            return {**self._loaded, "generators": self._parts.generators(), "objects": self._parts.states()}
+        source, objects = self._source, self._parts.states()
+        self.warn(self._parts.lost(), topic="state that is lost")  # after the look at the states, which it uses
         opened = self._iterator is not None
         has_state = opened or (source is not None and source.counts_epochs and self.between_epochs)
         if source is not None and opened:
@@ -435,13 +394,12 @@ class Cursor:
             "epoch": self.epoch,
             "position": self.position,
             "ended": self.ended,
-            "opening": self._objects.completed(self._opening, objects),
-            "generators": self._pending_generators
-            or [generator.get_state() for generator in generators_of(self._loader)],
+            "opening": self._parts.objects.completed(self._opening, objects),
+            "generators": self._parts.generators(),
             "kind": source.kind if source else None,
             "length": source.length if source else None,
             "loader": source.state() if source and has_state else None,
-            "num_workers": self._num_workers,
+            "num_workers": self._parts.num_workers,
             "num_ranks": distributed.world_size(),
             "order": self._order_state(),
             **({"objects": objects} if objects else {}),
@@ -452,18 +410,9 @@ class Cursor:
         """Whether an epoch has ended and the next one has not begun."""
         return self.ended or (self.epoch > 0 and not self.position)
 
-    def _warn_of_lost(self) -> None:
-        lost = [
-            f"{name} has changed, but checkpoints do not hold it: a resume is exact only if no item depends on it. "
-            "Define state_dict and load_state_dict on its object, or compute items from their index and the global "
-            "random generators"
-            for name in self._objects.lost()
-        ]
-        self.warn(lost, topic="state that is lost")
-
     def _order_state(self) -> dict[str, Any] | None:
         """Return the position of all ranks in the global order, if the loader has one."""
-        ordered, start = in_global_order(self._loader), self._place.start
+        ordered, start = in_global_order(self.loader), self._place.start
         if ordered is None:
             return None
         consumed = ordered.order.consumed(self.position - self._passed, start)
@@ -486,11 +435,9 @@ class Cursor:
         self._iterator = None
         self._opening = state_dict["opening"]
         self._loaded = {key: value for key, value in state_dict.items() if key != "ranks"}
-        self._pending_rng = rng
-        self._pending_generators = list(state_dict["generators"])
-        self._pending_objects = dict(state_dict.get("objects") or {})
+        self._parts.pend(state_dict, rng=rng)
+        self.built.load(state_dict)
         self._between = state_dict.get("loader") if self.between_epochs else None
-        self._settled = None
 
     def warn(self, sentences: list[str], *, topic: str | None = None) -> None:
         """Log each message as a warning, once; ``topic`` becomes an attribute of the record, for filters."""
@@ -498,8 +445,3 @@ class Cursor:
             if sentence not in self._warned:
                 self._warned.add(sentence)
                 _log.warning(sentence, extra={"topic": topic})
-
-
-def _set_generators(loader: Any, states: list[torch.Tensor]) -> None:
-    for generator, state in zip(generators_of(loader), states, strict=False):
-        generator.set_state(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,17 +17,18 @@ from treadle.data.cursor import Group
 from treadle.engine.failure import non_finite_error
 from treadle.engine.logits import warn_of_logits
 from treadle.engine.masks import warn_of_masks
-from treadle.engine.session import own_messages
+from treadle.engine.session import own_notices
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_after_step
 from treadle.engine.skips import decide_wait, follow_on_device
-from treadle.means import RunningMeans, Total, Weighted
+from treadle.means import Total, Weighted
 from treadle.nested import as_number, flatten_nested_dict, map_nested_tensor
 from treadle.optim.ema import Ema
 from treadle.optim.gradients import Gradients, are_whole, total_norm
+from treadle.optim.late_flags import LateRefusal
 from treadle.optim.loss_weights import EqualWeights, GivenWeights, GroupWeights
-from treadle.optim.nonfinite import SCALE_LOWERED, LateRefusal
-from treadle.task import StepOutput, add_output
+from treadle.optim.nonfinite import SCALE_LOWERED
+from treadle.task import StepOutput
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -66,7 +66,7 @@ class Attempt:
     Attributes:
         info: the record that hooks read as ``trainer.step_info``.
         outputs: losses and records of the micro-batches, detached, on the device.
-        rank_messages: numbers that each rank sent with this step: a signal, a stop, and one for each hook that requests
+        rank_notices: numbers that each rank sent with this step: a signal, a stop, and one for each hook that requests
             it.
 
     Example:
@@ -76,7 +76,7 @@ class Attempt:
         ([tensor(2.)], {'n': 3})
     """
 
-    __slots__ = ("_inspect", "_keeps_outputs", "_num_ranks", "group", "info", "outputs", "rank_messages", "term_totals")
+    __slots__ = ("_inspect", "_keeps_outputs", "_num_ranks", "group", "info", "outputs", "rank_notices", "term_totals")
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Attempt:
         self.group = Group() if group is None else group
         self.term_totals = term_totals
         self.outputs: list[StepOutput] = []
-        self.rank_messages: list[list[float]] = []
+        self.rank_notices: list[list[float]] = []
         self.info: dict[str, Any] = StepInfo() if group is None else StepInfo({
             "loss": [], "weight": [], "records": [], "data_time": group.data_time, "lr": rates,
             "applied": False, "retries": tries - 1, "reason": None, "num_samples": 0,
@@ -133,22 +133,13 @@ class Attempt:
         self.outputs[-1] = replace(last, records={**last.records, **records})
         self.info["records"][-1] = self.outputs[-1].records
 
-    def receive(self, messages: list[list[float]]) -> None:
+    def receive(self, notices: list[list[float]]) -> None:
         """Keep the numbers that each rank sent with this step."""
-        self.rank_messages = messages
+        self.rank_notices = notices
 
     def discard_outputs(self) -> None:
         """Drop losses and records: those of a refused attempt enter no mean."""
         self.outputs = []
-
-    def close(self, outcome: Outcome, step_started: float, means: RunningMeans) -> None:
-        """Complete the record of the step and add its outputs to the running epoch's means."""
-        self.info["applied"] = outcome == "applied"
-        self.info["step_time"] = time.perf_counter() - step_started
-        if outcome == "refused":
-            self.discard_outputs()
-        for output in self.outputs:
-            add_output(means, output)
 
 
 def _refuse_other_than_numbers(records: Mapping[str, Any]) -> None:
@@ -177,12 +168,6 @@ def _detached(records: Mapping[str, Any]) -> Mapping[str, Any]:
     return flat
 
 
-def begin_step(engine: Engine) -> None:
-    """Increment the step count and call ``on_before_step``."""
-    engine.progress.begin_step()
-    engine.events.emit(engine, "on_before_step")
-
-
 def start_attempt(engine: Engine, group: Group) -> EqualWeights | GivenWeights | GroupWeights:
     """Clear the gradients and start the record of an attempt.
 
@@ -191,22 +176,22 @@ def start_attempt(engine: Engine, group: Group) -> EqualWeights | GivenWeights |
     """
     clear_gradients(engine)
     totals = _sum_term_counts(engine, group.batches)
-    begin_attempt(engine, group, totals)
+    begin_record(engine, group, totals)
     if engine.guard.weights is not None:
         return engine.guard.weights
     return GroupWeights(
         len(group.batches), device=engine.precision.device, undivided=totals is not None,
-        largest=engine.settings.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: own_messages(engine),
+        largest=engine.settings.accumulation_steps, num_ranks=engine.num_ranks, notices=lambda: own_notices(engine),
     )  # fmt: skip
 
 
-def begin_attempt(engine: Engine, group: Group, term_totals: Mapping[str, float] | None = None) -> None:
+def begin_record(engine: Engine, group: Group, term_totals: Mapping[str, float] | None = None) -> None:
     """Start the record of an attempt."""
     rates = engine.progress.begin_attempt(len(group.batches), engine.optimizer)
     engine.attempt = Attempt(
         group, rates=rates, tries=engine.progress.tries, term_totals=term_totals, num_ranks=engine.num_ranks,
         keeps_outputs=engine.guard.recording and hasattr(engine.task, "replayed"),
-        inspect=partial(warn_of_logits, engine) if engine.progress.step <= 1 == engine.progress.tries else None,
+        inspect=partial(warn_of_logits, engine) if engine.progress.step <= 1 and engine.progress.tries == 1 else None,
     )  # fmt: skip
     if engine.guard.plan is not None:
         engine.guard.plan.watch()
@@ -308,8 +293,11 @@ def apply_step_effects(engine: Engine, moved: Collection[Ema] = ()) -> Outcome:
 
 def finish_step(engine: Engine, outcome: Outcome) -> None:
     """Close the record of a step, call ``on_after_step``, write the requested files, and exit on a signal."""
-    engine.attempt.close(outcome, engine.progress.step_started, engine.progress.epoch_means)
-    engine.progress.in_step = False
+    attempt = engine.attempt
+    attempt.info["applied"] = outcome == "applied"
+    if outcome == "refused":
+        attempt.discard_outputs()
+    attempt.info["step_time"] = engine.progress.end_step(attempt.outputs)
     if engine.target.deadline is not None and engine.target.deadline.over:
         engine.should_stop = True
     engine.events.emit(engine, "on_after_step")

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +20,12 @@ from treadle import distributed
 from treadle.data.amount import Amount
 from treadle.data.cursor import Cursor, Group
 from treadle.device import get_device
-from treadle.distributed.gradients import GradientExchange
+from treadle.distributed.exchange import GradientExchange
 from treadle.engine.attempt import Attempt
 from treadle.engine.events import Events
 from treadle.engine.hook import BaseHook
 from treadle.engine.progress import Progress
-from treadle.engine.session import HookDeclarations
+from treadle.engine.session import HookDeclarations, notices_of_ranks
 from treadle.engine.settings import Capture, EngineSettings, Steps
 from treadle.engine.signals import ExitPlan, SignalListener
 from treadle.engine.state import Driver, RunState
@@ -34,7 +34,8 @@ from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
 from treadle.optim.ema import Ema
-from treadle.optim.nonfinite import FiniteGuard, StepLocation
+from treadle.optim.late_flags import StepLocation
+from treadle.optim.nonfinite import FiniteGuard
 from treadle.optim.precision import Precision, PrecisionName
 from treadle.task import StepOutput, Task
 
@@ -111,6 +112,16 @@ class EngineBase:
         return self.config
 
     # -- what hooks read ------------------------------------------------------------------------------------------
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches taken."""
+        return self.progress.micro_steps
+
+    @property
+    def total_steps(self) -> int | None:
+        """The step at which the run ends, if known."""
+        return self.target.total_steps(self)
 
     @property
     def last_lr(self) -> Sequence[Any]:
@@ -218,6 +229,12 @@ class EngineBase:
     def capture(self) -> Capture:
         """Whether steps are captured."""
         return self.settings.capture
+
+    def rank_notices(self, notice: Callable[[], float]) -> list[float]:
+        """Return the number that each rank sent for a hook in the current step; see ``BaseHook.notice``."""
+        return notices_of_ranks(self, notice)
+
+    heard_of = rank_notices  # former name
 
     def location(self) -> StepLocation:
         """Return the location of the current step, for error messages."""

@@ -114,6 +114,10 @@ class BestRule:
             self.count += 1
         return False
 
+    def count_from(self, epoch: int) -> None:
+        """Set the first epoch whose failure to improve counts."""
+        self.start_epoch = epoch
+
     def value_in(self, record: Mapping[str, Any]) -> float:
         """Return the metric's value in an epoch record.
 

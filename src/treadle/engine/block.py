@@ -17,7 +17,7 @@ from torch import Tensor
 from treadle.engine.attempt import Attempt
 from treadle.engine.signal_exit import exit_after_step
 from treadle.engine.skips import decide_wait, steps_until_hook
-from treadle.optim.nonfinite import StepLocation
+from treadle.optim.late_flags import StepLocation
 from treadle.task import StepOutput, add_output
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def run_ahead(engine: Engine) -> bool:
     _record(engine, group, block)
     engine.attempt.info["step_time"] = steps.pace
     if engine.guard.skips is not None and due == count:
-        engine.raise_if_refused()  # which tells it of skipped steps
+        engine.raise_if_refused()  # which subtracts skipped steps
     for hook in engine.events.hooks_for(engine.hooks, "on_after_step"):
         hook.on_after_steps(engine, block)
     engine.events.write_requested()

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from treadle.data.cursor import Group
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import non_finite_error
-from treadle.engine.session import ranks_stop, resume_from_hooks, training_session
+from treadle.engine.session import agree_to_stop, resume_from_hooks, training_session
 from treadle.engine.signal_exit import exit_on_signal
 from treadle.engine.stopping import Target
 from treadle.errors import DataExhaustedError
@@ -113,7 +113,7 @@ def run_own_epochs(engine: Engine, target: Target, train_epoch: Callable[[], boo
     if target.reached(engine):
         return
     with training_session(engine):
-        while not (target.reached(engine) or target.out_of_time or ranks_stop(engine)):
+        while not (target.reached(engine) or target.out_of_time or agree_to_stop(engine)):
             stepped_schedule = train_epoch()
             engine.target = target  # a single step sets another target
             finish_epoch(engine, moves_schedule=not stepped_schedule)

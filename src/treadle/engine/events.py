@@ -20,7 +20,7 @@ class Events:
         served: whether the hooks have received the records of the latest call of ``log`` or ``log_images``.
         abandoned: whether a signal ended an evaluation run by a hook; all ranks know, and the run exits at the next
             boundary.
-        held: whether files and exits wait for the user's code that follows a step in a loop of its own.
+        held: whether files and exits wait for the code that follows a step in the user's own loop.
 
     Example:
         >>> Events().hooks_for([BaseHook()], "on_after_step")
@@ -34,6 +34,10 @@ class Events:
         self._listening: dict[str, list[BaseHook]] = {}
         self._listened: list[BaseHook] = []
         self._writes: list[Callable[[], Any]] = []
+
+    def begin(self) -> None:
+        """Forget an evaluation that was abandoned in an earlier run."""
+        self.abandoned = False
 
     def emit(self, engine: Engine, event: str, *args: Any) -> None:
         """Call one event of every hook, in order; within steps, only of hooks that override it."""
@@ -72,7 +76,7 @@ class Events:
         self.served = True
         self.emit(engine, event, records, dry_run)
 
-    def calling(self, engine: Engine, event: str, override: Callable[[], Any], *args: Any) -> None:
+    def call_override(self, engine: Engine, event: str, override: Callable[[], Any], *args: Any) -> None:
         """Call a user's override of ``log`` or ``log_images``, then the hooks if the override did not reach them."""
         self.served = False
         override()

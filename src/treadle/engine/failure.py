@@ -22,7 +22,7 @@ from torch import Tensor
 from treadle import distributed
 from treadle.errors import NonFiniteError, RankLostError, TreadleError
 from treadle.nested import non_finite_in, shapes_of
-from treadle.optim.nonfinite import StepLocation
+from treadle.optim.late_flags import StepLocation
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine

@@ -250,6 +250,6 @@ def reaches_hooks(method: Callable[..., None], event: str) -> Callable[..., None
 
     @functools.wraps(method)
     def served(trainer: Any, records: Mapping[str, Any], dry_run: bool = False) -> None:
-        trainer.events.calling(trainer, event, lambda: method(trainer, records, dry_run), records, dry_run)
+        trainer.events.call_override(trainer, event, lambda: method(trainer, records, dry_run), records, dry_run)
 
     return served

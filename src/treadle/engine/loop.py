@@ -21,7 +21,6 @@ from treadle.distributed.gradients import gradient_exchange
 from treadle.engine import session
 from treadle.engine.attempt import (
     apply_step_effects,
-    begin_step,
     finish_step,
     raise_late_refusal,
     refuse,
@@ -37,8 +36,9 @@ from treadle.engine.failure import errors_logged_with_rank, non_finite_error
 from treadle.engine.hook import BaseHook, reaches_hooks
 from treadle.engine.limits import Deadline, Limits
 from treadle.engine.observers import announce_running
-from treadle.engine.preflight import check_length_of_schedule, refuse_fsdp_1
+from treadle.engine.preflight import refuse_fsdp_1
 from treadle.engine.run_log import run_log_shown
+from treadle.engine.schedule_checks import check_length_of_schedule
 from treadle.engine.session import resume_from_hooks, training_session
 from treadle.engine.settings import Capture, EngineSettings, Outcome
 from treadle.engine.signal_exit import exit_on_signal, interruption
@@ -121,27 +121,16 @@ class Engine(EngineBase):
         self.lr_scheduler = scheduler
         self.task = task
         settings = EngineSettings(
-            face=face,
-            scheduler_interval=scheduler_interval,
-            device_asked=device,
-            grad_clip=grad_clip,
-            grad_clip_value=grad_clip_value,
-            accumulation_steps=accumulation_steps,
-            max_non_finite_grad_retries=max_non_finite_grad_retries,
-            eval_seed=eval_seed,
-            capture=capture,
-            progress=progress,
+            face=face, scheduler_interval=scheduler_interval, device_asked=device, grad_clip=grad_clip,
+            grad_clip_value=grad_clip_value, accumulation_steps=accumulation_steps, eval_seed=eval_seed,
+            max_non_finite_grad_retries=max_non_finite_grad_retries, capture=capture, progress=progress,
             limits=Limits.of(limits),
-        )
+        )  # fmt: skip
         self._configure(settings, precision, logger=logger or logging.getLogger("treadle.engine"))
         check_argument("hooks", hooks, list | tuple)
         self.hooks = list(hooks)
         self.config = config
         self.workspace = None if workspace is None else Path(workspace)
-
-    def _configure(self, settings: EngineSettings, precision: PrecisionName | None, **options: Any) -> None:
-        super()._configure(settings, precision, **options)
-        self.steps = self.train_step
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make an overridden ``log`` or ``log_images`` reach the hooks, with or without ``super()``."""
@@ -178,35 +167,35 @@ class Engine(EngineBase):
             NonFiniteError: a gradient is not finite and the retries are used up.
         """
         self._refuse_if_closed()
-        limits = self.settings.limits
-        steps, epochs = limits.target(max_steps, epochs)
-        self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or limits.deadline())
+        steps, epochs = self.settings.limits.target(max_steps, epochs)
+        self.target = Target(steps, epochs, score_epoch, after_epoch, deadline or self.settings.limits.deadline())
         with errors_logged_with_rank(self), run_log_shown(self):
             self.prepare()
             self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
-                self._log_nothing_to_do()
+                self._pass_over(loader)
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
             for ema in self.averages.values():  # the weights may have changed since the averages were created
                 ema.restart_from(self.model)
         with training_session(self):
-            while not (self.target.reached(self) or session.ranks_stop(self)):
+            while not (self.target.reached(self) or session.agree_to_stop(self)):
                 self.cursor.open(loader)
                 check_length_of_schedule(self)
                 exit_on_signal(self)
                 while (group := self.cursor.take(self.settings.accumulation_steps)).batches:
-                    begin_step(self)
+                    self.progress.begin_step()
+                    self.events.emit(self, "on_before_step")
                     while (outcome := self.steps(group)) == "refused":
                         group = fresh_group(self, loader)
                         if not group.batches:
                             break
                     finish_step(self, outcome)
-                    if self._stops_here() or self.target.reached(self) or (self.settings.capture and self._ahead()):
+                    if self._stops_here() or self.target.reached(self) or (self.settings.capture and self._run_ahead()):
                         break
-                session.ranks_stop(self)
+                session.agree_to_stop(self)
                 if self.target.completes_epoch(self):
                     finish_epoch(self)
             self.raise_if_refused()
@@ -215,17 +204,17 @@ class Engine(EngineBase):
 
     def _stops_here(self) -> bool:
         """Return whether the run stops after this step, the same on all ranks: a stop counts once all know of it."""
-        return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_messages)
+        return self.should_stop if self.num_ranks == 1 else any(sent[1] for sent in self.attempt.rank_notices)
 
-    def _ahead(self) -> bool:
+    def _run_ahead(self) -> bool:
         """Run captured steps ahead while no hook must see a single one; return whether the run ends there."""
         while run_ahead(self):
             if self._stops_here() or self.target.reached(self):
                 return True
         return False
 
-    def _log_nothing_to_do(self) -> None:
-        """Log that the target is reached: as a warning if this object, or another in the same folder, has trained."""
+    def _pass_over(self, loader: Iterable[Any]) -> None:
+        """Pass over a loader and log that the target is reached, as a warning if this object or one there trained."""
         source = self.state.source
         is_shared = not self.state.num_runs and source is not None and is_used_again(Path(source).parent)
         level = logging.WARNING if self.state.num_runs or is_shared else logging.INFO
@@ -234,6 +223,7 @@ class Engine(EngineBase):
             "further%s"
         )
         advice = f", or give this run its own folder: another of this process used {source}" if is_shared else ""
+        self.cursor.built.pass_over(loader)
         self.logger.log(level, text, self.step, self.epoch, self.target, advice)
 
     def train_step(self, group: Group) -> Outcome:
@@ -243,28 +233,28 @@ class Engine(EngineBase):
             ``"applied"`` if the weights changed; ``"skipped"`` if there was no loss or the fp16 scale was lowered;
             ``"refused"`` if the gradient was not finite. Only an applied step advances schedule and averages.
         """
-        weights = start_attempt(self, group)
+        loss_weights = start_attempt(self, group)
         attempt = self.attempt
         for number, batch in enumerate(group.batches, start=1):
             with self.exchange.micro_batch(syncs=number == len(group.batches) or self.settings.syncs_each):
                 with self.precision.autocast():
                     output = as_step_output(self.forward(batch), training=True)
-                loss = self.exchange.loss_of(output, weights.scaled)
+                loss = self.exchange.loss_of(output, loss_weights.scaled)
                 if loss is not None:
                     self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
             attempt.record_output(output)
-        attempt.receive(weights.rank_notices)
-        if not weights.any_loss():
+        attempt.receive(loss_weights.rank_notices)
+        if not loss_weights.any_loss():
             return skip(self, "no micro-batch had a loss")
 
-        divisor = weights.divisor()
+        divisor = loss_weights.divisor()
         self.precision.unscale(self.optimizer)
         grads = Gradients.of(self.optimizer)
         divide_(grads, divisor)
         attempt.info["grad_norm"] = norm = total_norm(grads)
         if self.events.hooks_for(self.hooks, "on_before_optimizer_step"):
             grads, norm = run_gradient_hooks(self, grads)  # which may change them
-        verdict = self.guard.judge(norm, weights.total)
+        verdict = self.guard.judge(norm, loss_weights.total)
         if verdict.late is not None:
             raise_late_refusal(self, verdict.late)
         if not verdict.counted:
@@ -276,7 +266,7 @@ class Engine(EngineBase):
             clip_(grads, self.settings.grad_clip, norm)
         elif self.settings.grad_clip_value is not None:
             clip_values_(grads, self.settings.grad_clip_value)
-        self.guard.apply(self.optimizer, norm, weights.total, locate=self.location)
+        self.guard.apply(self.optimizer, norm, loss_weights.total, locate=self.location)
         return apply_step_effects(self)
 
     def forward(self, batch: Any) -> Any:
@@ -292,7 +282,8 @@ class Engine(EngineBase):
         self._refuse_if_closed()
         self.prepare()
         self.target = Target(epochs=self.epoch + 1)  # no step is the last one here
-        begin_step(self)
+        self.progress.begin_step()
+        self.events.emit(self, "on_before_step")
         if self.guard.skips is not None:
             self.guard.skips.wait_for_next(True)
         with contextlib.closing(self.exchange):
@@ -332,18 +323,6 @@ class Engine(EngineBase):
         return self.progress.step
 
     @property
-    def applied_steps(self) -> int:
-        """Steps that changed the weights."""
-        if self.guard.skips is not None:
-            self.raise_if_refused()  # which tells of skipped steps
-        return self.progress.applied_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches taken."""
-        return self.progress.micro_steps
-
-    @property
     def epoch(self) -> int:
         """Epochs completed."""
         return self.cursor.epoch
@@ -354,9 +333,11 @@ class Engine(EngineBase):
         return self.attempt.info
 
     @property
-    def total_steps(self) -> int | None:
-        """The step at which the run ends, if known."""
-        return self.target.total_steps(self)
+    def applied_steps(self) -> int:
+        """Steps that changed the weights."""
+        if self.guard.skips is not None:
+            self.raise_if_refused()  # which subtracts skipped steps
+        return self.progress.applied_steps
 
     @property
     def is_last_step(self) -> bool:
@@ -373,12 +354,6 @@ class Engine(EngineBase):
         late = self.guard.late_refusal(wait=wait)
         if late is not None:
             raise_late_refusal(self, late)
-
-    def rank_notices(self, notice: Callable[[], float]) -> list[float]:
-        """Return the number that each rank sent for a hook in the current step; see ``BaseHook.notice``."""
-        return session.messages_of_ranks(self, notice)
-
-    heard_of = rank_notices  # former name
 
     def evaluate(self, loader: Iterable[Any], task: Task | None = None) -> dict[str, Any]:
         """Return the weighted mean loss, records and epoch metrics of a task over a loader, without affecting training.

@@ -25,6 +25,8 @@ class ModulesPart(StatePart):
             entry = {key: value for key, value in entry.items() if key not in ("frozen", "built_frozen")}
         if entry:
             tree["modules"] = entry
+        if values := engine.state.built_values.unchanged():
+            tree["built"] = values
         for name in engine.state.modules.replaced(engine.model):
             engine.state.warn_once(
                 engine,

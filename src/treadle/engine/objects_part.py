@@ -8,7 +8,9 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.checkpoint.introspection import attributes_of, is_user_object
+from torch import nn
+
+from treadle.checkpoint.introspection import attributes_of, is_engine_or_trainer, is_user_object, offered
 from treadle.distributed.state_names import clean_name
 from treadle.engine.own_objects import OwnObjects
 from treadle.engine.search import is_treadle_object, unregistered_in
@@ -83,7 +85,7 @@ def _hooks_in(name: str | None, key: str, value: Any) -> dict[str, Any]:
 
 
 def parts_of(engine: Engine) -> Iterator[Any]:
-    """Yield the parts of a run, which have parts of their own in its checkpoints."""
+    """Yield the objects of a run that checkpoints store under separate keys."""
     yield from (engine.optimizer, engine.precision, engine.precision.scaler, engine.hooks)
     yield from (scheduler for _, scheduler in schedulers_in(engine.lr_scheduler) if scheduler is engine.lr_scheduler)
     yield from (engine.cursor, engine.eval_cursor, engine.progress, engine.state, *engine.hooks, *engine.state.drivers)
@@ -102,7 +104,7 @@ def _roots(engine: Engine) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def hooks_beginning(engine: Engine) -> Iterator[None]:
-    """Let hooks begin in the block, and put back what they changed of what a checkpoint has set."""
+    """Restore, after the block in which hooks begin, the state from a checkpoint that they changed."""
     kept = {"": engine.state.objects}
     kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
     before = {name: objects.loaded_states() for name, objects in kept.items()}
@@ -110,7 +112,7 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     yield
     engine.state.beginning.end(engine)
     engine.state.search_again()
-    engine.state.registered = _registered_hooks(engine)
+    engine.state.record_registered(_registered_hooks(engine))
     for name, objects in kept.items():
         for text in objects.restore_loaded(before[name]):
             engine.state.warn_once(engine, f"{name}the run continues with the checkpoint's {text}")
@@ -170,3 +172,22 @@ def attributes_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield prefix + f"{path}.{name}".lstrip("."), value
     for path, attributes in tree.get("modules", {}).get("attributes", {}).items():
         yield from ((f"model.{path}.{name}".replace("..", "."), value) for name, value in attributes.items())
+
+
+def owners_of_values(engine: Engine) -> dict[str, Any]:
+    """Return the modules of the model, the loss and the task, and the user's own objects, by path."""
+    found = {"model": engine.model}
+    for root in (getattr(engine.task, "trainer", engine.task), engine.task):
+        found |= {name: value for name, value in attributes_of(root).items() if isinstance(value, nn.Module)}
+    parts = {f"task.{name}": value for name, value in attributes_of(engine.task).items() if is_treadle_object(value)}
+    settings = {f"{path}.config": offered(part, "config") for path, part in parts.items()}
+    own = {**parts, **settings, **engine.state.objects.plain, **engine.state.objects.owners}
+    own = {path: owner for path, owner in own.items() if owner is not None and not is_engine_or_trainer(owner)}
+    seen: set[nn.Module] = set()
+    nested = {
+        f"{path}.{clean_name(name)}".rstrip("."): module
+        for path, owner in {"model": engine.model, **found, **own}.items()
+        if isinstance(owner, nn.Module)
+        for name, module in owner.named_modules(memo=seen)
+    }
+    return {path: owner for path, owner in own.items() if not isinstance(owner, nn.Module)} | nested

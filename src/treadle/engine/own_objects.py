@@ -43,7 +43,7 @@ class OwnObjects:
 
     They are found by a search from some roots: objects with a state dict, and the attributes of plain objects and of
     functions, also in containers and behind methods and partials. What treadle built or the engine owns is left out:
-    model, optimizer, schedule, hooks and loaders have parts of their own.
+    model, optimizer, schedule, hooks and loaders are stored separately.
 
     Args:
         roots: roots of the search, by path.

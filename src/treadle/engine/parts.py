@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from treadle.engine.loop import Engine
 
 
-_OWN_DATA = ("opening", "generators", "loader", "objects")
+_OWN_DATA = ("opening", "generators", "loader", "objects", "built")
 
 
 class FormatPart(StatePart):
@@ -185,8 +185,10 @@ class DataPart(StatePart):
     """Position in the data, with this rank's random state under which the epoch is reopened."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
-        tree["data"] = engine.cursor.state_dict()
-        if engine.cursor.between_epochs:  # else the counters show it
+        between, target = engine.cursor.between_epochs, engine.target
+        reads_on = between and not (target.reached(engine) or target.is_last_step(engine))
+        tree["data"] = engine.cursor.state_dict() | engine.cursor.built.entry(reads_on=reads_on)
+        if between:  # else the counters show it
             tree["data"] |= sizes_between_epochs(engine.cursor.loader, engine.settings.accumulation_steps)
 
     def notices(self, engine: Engine, saved: Saved) -> Iterator[Notice]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from treadle import distributed
 from treadle.errors import ConfigError
 from treadle.means import RunningMeans
+from treadle.task import StepOutput, add_output
 
 
 class Progress:
@@ -59,6 +60,25 @@ class Progress:
         self.tries = 1
         self.in_step = True
         self.step_started = time.perf_counter()
+
+    def end_step(self, outputs: Sequence[StepOutput]) -> float:
+        """Add the losses and records of a step to the running epoch's means; return its seconds."""
+        seconds = time.perf_counter() - self.step_started
+        self.in_step = False
+        for output in outputs:
+            add_output(self.epoch_means, output)
+        return seconds
+
+    def forget_step(self) -> bool:
+        """Drop a step that an error interrupted; return whether there was one."""
+        interrupted, self.in_step = self.in_step, False
+        return interrupted
+
+    def count_own_step(self, optimizer: Optimizer) -> None:
+        """Count an applied step of one micro-batch that a user's loop has made."""
+        self.begin_step()
+        self.apply(self.begin_attempt(1, optimizer))
+        self.in_step = False
 
     def begin_attempt(self, num_micro_batches: int, optimizer: Optimizer) -> list[Any]:
         """Count the micro-batches of an attempt; return the learning rate of each parameter group."""

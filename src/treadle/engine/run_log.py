@@ -66,6 +66,23 @@ class RunLogHandler(logging.Handler):
         self._tokens = _BURST
         self._opened = self._refilled = 0.0
 
+    def show_above(self, screen: Screen) -> None:
+        """Print log lines above a live display, unless there is one already."""
+        self.screen = self.screen or screen
+
+    def leave(self, screen: Screen | None) -> None:
+        """Print log lines on stderr again if this display showed them."""
+        if self.screen is screen:
+            self.screen = None
+
+    def replace_lines(self, replace: bool) -> None:
+        """Set whether the live display replaces the lines of a ProgressHook."""
+        self.replaces_lines = replace
+
+    def name_member(self, name: str | None) -> None:
+        """Set the run whose turn it is, or None."""
+        self.member = name
+
     def is_active(self) -> bool:
         """Return whether a run is currently shown."""
         return self._logger is not None and not self._muted

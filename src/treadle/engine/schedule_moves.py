@@ -1,4 +1,4 @@
-"""Moves of the schedule: those that something other than the engine makes are warned of."""
+"""Detection of scheduler steps that the engine did not make."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ScheduleMoves:
         self._others = 0  # moves that the scheduler counts beyond those of the engine
 
     def compare(self, engine: Engine, *, expected: bool = False) -> None:
-        """Warn once if the scheduler has moved more than the engine moved it since this was last asked.
+        """Warn once if, since the last call, the scheduler has moved more often than the engine moved it.
 
         Args:
-            engine: whose scheduler is compared.
-            expected: whether code of the user's was to move it.
+            engine: engine of the scheduler.
+            expected: whether the user's code is known to step it, so that nothing is warned of.
         """
         since = engine.lr_scheduler, engine.state.num_loads
         others = _count(engine.lr_scheduler) - engine.progress.schedule_moves
@@ -35,7 +35,7 @@ class ScheduleMoves:
 
 
 def _count(scheduler: Any) -> int:
-    """Return how often a scheduler was stepped: one that composes others counts itself, or by its first one."""
+    """Return how often a scheduler was stepped; one composed of others may count through the first of them."""
     held = {} if scheduler is None else vars(scheduler)
     for name in ("_step_count", "last_epoch"):
         if name in held:

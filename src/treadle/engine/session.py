@@ -34,11 +34,13 @@ from treadle.engine.skips import take_back_skipped
 from treadle.engine.start_log import end_line, start_block, start_line
 from treadle.errors import ConfigError
 from treadle.optim.ema import Ema
+from treadle.optim.late_flags import skips_on_device
 from treadle.optim.late_skips import LateSkips, scales_on_device
-from treadle.optim.nonfinite import BufferCopies, FiniteGuard, RefusalPlan, skips_on_device
+from treadle.optim.nonfinite import BufferCopies, FiniteGuard, RefusalPlan
 from treadle.seed import RngState, mix_seed
 
 if TYPE_CHECKING:
+    from treadle.engine.base import EngineBase
     from treadle.engine.loop import Engine
 
 
@@ -49,13 +51,13 @@ class HookDeclarations:
     Attributes:
         hooks: the hooks that were queried.
         averages: averaged models, by name.
-        messages: callables whose values are exchanged between ranks in every step.
+        notices: callables whose values are exchanged between ranks in every step.
         complete: whether the hooks have been queried.
     """
 
     hooks: Sequence[BaseHook] = ()
     averages: Mapping[str, Ema] = field(default_factory=dict)
-    messages: Sequence[Callable[[], float]] = ()
+    notices: Sequence[Callable[[], float]] = ()
     complete: bool = False
 
 
@@ -78,8 +80,8 @@ def hook_declarations(engine: Engine) -> HookDeclarations:
             if name in averages:
                 raise ConfigError(f"two averages are named {name!r}; give one another name=", argument="hooks")
             averages[name] = ema
-    messages = [message for hook in engine.hooks if (message := hook.notice(engine)) is not None]
-    return HookDeclarations(list(engine.hooks), averages, messages, complete=True)
+    notices = [notice for hook in engine.hooks if (notice := hook.notice(engine)) is not None]
+    return HookDeclarations(list(engine.hooks), averages, notices, complete=True)
 
 
 def leave_out_writers(engine: Engine) -> None:
@@ -211,13 +213,12 @@ def _begin_session(engine: Engine, held: contextlib.ExitStack) -> list[int]:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)
         engine.attempt.receive([])
-        engine.events.abandoned = False
-        if engine.progress.in_step:
+        engine.events.begin()
+        if engine.progress.forget_step():
             engine.logger.warning(
                 "step %d was interrupted by an error; it counts and is not repeated. To continue without it, resume "
                 "from a checkpoint in a new trainer", engine.progress.step,
             )  # fmt: skip
-        engine.progress.in_step = False
         if engine.progress.step == 0 and not engine.state.loaded:
             separate_streams()
     signals = engine.signals.expect([plan for hook in engine.hooks if (plan := hook.exit_plan(engine)) is not None])
@@ -239,22 +240,22 @@ def close_hooks(engine: Engine, opened: list[BaseHook], failure: BaseException |
         raise first
 
 
-def own_messages(engine: Engine) -> list[float]:
+def own_notices(engine: Engine) -> list[float]:
     """Return the numbers that this rank sends in each step: a signal, whether to stop, those of hooks."""
     own = [float(engine.signals.received or 0), float(engine.should_stop)]
-    return own + [message() for message in engine.declared.messages]
+    return own + [notice() for notice in engine.declared.notices]
 
 
-def messages_of_ranks(engine: Engine, message: Callable[[], float]) -> list[float]:
+def notices_of_ranks(engine: EngineBase, notice: Callable[[], float]) -> list[float]:
     """Return the number that each rank sent for a hook in the current step."""
     if distributed.world_size() == 1:
-        return [message()]
-    column = 2 + engine.declared.messages.index(message)
-    return [sent[column] for sent in engine.attempt.rank_messages]
+        return [notice()]
+    column = 2 + engine.declared.notices.index(notice)
+    return [sent[column] for sent in engine.attempt.rank_notices]
 
 
-def ranks_stop(engine: Engine) -> bool:
-    """Return whether any rank stops between two epochs, and stop this one too."""
+def agree_to_stop(engine: Engine) -> bool:
+    """Stop between two epochs if any rank does; return whether it stops."""
     engine.should_stop = bool(distributed.agree(int(engine.should_stop)))
     return engine.should_stop
 

@@ -11,7 +11,7 @@ import torch
 from treadle.data.cursor import Group
 from treadle.engine.limits import NO_LIMITS, Limits
 from treadle.errors import ConfigError
-from treadle.errors.arguments import is_whole_number
+from treadle.errors.arguments import check_least, checked, is_whole_number
 from treadle.seed import as_seed
 
 Capture = bool | Literal["auto"]
@@ -22,6 +22,7 @@ MOVABLE = ("grad_clip", "grad_clip_value", "accumulation_steps", "max_non_finite
 """Settings that a hook may change while it trains: checkpoints hold those that changed."""
 
 
+@checked
 @dataclass(frozen=True)
 class EngineSettings:
     """Settings of an engine, checked.
@@ -62,16 +63,11 @@ class EngineSettings:
     limits: Limits = NO_LIMITS
 
     def __post_init__(self) -> None:
-        interval, retries = self.scheduler_interval, self.max_non_finite_grad_retries
-        if interval not in ("step", "epoch"):
-            raise ConfigError("must be 'step' or 'epoch'", argument="scheduler_interval", value=interval)
+        retries = self.max_non_finite_grad_retries
+        check_least(0, grad_clip=self.grad_clip, grad_clip_value=self.grad_clip_value)
+        check_least(0, max_non_finite_grad_retries=retries)
         for name in ("grad_clip", "grad_clip_value"):
-            limit = getattr(self, name)
-            if limit is not None and not (isinstance(limit, (int, float)) and limit >= 0):
-                raise ConfigError(
-                    "must be a number >= 0; use None or 0 to turn clipping off", argument=name, value=limit
-                )
-            object.__setattr__(self, name, limit or None)
+            object.__setattr__(self, name, getattr(self, name) or None)
         if self.grad_clip and self.grad_clip_value:
             raise ConfigError(
                 f"gradients are clipped by their norm already, to {self.grad_clip}; keep one of the two",
@@ -79,11 +75,6 @@ class EngineSettings:
                 value=self.grad_clip_value,
             )
         check_accumulation(self.accumulation_steps)
-        if retries is not None and not (isinstance(retries, int) and retries >= 0):
-            raise ConfigError("must be None or >= 0", argument="max_non_finite_grad_retries", value=retries)
-        check_capture(self.capture)
-        if not isinstance(self.progress, bool):
-            raise ConfigError("must be True or False", argument="progress", value=self.progress)
         object.__setattr__(self, "max_non_finite_grad_retries", retries or 0)
         object.__setattr__(self, "eval_seed", as_seed("eval_seed", self.eval_seed))
 

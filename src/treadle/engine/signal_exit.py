@@ -53,7 +53,7 @@ def exit_after_step(engine: Engine) -> None:
     if engine.num_ranks == 1 or engine.events.abandoned:
         exit_on_signal(engine)
     elif engine.signals.plans:
-        _save_and_exit(engine, int(max((sent[0] for sent in engine.attempt.rank_messages), default=0)))
+        _save_and_exit(engine, int(max((sent[0] for sent in engine.attempt.rank_notices), default=0)))
 
 
 def interruption(engine: Engine) -> Callable[[], bool] | None:

@@ -147,20 +147,20 @@ class SignalListener:
         self._phase = mmap.mmap(-1, 1)  # shared with forked processes; workers of an earlier run keep theirs
         try:
             for number in dict.fromkeys(signals):
-                self._previous[number] = signal.signal(number, self._note)
+                self._previous[number] = signal.signal(number, self._handle)
             yield
         finally:
             self._phase[0] = _OVER
             _restore(self._previous)
 
-    def note(self, number: int) -> None:
+    def record(self, number: int) -> None:
         """Record a signal that a relay received for this run."""
         if self.received is None:
             self.received = number
 
-    def _note(self, number: int, _frame: Any) -> None:
+    def _handle(self, number: int, _frame: Any) -> None:
         if os.getpid() != self._owner:
-            self._note_in_worker(number)
+            self._handle_in_worker(number)
             return
         self._count += 1
         self._phase[0] = _LEAVING
@@ -171,7 +171,7 @@ class SignalListener:
             _restore(self._previous)
             os.kill(os.getpid(), number)
 
-    def _note_in_worker(self, number: int) -> None:
+    def _handle_in_worker(self, number: int) -> None:
         patience = time.monotonic() + _SECONDS_FOR_MAIN
         while self._phase[0] == _LISTENING and time.monotonic() < patience:
             time.sleep(0.02)
@@ -225,7 +225,7 @@ class SignalRelay:
         if new:
             self._in_main_thread(lambda: self._install(new))
         if self.received is not None:
-            listener.note(self.received)
+            listener.record(self.received)
         try:
             yield
         finally:
@@ -237,15 +237,15 @@ class SignalRelay:
 
     def _install(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._handle)
 
-    def _note(self, number: int, _frame: Any) -> None:
+    def _handle(self, number: int, _frame: Any) -> None:
         self._count += 1
         if self.received is None:
             self.received = number
             for listener, signals, _ in list(self._listeners):
                 if number in signals:
-                    listener.note(number)
+                    listener.record(number)
         if self._count >= 3:
             _restore(self._previous)
             os.kill(os.getpid(), number)

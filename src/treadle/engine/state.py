@@ -13,14 +13,15 @@ from treadle import distributed
 from treadle.checkpoint.attributes import Attributes
 from treadle.checkpoint.base_fingerprints import FrozenBase
 from treadle.checkpoint.buffers import HostBuffers, LiveTensors
+from treadle.checkpoint.built_values import BuiltValues
 from treadle.checkpoint.module_state import ModuleState
 from treadle.checkpoint.order import StateProgress
-from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, copy_large_of, to_plain
+from treadle.checkpoint.schema import KEYS, OF_USERS, DeviceCopies, to_plain
 from treadle.device.handover import wait_for_work
 from treadle.engine.beginning import Beginning
 from treadle.engine.first_save import try_loading
 from treadle.engine.hooks_part import HookStates
-from treadle.engine.objects_part import objects_of, parts_of
+from treadle.engine.objects_part import objects_of, owners_of_values, parts_of
 from treadle.engine.origin import RunOrigin
 from treadle.engine.own_objects import OF_OPTIMIZERS, OwnObjects
 from treadle.engine.parts import MOVED_BY_STEPS, PARTS, WITHOUT_WEIGHTS
@@ -83,6 +84,7 @@ class RunState:
         beginning: what hooks change when they begin.
         schedule: comparison of the moves of the schedule with those of the engine.
         built: the parts with which the run was prepared.
+        built_values: values of modules and own objects then.
         objects: the user's own objects on the trainer and the task.
         hooks: state of users' hooks beyond what they save themselves.
         optimizer_attributes: plain attributes of a third-party optimizer.
@@ -92,6 +94,7 @@ class RunState:
     modules: ModuleState
     objects: OwnObjects
     built: PreparedParts
+    built_values: BuiltValues
     hooks: HookStates
     optimizer_attributes: Attributes
 
@@ -131,6 +134,7 @@ class RunState:
         self._parts = (*parts_of(engine), engine.task)  # kept alive: they are known by id, which could be reused
         self.objects = objects_of(engine)
         known = {id(part) for part in (*self._parts, engine, *self.objects.owners.values())}
+        self.built_values = BuiltValues(lambda: owners_of_values(engine))
         self.hooks = HookStates(engine.hooks, known=known, model=engine.model)
         owner = None if is_torch_optimizer(engine.optimizer) else engine.optimizer
         inner = inner_optimizers(owner).values()
@@ -232,13 +236,12 @@ class RunState:
                 self.warn_once(engine, text)
         for part in PARTS:
             part.collect(engine, tree)
-        joins = engine.device.type == "cuda" and (buffers is None or type(buffers) is LiveTensors)
-        copies = {key: DeviceCopies(value) for key, value in tree.items()} if joins else {}
-        copy_large_of(copies.values())
+        soon = type(buffers) is LiveTensors
+        joins = engine.device.type == "cuda" and (buffers is None or soon)
+        copies = DeviceCopies(tree).result(apart=not soon) if joins else {}
         plain = {
             key: to_plain(
-                value, key, copies=copies[key].result() if joins else None, buffers=buffers, parts=parts,
-                encoding=OF_USERS.get(key, "none"),
+                value, key, copies=copies.get(key), buffers=buffers, parts=parts, encoding=OF_USERS.get(key, "none")
             )
             for key, value in tree.items()
         }  # fmt: skip
@@ -262,9 +265,23 @@ class RunState:
                 ", ".join(others), extra={"topic": "other settings"},
             )  # fmt: skip
         self._verify_loaded(engine, saved)
+        if not others:
+            self._warn_of_other_values(engine, saved)
         self.loaded = True
         self.beginning.record_loaded()
         self.origin.moved(StateProgress(engine.progress.step, engine.epoch))
+
+    def _warn_of_other_values(self, engine: Engine, saved: Saved) -> None:
+        """Warn about values with which the run was built differently; rank 0 compares those that rank 0 wrote."""
+        if distributed.rank() or len(saved.get("rng") or ()) != distributed.world_size():
+            return
+        if values := self.built_values.differing(saved.part("built")):
+            engine.logger.warning(
+                "this run was built with other values than the one that wrote the checkpoint: %s. No checkpoint holds "
+                "them, so the run differs from here on. Build it the same way: keep the arguments, and call "
+                "treadle.set_seed before anything is drawn at random",
+                ", ".join(values), extra={"topic": "other values"},
+            )  # fmt: skip
 
     def _verify_loaded(self, engine: Engine, saved: Saved) -> None:
         """Collect the state again and compare it with the loaded checkpoint.
@@ -324,6 +341,10 @@ class RunState:
     def record_saved(self, path: object, step: int) -> None:
         """Record a checkpoint that was written, and the step whose state it holds."""
         self.saved, self.saved_step = str(path), step
+
+    def record_registered(self, hooks: frozenset[str]) -> None:
+        """Record the hooks that are registered on the model when training starts."""
+        self.registered = hooks
 
     def record_resumed(self) -> None:
         """Record that hooks were queried for a checkpoint."""

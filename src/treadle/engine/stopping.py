@@ -12,6 +12,7 @@ from treadle.engine.limits import Deadline
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from treadle.engine.base import EngineBase
     from treadle.engine.loop import Engine
 
 
@@ -74,7 +75,7 @@ class Target:
             return engine.progress.step >= self.max_steps
         return self.epochs is not None and engine.cursor.ended and engine.epoch + 1 >= self.epochs
 
-    def total_steps(self, engine: Engine) -> int | None:
+    def total_steps(self, engine: EngineBase) -> int | None:
         """Return the step at which the run ends, or None if unknown."""
         if self.max_steps is not None:
             return self.max_steps
@@ -83,4 +84,4 @@ class Target:
             return None
         in_this_epoch = math.ceil((length - engine.cursor.position) / engine.settings.accumulation_steps)
         per_epoch = math.ceil(length / engine.settings.accumulation_steps)
-        return engine.progress.step + in_this_epoch + (self.epochs - engine.epoch - 1) * per_epoch
+        return engine.progress.step + in_this_epoch + (self.epochs - engine.cursor.epoch - 1) * per_epoch

@@ -133,6 +133,21 @@ def check_argument(name: str, value: Any, hint: Any) -> None:
             )
 
 
+def check_fields(values: Any, section: str) -> None:
+    """Raise for a field of a dataclass that does not match its annotation; None passes.
+
+    Args:
+        values: the instance.
+        section: prefix of the names in messages.
+
+    Raises:
+        ConfigError: the type of a field differs.
+    """
+    for name, hint in _annotated(type(values).__init__, type(values).__module__)[2].items():
+        if (value := getattr(values, name, None)) is not None:
+            check_argument(f"{section}.{name}", value, hint)
+
+
 def check_least(least: float, **values: float | None) -> None:
     """Raise for a number below a bound; None passes.
 

@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
 from treadle.checkpoint.schema import non_finite_names, versions
 from treadle.checkpoint.shard_manifest import is_whole
-from treadle.errors import CheckpointError, ConfigError, nearest
+from treadle.errors import CheckpointError, ConfigError
 from treadle.errors.arguments import checked
 from treadle.exchange.pretrained import find_config, ties_embeddings, write_folder
 from treadle.exchange.sources import Source, find_source
@@ -77,8 +77,6 @@ def export_weights(
         >>> list(torch.load(export_weights("old.pth", "torch").path, weights_only=True))
         ['weight', 'bias']
     """
-    if to not in get_args(Form):
-        raise ConfigError(nearest(str(to), get_args(Form)), argument="to", value=to)
     if config is not None and to != "hf":
         raise ConfigError(f" is for to='hf' only, and to={to!r}", argument="config", value=os.fspath(config))
     asked = Path(source)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
-
-from torch import Tensor
 
 from treadle.checkpoint.introspection import is_user_class
 from treadle.data.amount import FirstBatches
@@ -54,7 +53,7 @@ class EpochTrainer:
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] | None = None
         self.improved = False
-        self.scoring = False  # whether an evaluation is running or has failed
+        self._scoring = False  # whether an evaluation is running or has failed
         self.deadline: Deadline | None = None  # deadline of a call that runs the engine several times
         engine.state_parts.append(self)
 
@@ -204,6 +203,17 @@ class EpochTrainer:
         with self.scored_weights():
             return try_evaluation(self.engine, val_loader, task)
 
+    @contextlib.contextmanager
+    def saving_if_evaluation_fails(self, save: Callable[[], None]) -> Iterator[None]:
+        """Call ``save`` if an evaluation fails inside the block, so that the trained epoch is not lost."""
+        self._scoring = False
+        try:
+            yield
+        except Exception:
+            if self._scoring:
+                save()
+            raise
+
     def scored_weights(self) -> AbstractContextManager[None]:
         """Use the weights that evaluations score inside the block."""
         return scored_weights(self.engine)
@@ -218,12 +228,12 @@ class EpochTrainer:
         train = engine.train_means()
         record: dict[str, Any] = {"epoch": engine.epoch + 1, **self.train_record(train)}
         if val_loader is not None:
-            self.scoring = True  # stays True if the evaluation fails
+            self._scoring = True  # stays True if the evaluation fails
             self.metrics = dict(results_of("evaluate", self.evaluate_each(val_loader)))
-            self.scoring = False
+            self._scoring = False
             engine.state.record_scored("ema" if engine.averages or has_modes(engine.optimizer) else "model")
             record.update({f"{self.prefix}{name}": value for name, value in self.metrics.items()})
-        record["lr"] = _as_float(engine.last_lr[0]) if engine.last_lr else math.nan
+        record["lr"] = float(engine.last_lr[0]) if engine.last_lr else math.nan
         value = float(record[f"train_{self.loss_name}"])
         if self.best is not None:
             value = self.best.value_in(record)
@@ -270,10 +280,6 @@ class EpochTrainer:
 def _owner(kind: type, method: str) -> type:
     """Return the class that defines a method of another class."""
     return next(owner for owner in kind.__mro__ if method in vars(owner))
-
-
-def _as_float(value: float | Tensor) -> float:
-    return float(value)
 
 
 def numbers_of(record: Mapping[str, Any]) -> str:

@@ -80,8 +80,8 @@ def refuse_other_kinds(kind: type, base: type) -> None:
 def refuse_replaced_parts(trainer: Engine, base: type) -> None:
     """Raise ConfigError for an attribute with the name of a part or a method of the engine."""
     for name, kind in _PARTS.items():
-        value = getattr(trainer, name)
-        if not isinstance(value, kind):
+        value = vars(trainer).get(name)
+        if name in vars(trainer) and not isinstance(value, kind):
             raise ConfigError(
                 f"{type(trainer).__name__}.{name}={value!r}: the engine stores its {kind.__name__} under this name; "
                 "rename the attribute of the subclass"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -113,6 +114,7 @@ def settings_of(trainer: Engine) -> dict[str, Any]:
             "trainable": sum(size for size, trainable in sizes if trainable),
         },
         "optimizer": _optimizer(trainer.optimizer),
+        **_seed(),
         "precision": trainer.precision.name or "full",
         "device": str(trainer.device),
         "ranks": distributed.world_size(),
@@ -125,6 +127,12 @@ def settings_of(trainer: Engine) -> dict[str, Any]:
     if commit is not None:
         found["git_commit"] = commit
     return found
+
+
+def _seed() -> dict[str, int]:
+    """Return the seed of torch's generator as a setting; nothing if none was set, when torch draws 64 random bits."""
+    seed = torch.initial_seed()
+    return {"seed": seed} if seed < 2**32 else {}
 
 
 # Arguments of torch's schedulers; the rest of their state changes during the run.

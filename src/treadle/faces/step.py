@@ -335,7 +335,7 @@ class BaseTrainer(Engine):
         if self.hooks is None:
             check_overrides(self, BaseTrainer)
             announce_building(self)
-            # A helper that a subclass calls itself shares the name by chance.
+            # A subclass may have a method of this name for something else, which only the subclass calls.
             BaseTrainer._build(self) if is_own_helper(type(self), BaseTrainer, "_build") else self._build()
             refuse_replaced_parts(self, BaseTrainer)  # build methods may assign too
             if self.hooks is None:

@@ -21,7 +21,7 @@ from treadle.engine.evaluation import (
     results_of,
     try_override,
 )
-from treadle.engine.session import claimed_by_hooks, ranks_stop, resume_from_hooks
+from treadle.engine.session import agree_to_stop, claimed_by_hooks, resume_from_hooks
 from treadle.engine.signal_exit import SignalsBetweenRuns
 from treadle.engine.stopping import Target
 from treadle.errors import ConfigError
@@ -114,7 +114,7 @@ class FaceEpochs(SelectingEpochs):
         last = engine.settings.limits.target(None, epochs)[1] or 0
         try:
             with claimed_by_hooks(engine), SignalsBetweenRuns(engine) as between:
-                while engine.epoch < last and not (self.finished or ranks_stop(engine)):
+                while engine.epoch < last and not (self.finished or agree_to_stop(engine)):
                     engine.cursor.settle(loader)
                     record = self._run_wrapped_epoch(partial(train_epoch, loader))
                     with between.handled():

@@ -78,6 +78,10 @@ class HistoryFile(HistoryHook):
         super().__init__("history.json", history)
         self.folder: Path | None = None
 
+    def use(self, folder: Path | None) -> None:
+        """Set the run folder; None writes nothing."""
+        self.folder = folder
+
     def on_before_train(self, trainer: Engine) -> None:
         """Rename the file of another run if this run starts fresh."""
         if self.folder is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine import Engine
 from treadle.engine.start_log import short_path
 from treadle.exchange.pretrained import has_save_pretrained, write_pretrained
-from treadle.faces.epochs import EpochTrainer
 from treadle.faces.folder import CheckpointFolder
 from treadle.functional.files import BEST, LAST, HistoryFile, checkpoints_in, epoch_file
 
@@ -34,9 +33,9 @@ class NumberedFolder(CheckpointFolder):
         history: hook that writes the history into the folder.
         retention: rule of which numbered checkpoints to keep.
         best_epochs: returns the epochs whose numbered checkpoints are kept too.
+        other_names: returns parts of a tree under further names, without extra space in the file.
 
     Attributes:
-        other_names: returns parts of a tree under further names, without extra space in the file.
         callbacks_interrupted: whether the run resumed from an epoch whose callbacks did not end.
     """
 
@@ -50,6 +49,7 @@ class NumberedFolder(CheckpointFolder):
         *,
         retention: Retention | None = None,
         best_epochs: Callable[[Callable[[int], bool]], list[int]] = lambda has_file: [],
+        other_names: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: {},
     ):
         super().__init__(engine, "save_dir")
         self._retention = retention or Retention()
@@ -57,7 +57,7 @@ class NumberedFolder(CheckpointFolder):
         self._history = history
         self._save = save
         self._save_freq = 0
-        self.other_names: Callable[[dict[str, Any]], dict[str, Any]] = lambda tree: {}
+        self._other_names = other_names
         self._written: list[Path] | None = None  # files at the end of the current epoch, while being written
         self._callbacks_due = False  # whether the state being written precedes the epoch's callbacks
         self.callbacks_interrupted = False
@@ -65,13 +65,13 @@ class NumberedFolder(CheckpointFolder):
     def use(self, path: str | Path | None, save_freq: int | None = None) -> None:
         """Set the folder of a call, and the epochs between numbered checkpoints; 0 or None for none."""
         super().use(path)
-        self._history.folder = self.path
+        self._history.use(self.path)
         self._save_freq = save_freq or 0
 
     def held(self) -> AbstractContextManager[None]:
         """Lock the folder for this run inside the block; a replayed run writes no history either."""
         held = super().held()
-        self._history.folder = self.path
+        self._history.use(self.path)
         return held
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -201,16 +201,10 @@ class NumberedFolder(CheckpointFolder):
             path = short_path(self.engine.state.saved)
             self.engine.logger.info(text, path, self.engine.step, self.engine.epoch)
 
-    @contextlib.contextmanager
-    def saving_if_evaluation_fails(self, epochs: EpochTrainer) -> Iterator[None]:
-        """Save the trained epoch if its evaluation fails inside the block, as on a signal; single process only."""
-        epochs.scoring = False
-        try:
-            yield
-        except Exception:
-            if epochs.scoring and self.path is not None and distributed.world_size() == 1:
-                self.save_and_log()
-            raise
+    def save_after_failed_evaluation(self) -> None:
+        """Write the trained epoch, as on a signal; in a single process only."""
+        if self.path is not None and distributed.world_size() == 1:
+            self.save_and_log()
 
     def _write_pretrained(self, path: Path, scored_weights: Callable[[], AbstractContextManager[None]]) -> None:
         model = self.engine.model
@@ -230,7 +224,7 @@ class NumberedFolder(CheckpointFolder):
             tree["best_metric"] = float(metric_value)
         if self._callbacks_due:
             tree["callbacks_due"] = True
-        tree |= self.other_names(tree)
+        tree |= self._other_names(tree)
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         self.engine.state.record_saved(written, self.engine.step)
         on_rank_0(lambda: self._name(written))

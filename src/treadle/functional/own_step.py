@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from treadle import distributed
 from treadle.data.cursor import Group
@@ -12,9 +13,21 @@ from treadle.engine import Engine
 from treadle.engine.settings import Outcome
 from treadle.errors import ConfigError
 from treadle.functional.replaced import ReplacedStep
+from treadle.functional.task import TrainerTask
+
+if TYPE_CHECKING:
+    from treadle.functional.trainer import Trainer
 
 OwnStep = Callable[[Any], Any]
 _STEP_KEYS = ("loss", "lr", "grad_norm")
+
+
+def engine_class(trainer: Trainer, task: TrainerTask) -> Callable[..., Engine]:
+    """Return Engine, or an engine that runs the subclass's ``train_step``."""
+    if not trainer._overrides("train_step"):
+        return Engine
+    replaced = trainer._replaces("train_step")
+    return partial(OwnStepEngine, own_step=trainer.train_step, weighted=task.weighted, replaced=replaced)
 
 
 class OwnStepEngine(Engine):

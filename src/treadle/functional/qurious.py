@@ -20,6 +20,7 @@ from treadle.errors.arguments import suggesting
 from treadle.exchange.foreign import is_own
 from treadle.exchange.loading import take_over
 from treadle.functional import trainer as ours
+from treadle.functional.callbacks import Callback
 from treadle.functional.files import as_columns
 from treadle.functional.settings import EVERY_EPOCH, read_settings
 
@@ -106,7 +107,13 @@ class Trainer(ours.Trainer):
             rate = read_settings(config).learning_rate
             optimizer = self._get_default_optimizer(1e-4 if rate is None else rate)
         super().__init__(model, optimizer, loss_fn, config, None if device == "auto" else device, scheduler, **rest)
-        self._folder.other_names = _names_of_the_package
+
+    def _other_names(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return the parts of a checkpoint that the package reads, under its names."""
+        parts = {"model_state_dict": "model", "optimizer_state_dict": "optimizer", "step": "global_step"}
+        optional = {"scheduler_state_dict": "scheduler", "metric_value": "best_metric"}
+        given = {name: key for name, key in optional.items() if tree[key] is not None}
+        return {name: tree[key] for name, key in {**parts, **given}.items()}
 
     def _get_default_optimizer(self, learning_rate: float) -> Optimizer:
         """Return AdamW of all parameters."""
@@ -146,7 +153,7 @@ class Trainer(ours.Trainer):
         eval_dataloader: Iterable[Any] | None = None,
         best_model_metric: str | None = "eval_loss",
         early_stopping_patience: int | None = None,
-        callbacks: Sequence[ours.Callback] | None = None,
+        callbacks: Sequence[Callback] | None = None,
         *,
         save_dir: str | Path | None = None,
         save_freq: int | None = EVERY_EPOCH,
@@ -236,14 +243,6 @@ class Trainer(ours.Trainer):
 
 def _prefixed(name: str, prefix: str) -> str:
     return f"{prefix}{name}" if name == "loss" else name
-
-
-def _names_of_the_package(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a checkpoint that the package reads, under its names."""
-    found = {"model_state_dict": tree["model"], "optimizer_state_dict": tree["optimizer"], "step": tree["global_step"]}
-    if tree["scheduler"] is not None:
-        found["scheduler_state_dict"] = tree["scheduler"]
-    return found if tree["best_metric"] is None else {**found, "metric_value": tree["best_metric"]}
 
 
 def _paths_of(config: Any, run: Any) -> Path | None:

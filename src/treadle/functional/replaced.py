@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from treadle.data.cursor import Group
 from treadle.engine import Engine
-from treadle.engine.attempt import apply_step_effects, begin_attempt
-from treadle.engine.progress import LearningRates
+from treadle.engine.attempt import apply_step_effects, begin_record
 from treadle.engine.settings import Outcome
 from treadle.engine.signal_exit import exit_on_signal
 from treadle.errors import ConfigError
@@ -98,7 +97,6 @@ class ReplacedStep:
     def __init__(self, engine: Engine, own_step: Callable[[Any], Any]):
         self._engine = engine
         self._own_step = own_step
-        self._rates = LearningRates()
         self._observer = StepObserver(engine.optimizer, engine.lr_scheduler)
 
     def run(self, group: Group) -> Outcome:
@@ -111,10 +109,10 @@ class ReplacedStep:
             ConfigError: it did not return a dict with a loss.
         """
         engine, batch = self._engine, group.batches[0]
-        rates = self._rates.read(engine.optimizer)
+        rates = engine.progress.read_rates(engine.optimizer)
         self._observer.start()
         result = self._own_step(batch)
-        begin_attempt(engine, group)
+        begin_record(engine, group)
         engine.attempt.info["lr"] = rates
         engine.attempt.record_output(step_output(batch, result))
         if not self._observer.weights_changed:
@@ -226,7 +224,6 @@ class OwnSteps:
     def __init__(self, engine: Engine):
         self.observer = StepObserver(engine.optimizer, engine.lr_scheduler)
         self._engine = engine
-        self._rates = LearningRates()
         self._counting = False
         self._inside: Optimizer | None = None  # optimizer whose step is running; nested steps are part of it
         inner = [one for one in vars(engine.optimizer).values() if isinstance(one, Optimizer)]  # SAM steps its own
@@ -263,18 +260,26 @@ class OwnSteps:
             return
         self._inside, progress = optimizer, self._engine.progress
         if self._counting and not progress.in_step:  # a step through train_step counts itself
-            progress.begin_step()
-            progress.micro_steps += 1
-            progress.apply(self._rates.read(self._engine.optimizer))
-            progress.in_step = False
+            progress.count_own_step(self._engine.optimizer)
 
 
-def warn_of_replaced_step(settings: TrainingSettings) -> None:
-    """Warn once about features that a replaced step lacks, and refuse settings without effect in it.
+def warn_of_replaced(replaces: Callable[[str], bool], settings: TrainingSettings) -> None:
+    """Warn once about features that a replaced step or epoch lacks, and refuse settings without effect in it.
+
+    Args:
+        replaces: returns whether a user's method does not call the one that it overrides.
+        settings: settings of the trainer.
 
     Raises:
-        ConfigError: mixed precision is requested, which the override must do itself.
+        ConfigError: mixed precision or accumulation is requested, which the override must do itself.
     """
+    if replaces("train_step"):
+        _warn_of_replaced_step(settings)
+    if replaces("train_epoch"):
+        _warn_of_replaced_epoch(settings)
+
+
+def _warn_of_replaced_step(settings: TrainingSettings) -> None:
     _refuse_precision(settings, "train_step")
     _log.warning(
         "train_step: the override replaces this trainer's step. Each call is a step, applied if it changes the "
@@ -284,12 +289,7 @@ def warn_of_replaced_step(settings: TrainingSettings) -> None:
     )  # fmt: skip
 
 
-def warn_of_replaced_epoch(settings: TrainingSettings) -> None:
-    """Warn once about features that a replaced epoch lacks, and refuse settings without effect in it.
-
-    Raises:
-        ConfigError: mixed precision or accumulation is requested, which the override must do itself.
-    """
+def _warn_of_replaced_epoch(settings: TrainingSettings) -> None:
     _refuse_precision(settings, "train_epoch")
     if settings.gradient_accumulation_steps > 1:
         raise ConfigError(

@@ -7,16 +7,15 @@ import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from treadle.capture.checkpointing import Checkpointing, check_checkpointing
 from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_argument, is_whole_number
+from treadle.errors.arguments import check_fields, check_least, check_within, is_whole_number
 from treadle.faces.build import EngineArguments
 from treadle.functional.other_names import hint_for_unknown
 from treadle.functional.user_config import UserConfig
@@ -29,6 +28,11 @@ _FIRST = (
     "max_grad_norm", "scheduler_step_per_batch", "weight_decay", "learning_rate", "gradient_accumulation_steps",
     "mixed_precision", "max_non_finite_grad_retries", "log_interval", "min_delta", "ema_decay",
 )  # fmt: skip
+_LEAST = {
+    0: ("max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta", "min_lr_scale",
+        "max_non_finite_grad_retries", "log_interval"),
+    1: ("gradient_accumulation_steps", "save_total_limit", "save_top_k"),
+}  # fmt: skip
 UNUSED = ("batch_size", "num_epochs", "epochs", "seed", "max_eval_samples")
 _OF_FILES = ("checkpoint_dir", "save_interval")
 _SYNONYMS = {
@@ -90,11 +94,11 @@ class TrainingSettings:
     max_grad_norm: float | None = None
     """Total 2-norm to clip to; None or 0 off."""
     scheduler_step_per_batch: bool = False
-    """True steps the scheduler with every applied step, False with every epoch."""
+    """Whether the scheduler steps after every applied step rather than after every epoch."""
     weight_decay: float | None = None
-    """Of the optimizer that the trainer builds; 0.01 by default."""
+    """Weight decay of the optimizer that the trainer builds; 0.01 by default."""
     learning_rate: float | None = None
-    """Of the optimizer that the trainer builds; 1e-4 by default."""
+    """Learning rate of the optimizer that the trainer builds; 1e-4 by default."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per step."""
     mixed_precision: PrecisionName | bool | None = None
@@ -106,67 +110,50 @@ class TrainingSettings:
     min_delta: float = 0.0
     """Smallest improvement that counts, for the best epoch and early stopping."""
     ema_decay: float | None = None
-    """Decay of an averaged copy of the weights, which evaluations then score; None keeps none."""
+    """Decay of an exponential moving average of the weights, which evaluations then score; None keeps none."""
     max_time: Duration | None = None
-    """How long one call of ``train`` may take: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta."""
+    """Time limit of one call of ``train``: seconds, ``"HH:MM:SS"``, ``"1h30m"`` or a timedelta."""
     limit_train_batches: Amount | None = None
-    """Micro-batches of an epoch, or a float, the part of it."""
+    """Micro-batches per epoch, or a float, a fraction of it."""
     limit_eval_batches: Amount | None = None
-    """Batches of ``evaluate`` and ``validate``, also while training, or a float, the part of the loader."""
+    """Batches of ``evaluate`` and ``validate``, also during training, or a float, a fraction of the loader."""
     overfit_batches: Amount | None = None
-    """Batches at the start of the loader that make every epoch, read once."""
+    """Number of batches from the start of the loader that make up every epoch, read once."""
     fast_dev_run: bool | int = False
-    """True or a number: so many steps and batches of an evaluation, once; nothing is written or resumed."""
+    """True or a number of steps and of batches per evaluation; nothing is written or resumed."""
     num_sanity_eval_steps: int = 0
-    """Batches to evaluate before step 1 of a fresh run; -1 for all."""
+    """Batches to evaluate before step 1 of a fresh run; -1 evaluates all."""
     save_total_limit: int | None = None
-    """Numbered checkpoints in ``save_dir`` that stay, the newest ones; None keeps all."""
+    """Number of newest numbered checkpoints to keep in ``save_dir``; None keeps all."""
     save_top_k: int | None = None
-    """Numbered checkpoints that stay as well, those of the best epochs; alone, the newest one stays beside them."""
+    """Number of best epochs whose numbered checkpoints are kept too; without ``save_total_limit``, so is the newest."""
     save_on_signal: bool = True
-    """Save and leave at Ctrl-C and SIGTERM where there is a ``save_dir``, with 128 + the signal as exit code."""
+    """Whether Ctrl-C and SIGTERM save and exit, with 128 + the signal as exit code, if there is a ``save_dir``."""
     grad_clip_value: float | None = None
     """Largest absolute value of a gradient's element; None or 0 off. Not together with ``max_grad_norm``."""
     gradient_checkpointing: Checkpointing = False
-    """True computes activations again in the backward pass: by the model's own method where it has one, else in each
-    item of its ModuleLists; or names of modules, such as ``["layers.*"]``."""
+    """True recomputes activations in the backward pass: by the model's own method if it has one, else in each item of
+    its ModuleLists; or names of modules, such as ``["layers.*"]``."""
     lr_scheduler: str | None = None
-    """A schedule by name, over all steps of ``train``: ``"cosine"``, ``"linear"``, ``"wsd"``, ``"inverse_sqrt"`` or
+    """Name of a schedule over all steps of ``train``: ``"cosine"``, ``"linear"``, ``"wsd"``, ``"inverse_sqrt"`` or
     ``"constant"``."""
     warmup_steps: int | None = None
-    """Updates of linear warm-up of ``lr_scheduler``."""
+    """Number of warm-up updates of ``lr_scheduler``, linear."""
     warmup_ratio: float | None = None
-    """The warm-up as a part of all steps, in place of ``warmup_steps``."""
+    """Warm-up as a fraction of all steps, instead of ``warmup_steps``."""
     min_lr_scale: float = 0.0
-    """The last factor of the rate in ``lr_scheduler``."""
+    """Final factor of the learning rate in ``lr_scheduler``."""
 
     def __post_init__(self) -> None:
         try:
             Limits.among(vars(self))  # validates the values now
         except ConfigError as error:
             raise error.renamed(f"{_WHERE}.{error.argument}") from None
-        for name in (
-            "max_grad_norm", "grad_clip_value", "weight_decay", "learning_rate", "ema_decay", "min_delta",
-            "min_lr_scale",
-        ):  # fmt: skip
-            self._check(name, Real, 0, math_name="a number")
-        for name in ("max_non_finite_grad_retries", "log_interval"):
-            self._check(name, Integral, 0, math_name="a whole number")
-        for name in ("gradient_accumulation_steps", "save_total_limit", "save_top_k"):
-            self._check(name, Integral, 1, math_name="a whole number")
-        if self.ema_decay is not None and self.ema_decay > 1:
-            raise ConfigError("must lie in [0, 1], or be None", argument=f"{_WHERE}.ema_decay", value=self.ema_decay)
-        if not (isinstance(self.mixed_precision, bool) or self.mixed_precision in (None, *get_args(PrecisionName))):
-            raise ConfigError(
-                "must be 'bf16', 'fp16', True (bf16), False or None",
-                argument=f"{_WHERE}.mixed_precision",
-                value=self.mixed_precision,
-            )
+        check_fields(self, _WHERE)
+        for least, names in _LEAST.items():
+            check_least(least, **{f"{_WHERE}.{name}": getattr(self, name) for name in names})
+        check_within("[0, 1]", **{f"{_WHERE}.ema_decay": self.ema_decay})
         check_checkpointing(self.gradient_checkpointing, name=f"{_WHERE}.gradient_checkpointing")
-        for name in ("scheduler_step_per_batch", "save_on_signal"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError("must be True or False", argument=f"{_WHERE}.{name}", value=getattr(self, name))
-
         self._check_schedule()
 
     def _check_schedule(self) -> None:
@@ -177,20 +164,12 @@ class TrainingSettings:
                     argument=f"{_WHERE}.{name}",
                     value=getattr(self, name),
                 )
-        check_argument(f"{_WHERE}.lr_scheduler", self.lr_scheduler, str | None)
         try:
             _ = self.schedule
         except ConfigError as error:
             names = {"min_scale": "min_lr_scale"}
             name = str(error.argument)
             raise error.renamed(f"{_WHERE}.{names.get(name, name)}") from None
-
-    def _check(self, name: str, kind: type, least: Any, *, math_name: str) -> None:
-        value: Any = getattr(self, name)
-        if value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, kind) or not value >= least:
-            raise ConfigError(f"must be {math_name} >= {least}, or None", argument=f"{_WHERE}.{name}", value=value)
 
     def described(self) -> dict[str, Any]:
         """Return plain values for checkpoints: all older settings, and newer ones if set."""

@@ -14,14 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from treadle.capture.compile import Compile
-from treadle.checkpoint.comparison import same
 from treadle.checkpoint.store import load_checkpoint
 from treadle.device import to_device
-from treadle.engine import Engine
 from treadle.engine.best import Mode
 from treadle.engine.hook import BaseHook
 from treadle.engine.metrics import EpochMetrics
-from treadle.engine.movable_state import movable_state
 from treadle.engine.names import replaces, takes
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.settings import Capture
@@ -32,6 +29,7 @@ from treadle.faces.folder import loss_name
 from treadle.faces.loaders import EvalLoaders, check_batches
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
+from treadle.functional.callbacks import Callback, Callbacks
 from treadle.functional.checks import check_call, log_early_stopping, warn_of_callbacks, warn_of_idle_files
 from treadle.functional.construction import (
     check_loss_fn,
@@ -47,8 +45,8 @@ from treadle.functional.folder import NumberedFolder
 from treadle.functional.losses import explain_loss_error, loss_weight, missing_loss, model_loss
 from treadle.functional.metric_rule import eval_losses, known_keys, rule_for
 from treadle.functional.own_hooks import own_hooks
-from treadle.functional.own_step import OwnStepEngine, numbers_of
-from treadle.functional.replaced import warn_of_replaced_epoch, warn_of_replaced_step
+from treadle.functional.own_step import OwnStepEngine, engine_class, numbers_of
+from treadle.functional.replaced import warn_of_replaced
 from treadle.functional.settings import EVERY_EPOCH, read_run_defaults, read_settings
 from treadle.functional.task import EvalTask, OverriddenEvalTask, TrainerTask
 from treadle.functional.unused_settings import read_unused_settings
@@ -56,7 +54,6 @@ from treadle.hooks.trackers import TrackerChoice
 from treadle.optim.precision import in_full_precision
 
 _log = logging.getLogger("treadle.functional")
-Callback = Callable[[Any, int, dict[str, Any]], object]
 
 
 class Trainer(EpochFace):
@@ -146,23 +143,16 @@ class Trainer(EpochFace):
         self._engine = build_engine(
             "functional", self.model, self.optimizer, task, arguments, hooks=hooks, trackers=trackers,
             own_hooks=own_hooks(self.settings, self._history_file, lambda: self._folder.save_and_log()),
-            progress=progress, log_every=self.settings.log_interval, make=self._engine_class(task),
+            progress=progress, log_every=self.settings.log_interval, make=engine_class(self, task),
         )  # fmt: skip
         self._folder = NumberedFolder(
             self._engine, self._save_checkpoint, self._history_file,
-            retention=self.settings.retention(), best_epochs=self._best_epochs,
+            retention=self.settings.retention(), best_epochs=self._best_epochs, other_names=self._other_names,
         )  # fmt: skip
         self._epochs = FaceEpochs(
             self._engine, self._eval_task, evaluate=lambda: self.evaluate if self._is_own("evaluate") else None
         )
-        self._warn_of_replaced_methods()
-
-    def _engine_class(self, task: TrainerTask) -> Callable[..., Engine]:
-        """Return Engine, or an engine that uses the subclass's ``train_step``."""
-        if not self._overrides("train_step"):
-            return Engine
-        replaced = self._replaces("train_step")
-        return partial(OwnStepEngine, own_step=self.train_step, weighted=task.weighted, replaced=replaced)
+        warn_of_replaced(self._replaces, self.settings)
 
     def _overrides(self, method: str) -> bool:
         return getattr(type(self), method) is not getattr(self._face, method)
@@ -174,12 +164,6 @@ class Trainer(EpochFace):
     def _replaces(self, method: str) -> bool:
         """Return whether a user's method does not call the one that it overrides."""
         return method in vars(self) or replaces(type(self), self._face, method)
-
-    def _warn_of_replaced_methods(self) -> None:
-        if self._replaces("train_step"):
-            warn_of_replaced_step(self.settings)
-        if self._replaces("train_epoch"):
-            warn_of_replaced_epoch(self.settings)
 
     # -- results so far -------------------------------------------------------------------------------------
 
@@ -340,8 +324,8 @@ class Trainer(EpochFace):
         )  # fmt: skip
         set_length(self.scheduler, train_dataloader, num_epochs, settings=self.settings)
         self._use_folder(save_dir, save_freq, best_model_metric)
-        breaking = self._folder.saving_if_evaluation_fails(self._epochs)
-        with run_log_shown(self._engine), self._folder.training(), breaking:
+        saving = self._epochs.saving_if_evaluation_fails(self._folder.save_after_failed_evaluation)
+        with run_log_shown(self._engine), self._folder.training(), saving:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
             warn_of_callbacks(self, callbacks, self._known_keys(eval_dataloader))
@@ -368,14 +352,15 @@ class Trainer(EpochFace):
         eval_loader: Iterable[Any] | None,
         callbacks: Sequence[Callback],
     ) -> None:
-        if self._folder.callbacks_interrupted and self._call_back_again(callbacks, train_loader):
+        own = Callbacks(self, self._engine, self._folder, callbacks=callbacks, first_epoch=self._first_epoch)
+        if self._folder.callbacks_interrupted and own.call_again(train_loader):
             return
-        after_epoch = partial(self._end_epoch, callbacks)
+        after_epoch = partial(self._end_epoch, own)
         if self._is_own("train_epoch"):
-            own = self.train_epoch
+            users = self.train_epoch
 
             def train_epoch(batches: Iterable[Any], epoch: int) -> Any:
-                return own(batches, eval_loader, epoch) if takes(own, 3) else own(batches, eval_loader)
+                return users(batches, eval_loader, epoch) if takes(users, 3) else users(batches, eval_loader)
 
             if self._replaces("train_epoch"):
                 loaders = train_loader, eval_loader
@@ -392,7 +377,7 @@ class Trainer(EpochFace):
             return []
         return rule.ranked(record for record in self._epochs.history if has_file(record["epoch"]))[:count]
 
-    def _end_epoch(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
+    def _end_epoch(self, callbacks: Callbacks, record: dict[str, Any]) -> None:
         improved = None if self._epochs.best is None else self._epochs.improved
         self._folder.write_epoch(
             improved=improved, best=self.best_metric, scored_weights=self._epochs.scored_weights,
@@ -401,23 +386,7 @@ class Trainer(EpochFace):
         if not self._is_own("train_epoch") or self._replaces("train_epoch"):  # else train_epoch logs the line itself
             log_epoch(self.epoch - 1, record)
         if callbacks:
-            self._call_back(callbacks, record)
-
-    def _call_back(self, callbacks: Sequence[Callback], record: dict[str, Any]) -> None:
-        """Call the callbacks of a complete epoch, and save what they change."""
-        before = movable_state(self._engine)
-        for callback in callbacks:
-            callback(self, self.epoch - 1 + self._first_epoch, in_order(record))
-        if not same(before, movable_state(self._engine)):
-            self._folder.write_changed(self.best_metric)
-        self._folder.end_callbacks()
-
-    def _call_back_again(self, callbacks: Sequence[Callback], loader: Iterable[Any]) -> bool:
-        """Call the callbacks in which the process was killed; return whether one of them stops the run."""
-        _log.info("epoch %d: its callbacks, which were interrupted, are called again", self.epoch)
-        self._engine.cursor.settle(loader)
-        self._call_back(callbacks, self._epochs.history[-1])
-        return self.should_stop
+            callbacks.call(record)
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
@@ -475,6 +444,10 @@ class Trainer(EpochFace):
         left_out = {key for key, load in (("optimizer", load_optimizer), ("scheduler", load_scheduler)) if not load}
         self._folder.restore({key: None if key in left_out else value for key, value in tree.items()}, path)
         return tree
+
+    def _other_names(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """Return parts of a checkpoint that are stored under further names too."""
+        return {}
 
     def _save_checkpoint(self, path: str | Path, epoch: int, metric_value: float | None = None) -> None:
         """Write one full checkpoint; every file of ``train`` goes through here, on every rank.

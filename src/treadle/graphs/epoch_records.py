@@ -77,7 +77,9 @@ class GraphEpochs(SelectingEpochs):
         record: dict[str, Any] = {}
 
         def score() -> float:
-            record.update(self.train_record(self.engine.train_means()), lr=self._lr())
+            record.update(
+                self.train_record(self.engine.train_means()), lr=float(read_scalars(self.engine.last_lr[:1])[0])
+            )
             return float(record["train_loss"])
 
         self.engine.run(loader, epochs=self.engine.epoch + 1, score_epoch=score)
@@ -94,9 +96,6 @@ class GraphEpochs(SelectingEpochs):
             **padding,
             "time": time.perf_counter() - self._opened,
         }
-
-    def _lr(self) -> float:
-        return float(read_scalars(self.engine.last_lr[:1])[0])
 
     def _score(self, val_loader: EvalLoaders | None) -> float:
         value = super()._score(val_loader)

@@ -40,11 +40,12 @@ class TrainOutputsHook(BaseHook):
 
     def on_before_step(self, trainer: Engine) -> None:
         """Discard outputs that no step has counted."""
-        self._task.step_outputs = []
+        self._task.step_outputs.clear()
 
     def on_after_step(self, trainer: Engine) -> None:
         """Keep the outputs of the step; for a retried step, those of the last attempt."""
-        taken, self._task.step_outputs = self._task.step_outputs, []
+        taken = list(self._task.step_outputs)
+        self._task.step_outputs.clear()
         counted = len(trainer.attempt.outputs)
         for outputs in taken[len(taken) - counted :] if counted else []:
             self._outputs.append(outputs)
@@ -87,7 +88,9 @@ class TrainOutputsHook(BaseHook):
     def measure(self) -> dict[str, float]:
         """Return the task's metrics of the kept outputs."""
         metrics = self._task.new_metrics()
-        for outputs in self._outputs:
+        packed = _packed(self._outputs)
+        at_once = packed["sizes"] is not None and isinstance(self._metrics, GraphMetrics)
+        for outputs in [packed["parts"]] if at_once else self._outputs:
             metrics.update(outputs)
         if self._older is not None and isinstance(self._metrics, GraphMetrics):
             self._metrics.add_sums(self._older.sums())
@@ -102,7 +105,7 @@ class TrainOutputsHook(BaseHook):
 
     def on_load_state_dict(self, trainer: Engine, state_dict: Mapping[str, Any]) -> None:
         """Restore the outputs; with a different number of ranks, rank 0 takes all, since metrics are over all ranks."""
-        self._task.step_outputs = []
+        self._task.step_outputs.clear()
         self._clear()
         saved = ((state_dict.get("hooks") or {}).get(self.state_key) or {}).get("ranks", [])
         if len(saved) == distributed.world_size():

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from treadle.capture.compile import Compile
+from treadle.checkpoint.buffers import LiveTensors
 from treadle.checkpoint.comparison import same
 from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.schema import to_plain
@@ -390,7 +391,7 @@ class BestAndLast(CheckpointFolder):
         folder = self.path
         assert folder is not None
         self.before_write()
-        tree = self.engine.state_dict()
+        tree = self.engine.state_dict(buffers=LiveTensors())
         on_rank_0(lambda: write_best_and_last(tree, folder, is_best=improved))
         on_rank_0(lambda: self.name_best_and_last(folder / "best.pt", folder / "last.pt"))
         self.engine.state.record_saved(folder / "last.pt", self.engine.step)

@@ -86,8 +86,8 @@ class ProgressBarHook(BaseHook):
         self._means.reset()
         self._shown = {}
         self._screen = None if self._silent else self._open(trainer)
-        if self._screen is not None and RUN_LOG.screen is None:
-            RUN_LOG.screen = self._screen
+        if self._screen is not None:
+            RUN_LOG.show_above(self._screen)
 
     @forked_rng()  # rich draws from Python's random for its styles, which must not affect training
     def _open(self, trainer: Engine) -> Screen | None:
@@ -144,8 +144,7 @@ class ProgressBarHook(BaseHook):
         """Restore the terminal, with the last state of the bar, or without it after an error or a signal."""
         if self._screen is not None:
             self._screen.stop(keep=error is None)
-        if RUN_LOG.screen is self._screen:
-            RUN_LOG.screen = None
+        RUN_LOG.leave(self._screen)
         self._screen = None
 
     def print_above(self, text: str) -> None:
@@ -232,7 +231,7 @@ class RunProgress(ProgressBarHook):
         self._before = (trainer.epoch, *trainer.epoch_means.sums("loss"))
         self.idle = self._silent
         if not self._silent:
-            RUN_LOG.replaces_lines = True
+            RUN_LOG.replace_lines(True)
         self._plan()
 
     def _open(self, trainer: Engine) -> Screen | None:
@@ -277,7 +276,7 @@ class RunProgress(ProgressBarHook):
     def on_close(self, trainer: Engine, error: BaseException | None = None) -> None:
         """Restore the terminal, with the last state of the bar, or without it after an error or a signal."""
         if not self._silent:
-            RUN_LOG.replaces_lines = False
+            RUN_LOG.replace_lines(False)
         super().on_close(trainer, error)
 
     def on_after_train(self, trainer: Engine) -> None:

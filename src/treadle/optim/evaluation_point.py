@@ -37,7 +37,9 @@ def at_evaluation_point(optimizer: Any) -> Iterator[None]:
         return
     groups = optimizer.param_groups
     raw = [(parameter, parameter.detach().clone()) for group in groups for parameter in group["params"]]
-    settings = [{key: value for key, value in group.items() if not _is_tensors(value)} for group in groups]
+    settings = [
+        {key: value for key, value in group.items() if not isinstance(value, (list, Tensor))} for group in groups
+    ]
     optimizer.eval()
     try:
         yield
@@ -48,7 +50,3 @@ def at_evaluation_point(optimizer: Any) -> Iterator[None]:
                 parameter.copy_(value)
         for group, before in zip(groups, settings, strict=True):
             group.update(before)
-
-
-def _is_tensors(value: Any) -> bool:
-    return isinstance(value, (list, Tensor))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from treadle.optim.ema import Ema
-from treadle.optim.nonfinite import (
+from treadle.optim.late_flags import (
     LateFlags,
     LateRefusal,
     StepLocation,

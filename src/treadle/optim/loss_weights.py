@@ -21,7 +21,7 @@ NUM_AGREED = 3
 class GroupWeights:
     """Loss weights of one group, with the remaining divisor of its gradients.
 
-    Each loss is divided by ``size · reference / weight`` before its backward pass and the gradients once more by ``Σ
+    Each loss is divided by ``size · reference / weight`` before its backward pass, and the gradients afterwards by ``Σ
     weight / (size · reference)`` at the end. The reference is the first weight, so a scaled loss does not grow with the
     weights (fp16), equal weights give exactly ``loss / size`` and no second division, and a single micro-batch on one
     rank is not scaled at all: results match a plain loop to the bit.

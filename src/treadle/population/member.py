@@ -350,7 +350,7 @@ def run_member(make: Make, member: Member, *, workspaces: Workspaces, turn: Turn
         status = "paused"
     outcome = Outcome(
         status, seconds=time.perf_counter() - started, error=None if error is None else _described(error),
-        code=_exit_code(error),
+        code=error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None,
     )  # fmt: skip
     if hook.engine is not None:
         outcome = dataclasses.replace(outcome, step=hook.engine.step, epoch=hook.engine.epoch)
@@ -368,10 +368,6 @@ def _results(returned: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(error: BaseException) -> str | None:
     return None if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"[:1000]
-
-
-def _exit_code(error: BaseException | None) -> int | None:
-    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else None
 
 
 def varied(settings: Iterable[Mapping[str, Any]]) -> list[str]:

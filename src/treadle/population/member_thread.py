@@ -122,7 +122,7 @@ class MemberThread:
 
     def _run(self) -> None:
         """Run the member for a turn and serve its requests."""
-        RUN_LOG.member = self.member.name
+        RUN_LOG.name_member(self.member.name)
         try:
             if self.thread.ident is None:
                 self.thread.start()
@@ -135,7 +135,7 @@ class MemberThread:
                 self._go.release()
                 self._back.acquire()
         finally:
-            RUN_LOG.member = None
+            RUN_LOG.name_member(None)
         if self.outcome is not None or self.error is not None:
             self.thread.join()
 

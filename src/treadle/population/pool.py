@@ -248,7 +248,7 @@ class _NamedWarnings(logging.StreamHandler[Any]):
 def _train_each(make: Make, inbox: _Inbox) -> None:
     workspaces = Workspaces()
     while (member := inbox.next()) is not None:
-        RUN_LOG.member = member.name
+        RUN_LOG.name_member(member.name)
         try:
             outcome = run_member(make, member, workspaces=workspaces)
         except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import sys
 import threading
@@ -27,6 +28,7 @@ from treadle.population.member_thread import MemberThread
 from treadle.population.process_state import ProcessState
 
 MAX_STREAMS = 32  # streams in torch's pool before it reuses one
+YOUNG_OBJECTS = 10_000  # new objects before a garbage collection; the state of a run has as many, for a moment
 SWITCH_INTERVAL = 1e-5  # switch interval in seconds while another thread writes a file; 5e-3 by default
 
 
@@ -101,16 +103,18 @@ def run_in_turns(
 @contextlib.contextmanager
 def _interpreter_for_members() -> Iterator[ProcessState]:
     """Yield the initial state of the members, restored after the block, in which their threads take turns."""
-    initial, interval = ProcessState.capture(), sys.getswitchinterval()
+    initial, interval, threshold = ProcessState.capture(), sys.getswitchinterval(), gc.get_threshold()
     initial.restore()
     collections = ShortCollections()
     try:
         if torch.cuda.is_available():
             collections.begin()  # during a full one no member launches work
+            gc.set_threshold(max(threshold[0], YOUNG_OBJECTS) if threshold[0] else 0, *threshold[1:])
         sys.setswitchinterval(SWITCH_INTERVAL)
         yield initial
     finally:
         sys.setswitchinterval(interval)
+        gc.set_threshold(*threshold)
         collections.end()
         initial.restore()
 

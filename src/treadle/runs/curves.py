@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, label_axes, new_figure, save_figure, style_axes
+from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, epoch_axis, label_axes, new_figure, save_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def plot_training_curves(history: Sequence[Mapping[str, Any]], path: str | os.Pa
     rates = figure.add_subplot(grid[1], sharex=losses)
     for axes in (losses, rates):
         style_axes(axes)
-    _epoch_axis(losses, epochs)
+    epoch_axis(losses, epochs)
     # A single epoch has no visible line, so short runs show their points.
     marker = "o" if len(history) <= 15 else ""
     line: dict[str, Any] = {"linewidth": 1.8, "marker": marker, "markersize": 4}
@@ -85,14 +85,6 @@ def _column(history: Sequence[Mapping[str, Any]], key: str) -> npt.NDArray[np.fl
             )
         values.append(math.nan if record[key] is None else float(record[key]))
     return np.asarray(values, dtype=np.float64)
-
-
-def _epoch_axis(axes: Axes, epochs: npt.NDArray[np.float64]) -> None:
-    """Set integer ticks, without epoch 0, which no history has."""
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-    axes.set_xlim(float(np.nanmin(epochs)) - 0.5, float(np.nanmax(epochs)) + 0.5)
 
 
 def _log_scale(axes: Axes) -> None:

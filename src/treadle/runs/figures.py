@@ -111,6 +111,14 @@ def label_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None
         axes.set_title(title, fontsize=11, color=INK, loc="left", fontweight="bold")
 
 
+def epoch_axis(axes: Axes, epochs: npt.ArrayLike) -> None:
+    """Set integer ticks for the numbers of epochs, from 1."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.set_xlim(float(np.nanmin(epochs)) - 0.5, float(np.nanmax(epochs)) + 0.5)
+
+
 def category_style(index: int) -> tuple[str, str]:
     """Return the colour and marker of a category; colours repeat after 8 with another marker."""
     return CATEGORIES[index % len(CATEGORIES)], MARKERS[(index // len(CATEGORIES)) % len(MARKERS)]

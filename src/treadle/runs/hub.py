@@ -62,7 +62,7 @@ def push_to_hub(
     Example:
         >>> # push_to_hub("runs/digits", "me/digits", private=True)
     """
-    if not isinstance(repo_id, str) or repo_id.count("/") != 1 or not all(repo_id.split("/")):
+    if repo_id.count("/") != 1 or not all(repo_id.split("/")):
         raise ConfigError("must be 'owner/name'", argument="repo_id", value=repo_id)
     hub = require("huggingface_hub", "push_to_hub", extra="hub")
     with tempfile.TemporaryDirectory() as folder:

@@ -30,10 +30,11 @@ body { margin: 0 auto; padding: 1rem; max-width: 62rem; font: 1rem/1.5 system-ui
   background: var(--ground); }
 h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
 figure { margin: 0; } figcaption { color: var(--muted); max-width: 42rem; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; margin-top: 1.2rem; }
 img { display: block; width: 100%; min-width: 36rem; height: auto; background: #fff; border-radius: 4px; }
 table { border-collapse: collapse; } .first tbody tr:first-child { font-weight: bold; }
-caption { text-align: left; color: var(--muted); } pre { white-space: pre-wrap; }
+caption { text-align: left; color: var(--muted); } caption span { display: block; max-width: calc(100vw - 2rem); }
+pre { white-space: pre-wrap; }
 th, td { padding: .3rem 1.2rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; } td:not(:first-child) { white-space: nowrap; }
 dt { color: var(--muted); } dd { margin: 0 0 .5rem; overflow-wrap: anywhere; }
@@ -159,7 +160,7 @@ def write_page(path: Path, report: Report) -> Path:
 
 def _table(table: Table) -> str:
     kind = ' class="first"' if table.about_first else ""
-    caption = f"\n<caption>{escape(table.title)}</caption>" if table.title else ""
+    caption = f"\n<caption><span>{escape(table.title)}</span></caption>" if table.title else ""
     rows = "\n".join(f"<tr>{_cells('td', row)}</tr>" for row in table.rows)
     shown = _TABLE.substitute(kind=kind, caption=caption, head=_cells("th", table.columns), rows=rows)
     return "\n".join([shown, *(f"<p>{escape(note)}</p>" for note in table.notes)])

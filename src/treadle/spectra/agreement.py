@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_least, checked
 
 LabelMap = Tensor | NDArray[Any]
 
@@ -107,8 +107,7 @@ def local_label_agreement(
         (2, 0.762)
     """
     widths = _checked_windows(windows)
-    if class_chunk is not None and (isinstance(class_chunk, bool) or class_chunk < 1):
-        raise ConfigError("must be a whole number >= 1 or None", argument="class_chunk", value=class_chunk)
+    check_least(1, class_chunk=class_chunk)
     tensors = [value.device for value in (labels, valid_mask) if isinstance(value, Tensor)]
     where = torch.device(device) if device is not None else next(iter(tensors), torch.device("cpu"))
     map_HW = _integers("labels", labels).to(where)

@@ -63,9 +63,7 @@ def make_block_mask(
     draw_BN = torch.rand(batch_size, n_blocks, generator=generator, dtype=torch.float64)
     hidden_BN = _first_by_draw(draw_BN, n_mask)
     if device is None or torch.device(device).type == "cpu":
-        hidden_BL = np.empty((batch_size, seq_len), dtype=np.bool_)
-        hidden_BL.reshape(batch_size, n_blocks, seq_len // n_blocks)[:] = hidden_BN[:, :, None]
-        return torch.from_numpy(hidden_BL)
+        return torch.from_numpy(np.repeat(hidden_BN, seq_len // n_blocks, axis=1))
     # Only the block choice is copied: 1/block-length of the bytes of the mask.
     return torch.from_numpy(hidden_BN).to(device, non_blocking=True).repeat_interleave(seq_len // n_blocks, dim=1)
 
@@ -75,9 +73,13 @@ def _first_by_draw(draw_BN: Tensor, count: int) -> NDArray[np.bool_]:
 
     NumPy needs a third of the calls during which torch lets other threads of the process run Python.
     """
-    first_BK = draw_BN.numpy().argsort(axis=1)[:, :count]
-    mask_BN = np.zeros(draw_BN.shape, dtype=np.bool_)
-    mask_BN[np.arange(len(mask_BN))[:, None], first_BK] = True
+    values_BN = draw_BN.numpy()
+    mask_BN = np.zeros(values_BN.shape, dtype=np.bool_)
+    if count and len(mask_BN):
+        mask_BN = values_BN <= np.partition(values_BN, count - 1, axis=1)[:, count - 1 : count]
+        if np.count_nonzero(mask_BN) != len(mask_BN) * count:  # equal draws
+            mask_BN[:] = False
+            mask_BN[np.arange(len(mask_BN))[:, None], values_BN.argsort(axis=1)[:, :count]] = True
     return mask_BN
 
 

@@ -13,7 +13,7 @@ from treadle.errors.arguments import check_least, check_within, checked
 
 
 class MixedSpectra(Dataset[Tensor]):
-    """Data set of spectra, some mixed with one of their nearest neighbours, drawn anew each time by torch's generator.
+    """Data set of spectra, some mixed with one of their nearest neighbours, which torch's generator draws.
 
     A mixture is ``x + a (neighbour - x)`` with ``a`` uniform in [0, 1], centred and rescaled to standard deviation 1.
 

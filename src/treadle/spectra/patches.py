@@ -24,7 +24,7 @@ from treadle.checkpoint.store import load_checkpoint, save_checkpoint
 from treadle.device import get_device
 from treadle.distributed.state_names import check_model_state, load_model_state
 from treadle.errors import CheckpointError, ConfigError, refuse_unknown
-from treadle.errors.arguments import check_argument, check_whole, check_within
+from treadle.errors.arguments import check_whole, check_within, checked
 from treadle.spectra.masks import CountedMasksAutoencoder, check_patches, make_patch_mask
 from treadle.spectra.patch_encoder import PatchDecoder, PatchEncoder, Representation
 
@@ -32,6 +32,7 @@ _KIND, _VERSION = "chemomae.model", 1
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
+@checked
 @dataclass(frozen=True)
 class PatchMAEConfig:
     """Validated constructor arguments of :class:`PatchMAE`.
@@ -60,14 +61,9 @@ class PatchMAEConfig:
         sizes = ("seq_len", "n_patches", "d_model", "nhead", "num_layers", "latent_dim", "decoder_num_layers")
         for name in (*sizes, *(["dim_feedforward"] if self.dim_feedforward is not None else [])):
             check_whole(1, **{name: getattr(self, name)})
-        if type(self.n_mask) is not int:
-            raise ConfigError("must be a whole number of patches", argument="n_mask", value=self.n_mask)
         check_patches(self.seq_len, self.n_patches, self.n_mask)
         if self.d_model % self.nhead:
             raise ConfigError(f"must be a multiple of nhead={self.nhead}", argument="d_model", value=self.d_model)
-        if type(self.latent_normalize) is not bool:
-            raise ConfigError("must be True or False", argument="latent_normalize", value=self.latent_normalize)
-        check_argument("dropout", self.dropout, float)
         check_within("[0, 1]", dropout=self.dropout)
 
     def to_dict(self) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def finish_run(
     if not (out / exported).exists():
         exported = "last_model.pt"
     model.load_state_dict(load_weights(out / exported))
+    _log.info("  latents and clusters")
     latent = _latents(model, data, config, trainer.device)
     baseline = _latents(untrained, data, config, trainer.device)
     cluster, clusters = _cluster(latent)
@@ -75,6 +76,7 @@ def finish_run(
         "rows": {"all": len(data.x), "train": len(data.train), "val": len(data.val), "test": len(data.test)},
         "objects": data.num_groups,
     }
+    _log.info("  plots")
     curve = _draw_few_labels(out / "pictures", metrics["few_labels"])
     return Results(metrics, [*curve, *_draw(out / "pictures", data, trainer, latent, cluster)])
 
@@ -118,6 +120,7 @@ def _baselines(
     """
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
+    _log.info("  baselines without a network")
     length = data.x.shape[1]
     train, val, test = (data.x[rows] for rows in (data.train, data.val, data.test))
     guess = train.mean(axis=0)
@@ -140,6 +143,7 @@ def _few_labels(
     """Predict sub-types of test spectra, unseen in training and unlabelled, from a few labelled training spectra."""
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
+    _log.info("  sub-types from few labels")
     features = {_OURS[config.model.residual]: latent}
     train = data.x[data.train]
     for size in _COMPONENTS:
@@ -163,6 +167,7 @@ def _probe(
     """Fit linear probes to the latent, to as many principal components, and to the untrained encoder's latent."""
     from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
+    _log.info("  linear probes")
     size = latent.shape[1]
     try:
         features = {

@@ -89,11 +89,6 @@ class ScheduleConfig:
         check_within("[0, 1]", schedule__min_lr_scale=self.min_lr_scale)
 
 
-def _trainer_config() -> TrainerConfig:
-    # An average over 100 steps (2 epochs): the library's default, 1,000 steps, is a fifth of this short run.
-    return TrainerConfig(ema_decay=0.99)
-
-
 @dataclass
 class SpectraConfig:
     """All settings of ``treadle train spectra``.
@@ -120,7 +115,8 @@ class SpectraConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    trainer: TrainerConfig = field(default_factory=_trainer_config)
+    # An average over 100 steps (2 epochs): the library's default, 1,000 steps, is a fifth of this short run.
+    trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(ema_decay=0.99))
     """Fields of ``TrainerConfig``."""
 
     def __post_init__(self) -> None:

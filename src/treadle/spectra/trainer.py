@@ -157,7 +157,7 @@ class SpectraTrainer(EpochFace):
     def _choose_selection(self) -> bool:
         if self.cfg.selection == "best" and self.val_loader is None:
             _log.warning("selection='best' needs a val_loader; without one it is 'last': a fixed budget, no early stop")
-            self.cfg.selection = "last"  # of the trainer's own copy
+            self.cfg = dataclasses.replace(self.cfg, selection="last")
         defaults = TrainerConfig()
         for name, why in self.cfg.idle():
             if (value := getattr(self.cfg, name)) != getattr(defaults, name):
@@ -257,7 +257,7 @@ class SpectraTrainer(EpochFace):
         """
         check_whole(0, epochs=epochs)
         if self._epochs.best is not None:
-            self._epochs.best.start_epoch = max(1, int(epochs * self.cfg.early_stop_start_ratio))
+            self._epochs.best.count_from(max(1, int(epochs * self.cfg.early_stop_start_ratio)))
         with run_log_shown(self._engine), self._folder.training(), self._writer, tf32(self.cfg.enable_tf32):
             self._resume()
             self._epochs.fit(self.train_loader, self.val_loader, epochs, after_epoch=self._write_epoch)

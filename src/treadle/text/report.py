@@ -14,7 +14,7 @@ from treadle.checkpoint.store import write_text
 from treadle.data import steps_per_epoch
 from treadle.errors import number_of
 from treadle.functional import Trainer
-from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, label_axes, new_figure, save_figure, style_axes
+from treadle.runs.figures import BLUE, INK, MUTED, ORANGE, epoch_axis, label_axes, new_figure, save_figure, style_axes
 from treadle.runs.report import Picture, Report, Table
 from treadle.runs.results import Results
 from treadle.runs.start_block import precision_line
@@ -248,11 +248,9 @@ def plot_losses(base: _History, lora: _History, *, metrics: Mapping[str, Any], p
 
 
 def _curves(axes: Axes, history: _History, best_epoch: int) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     style_axes(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     epochs, val = list(history["epoch"]), list(history["eval_loss"])
+    epoch_axis(axes, epochs)
     line: dict[str, Any] = {"linewidth": 1.8, "marker": "o", "markersize": 3.5}
     axes.plot(epochs, history["train_loss"], color=BLUE, label="training, with dropout", **line)
     axes.plot(epochs, val, color=ORANGE, label="validation", **line)

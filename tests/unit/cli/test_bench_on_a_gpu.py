@@ -71,7 +71,7 @@ def test_a_captured_run_is_replayed_while_it_is_measured(bench):
 
 
 def test_what_auto_does_not_capture_is_said_where_capture_is_tried(bench, monkeypatch):
-    monkeypatch.setattr("treadle.capture.steps.can_be_recorded", lambda optimizer, device: False)
+    monkeypatch.setattr("treadle.capture.obstacles.can_be_recorded", lambda optimizer, device: False)
     result = bench("auto")
     assert "forward" in result.parts
     (tried,) = (trial for trial in result.trials if trial.name == "capture")

@@ -42,7 +42,7 @@ def test_a_checkpoint_of_another_loss_is_named(tmp_path, caplog):
 def test_a_checkpoint_holds_the_documented_table_and_the_epochs_record(tmp_path):
     trainer = run(tmp_path, max_grad_norm=0.5)
     tree = load_checkpoint(tmp_path / "checkpoint_epoch_2.pt")
-    assert set(tree) == set(KEYS)
+    assert set(tree) == {*KEYS, "built"}
     assert tree["format"]["face"] == "functional"
     assert tree["format"]["scored"] == "model"
     assert (tree["epoch"], tree["global_step"]) == (2, 6)

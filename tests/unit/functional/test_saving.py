@@ -64,7 +64,7 @@ def test_nothing_further_than_the_run_is_deleted(tmp_path):
 
 @pytest.mark.parametrize("name", ["save_total_limit", "save_top_k"])
 def test_none_at_all_cannot_be_kept(name):
-    with pytest.raises(ConfigError, match=f"{name}=0: must be a whole number >= 1, or None"):
+    with pytest.raises(ConfigError, match=f"{name}=0: must be at least 1"):
         make(**{name: 0})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from treadle.spectra.masks import make_block_mask
+from treadle.spectra.masks import _first_by_draw, make_block_mask
 
 
 @pytest.mark.parametrize(("n_blocks", "n_mask"), [(32, 16), (32, 0), (32, 32), (8, 3), (1, 1), (96, 95)])
@@ -91,3 +91,10 @@ def test_the_smallest_draws_of_a_row_are_hidden(rows, blocks, hidden):
     draws = torch.rand(rows, blocks, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     chosen = torch.zeros(rows, blocks, dtype=torch.bool).scatter_(1, draws.argsort(dim=1)[:, :hidden], True)
     assert torch.equal(mask, chosen.repeat_interleave(64 // blocks, dim=1))
+
+
+def test_equal_draws_hide_as_many_blocks_as_others():
+    draws = torch.tensor([[0.5, 0.5, 0.5, 0.5], [0.1, 0.2, 0.2, 0.2], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    for count in range(5):
+        assert _first_by_draw(draws, count).sum(axis=1).tolist() == [count] * 3
+    assert _first_by_draw(draws, 2)[2].tolist() == [False, False, True, True]

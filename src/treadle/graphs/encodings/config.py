@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from treadle.errors import ConfigError, nearest, refuse_unknown
-from treadle.errors.arguments import checked
+from treadle.errors.arguments import check_whole, check_within, checked
 
 _NODE_ALIASES = {"lap_pe": "lap", "lappe": "lap"}
 _NODE_TYPES = ("lap", "rwse", "hks", "role", "combined", "none")
@@ -27,7 +27,7 @@ class LapConfig:
     """``"abs"``, ``"square"`` (exact for repeated eigenvalues too), or ``"flip"`` (see :class:`RandomSignFlip`)."""
 
     def __post_init__(self) -> None:
-        _check_whole("lap.k", self.k, at_least=1)
+        check_whole(1, lap__k=self.k)
         _check_word("lap.sign_invariant", self.sign_invariant, ("abs", "square", "flip"))
 
 
@@ -42,7 +42,7 @@ class RWSEConfig:
     def __post_init__(self) -> None:
         _check_list("rwse.scales", self.scales)
         for scale in self.scales:
-            _check_whole("rwse.scales", scale, at_least=1)
+            check_whole(1, rwse__scales=scale)
 
 
 @checked
@@ -102,7 +102,7 @@ class NodePEConfig:
         _check_word("node.type", self.type, [self.type] if is_known else _NODE_TYPES)
         _check_word("node.normalize", self.normalize, ("none", "graph"))
         if self.dim is not None:
-            _check_whole("node.dim", self.dim, at_least=1)
+            check_whole(1, node__dim=self.dim)
         if self.columns > self.width:
             parts = " + ".join(f"{name} {width}" for name, width in self.blocks.items())
             raise ConfigError(
@@ -169,12 +169,13 @@ class RelativePEConfig:
 
     def __post_init__(self) -> None:
         _check_word("relative.type", self.type, _RELATIVE_TYPES)
-        _check_whole("relative.num_buckets", self.num_buckets, at_least=2, at_most=32_766)
-        _check_whole("relative.max_distance", self.max_distance, at_least=1)
+        check_whole(2, relative__num_buckets=self.num_buckets)
+        check_within("[2, 32766]", relative__num_buckets=self.num_buckets)
+        check_whole(1, relative__max_distance=self.max_distance, relative__num_landmarks=self.num_landmarks)
+        check_whole(0, relative__seed=self.seed)
+        check_within("[0, 9223372036854775808)", relative__seed=self.seed)
         _check_times("relative.scales", self.scales)
-        _check_whole("relative.num_landmarks", self.num_landmarks, at_least=1)
         _check_words("relative.reduce", self.reduce, ("min", "max", "mean"))
-        _check_whole("relative.seed", self.seed, at_least=0, at_most=2**63 - 1)
 
     @property
     def dim(self) -> int:
@@ -369,13 +370,6 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
-
-
-def _check_whole(name: str, value: Any, *, at_least: int, at_most: int | None = None) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < at_least or (at_most is not None and value > at_most):
-        limit = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise ConfigError(f"must be a whole number {limit}", argument=name, value=value)
 
 
 def _check_word(name: str, value: Any, allowed: Iterable[str]) -> None:

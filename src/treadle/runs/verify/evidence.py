@@ -115,6 +115,14 @@ class SeedWatch:
         self.on = False
         self.calls: list[str] = []
 
+    def start(self) -> None:
+        """Record the calls from now on, and drop earlier ones."""
+        self.calls, self.on = [], True
+
+    def stop(self) -> None:
+        """Record no more calls."""
+        self.on = False
+
     def install(self) -> None:
         """Replace the seeding functions of this process permanently, since it runs one target and ends."""
         for module, name in _SEEDING:

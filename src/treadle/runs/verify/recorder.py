@@ -109,11 +109,11 @@ class Recorder(BaseHook):
         self._add("weights before the forward pass", leaves_of(model_state(trainer.model)))
         self.outside = outside_values(trainer, self.loader)
         self.logged = {}  # logs after the last record may come before or after a checkpoint
-        self.watch.calls, self.watch.on = [], True
+        self.watch.start()
 
     def look_before_update(self, trainer: Engine) -> None:
         """Record the state before the update, and kill in the middle of a step if planned."""
-        self.watch.on = False
+        self.watch.stop()
         self._add("random state after the forward pass", _random_state())
         gradients = {name: value.grad for name, value in trainer.model.named_parameters() if value.grad is not None}
         self._add("gradients", leaves_of({"norm": trainer.step_info.get("grad_norm"), **gradients}))
@@ -122,7 +122,7 @@ class Recorder(BaseHook):
 
     def on_after_step(self, trainer: Engine) -> None:
         """End the run at its last step; the record is written after every hook has seen the step."""
-        self.watch.on = False
+        self.watch.stop()
         trainer.should_stop = trainer.should_stop or trainer.step >= self.stop_at
         trainer.request_write(lambda: self._write_step(trainer))
 

@@ -82,8 +82,6 @@ class SpectraAugmenter(nn.Module):
         self, config: SpectraAugmenterConfig | None = None, *, generator: torch.Generator | None = None
     ) -> None:
         super().__init__()
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise TypeError(f"generator is a {type(generator).__name__}; it must be a torch.Generator or None")
         self.config = SpectraAugmenterConfig() if config is None else config
         self.generator = generator
 

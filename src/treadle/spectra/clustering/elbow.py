@@ -176,8 +176,6 @@ def elbow_vmf(
         >>> elbow_vmf(VMFMixture, torch.eye(3).repeat(20, 1) + 0.05 * noise, "cpu", k_max=5)[2]
         3
     """
-    if criterion not in ("bic", "nll"):
-        raise ConfigError(' must be "bic" or "nll"; pass one of them.', argument="criterion", value=criterion)
 
     def measure(k: int) -> float:
         model = cluster_module(n_components=k, device=device, random_state=random_state)

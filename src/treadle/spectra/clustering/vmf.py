@@ -133,8 +133,7 @@ class VMFMixture(Directions):
         self.d = None if d is None else check_count("d", d, least=2)
         check_argument("tol", tol, float)
         check_least(0, tol=tol)
-        if init not in ("kmeans++", "random"):
-            raise ConfigError(' must be "kmeans++" or "random"; pass one of them.', argument="init", value=init)
+        check_argument("init", init, Literal["kmeans++", "random"])
         self.tol = float(tol)
         self.max_iter = check_count("max_iter", max_iter)
         self.init = init
