@@ -29,6 +29,12 @@ class Weighted(NamedTuple):
     Attributes:
         value: the mean; a number or a 0-d tensor.
         weight: its weight in the mean of a report or an epoch; a number or a 0-d tensor, >= 0.
+
+    Example:
+        >>> means = RunningMeans()
+        >>> means.add({"recall": Weighted(0.5, 3)}); means.add({"recall": Weighted(1.0, 1)})
+        >>> means.compute()
+        {'recall': 0.625}
     """
 
     value: float | Tensor
@@ -40,6 +46,12 @@ class Total(NamedTuple):
 
     Attributes:
         value: a number or a 0-d tensor.
+
+    Example:
+        >>> means = RunningMeans()
+        >>> means.add({"tokens": Total(100)}); means.add({"tokens": Total(28)})
+        >>> means.compute()
+        {'tokens': 128.0}
     """
 
     value: float | Tensor

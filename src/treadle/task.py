@@ -32,6 +32,10 @@ class StepOutput:
         reduction: ``"mean"`` divides the gradients by the total weight; ``"sum"`` adds them up.
         outputs: ``(prediction, target)`` for epoch metrics, or None.
         num_samples: samples in the micro-batch, for rates in progress displays only.
+
+    Example:
+        >>> StepOutput(torch.tensor(0.5), {"accuracy": 0.75}, weight=8).reduction
+        'mean'
     """
 
     loss: Tensor | None
@@ -56,6 +60,12 @@ class Task(Protocol):
       the weight of the step if the host knows it, else None. ``step`` accepts the former in place of a batch.
     * ``replayed(batch, output)`` processes a replay, which does not call ``step``: the batch from ``prepare_batch`` and
       copies of the step's results. It returns the output, updated with what the host knows.
+
+    Example:
+        >>> class Regression:
+        ...     def step(self, model, batch, totals=None, generator=None):
+        ...         x, y = batch
+        ...         return StepOutput((model(x) - y).square().mean(), weight=len(x))
     """
 
     def step(self, model: nn.Module, batch: Any, totals: Totals = None, generator: Rng = None) -> StepOutput:

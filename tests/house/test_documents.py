@@ -101,6 +101,24 @@ def test_every_test_and_file_that_a_document_names_exists(document):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def messages():
+    """Return the texts in the source, with a mark for each value in them."""
+    for path in (ROOT / "src" / "treadle").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_that_are_explained_exist():
+    section = PAGES["guide/faq.md"].split("## What does this message mean?")[1]
+    explained = re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
+    assert len(explained) >= 10
+    source = "\n".join(messages())
+    assert [text for text in explained if text not in source] == []
+
+
 def test_every_page_has_a_place_in_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert [page for page in PAGES if not re.search(rf"[ :]{re.escape(page)}$", site, flags=re.MULTILINE)] == []

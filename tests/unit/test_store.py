@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import textwrap
+import types
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 from helpers import differences
 from processes import python
 from treadle.checkpoint import store
+from treadle.checkpoint.files import process_lives
 from treadle.checkpoint.order import StateProgress, move_aside_beyond
 from treadle.checkpoint.store import (
     Retention,
@@ -502,3 +504,14 @@ def test_other_runs_wait_while_python_writes_small_tensors_and_no_longer(tmp_pat
         save_checkpoint({"model": {"a": tensor, "b": tensor + 1}}, tmp_path / "a.pt")
     assert len(works) == together  # large ones are checked, then written without a copy in memory
     assert torch.equal(load_checkpoint(tmp_path / "a.pt")["model"]["b"], tensor + 1)
+
+
+def test_a_process_is_looked_up_on_windows_without_a_signal(monkeypatch):
+    kernel = types.SimpleNamespace(
+        OpenProcess=lambda access, inherits, pid: 7 if pid == 1 else 0, CloseHandle=lambda handle: handle == 7
+    )
+    monkeypatch.setattr("treadle.checkpoint.files.sys.platform", "win32")
+    monkeypatch.setattr("treadle.checkpoint.files.ctypes.windll", types.SimpleNamespace(kernel32=kernel), raising=False)
+    monkeypatch.setattr(os, "kill", lambda pid, number: pytest.fail("Windows takes the signal 0 for Ctrl-C"))
+    assert process_lives(1)
+    assert not process_lives(2)

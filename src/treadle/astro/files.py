@@ -13,7 +13,8 @@ from treadle.checkpoint.ranks import on_rank_0
 from treadle.checkpoint.retention import Retention
 from treadle.checkpoint.store import copy_checkpoint, save_checkpoint
 from treadle.engine.hook import BaseHook
-from treadle.errors import CheckpointError, ConfigError
+from treadle.errors import CheckpointError
+from treadle.errors.arguments import check_least
 from treadle.faces.folder import CheckpointFolder, write_best_and_last
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ class AstroFolder(CheckpointFolder):
     ):
         super().__init__(engine, "output_dir")
         self._layout = layout_of(vocab)
-        if save_total_limit is not None and (type(save_total_limit) is not int or save_total_limit < 1):
-            raise ConfigError(
-                "must be a whole number >= 1, or None to keep all", argument="save_total_limit", value=save_total_limit
-            )
+        check_least(1, save_total_limit=save_total_limit)
         self._retention = Retention(save_total_limit)
         self.use(path)
 

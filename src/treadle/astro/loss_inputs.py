@@ -97,7 +97,7 @@ def check_sample_k(k: int) -> int:
     Raises:
         ConfigError: it is not.
     """
-    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:  # in each step: cheaper than check_whole
         raise ConfigError("at least one position must be drawn; give a whole number >= 1", argument="sample_k", value=k)
     return int(k)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from treadle.astro.config import AstroConfig, TrainingConfig, from_dict
 from treadle.astro.loss_inputs import Codebooks, LossConfig, needed_codebooks
+from treadle.astro.schedule import WarmupCosine
 from treadle.astro.vocab import VocabSpec
 from treadle.data.amount import steps_per_epoch
 from treadle.distributed import unwrap
@@ -122,6 +123,25 @@ def default_optimizer(model: nn.Module, settings: TrainingConfig) -> AdamW:
     groups = decay_groups(model, settings.weight_decay, undecayed=(nn.Embedding,))
     parameters = [parameter for group in groups for parameter in group["params"]]
     return AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=can_be_fused(parameters) or None)
+
+
+def default_schedule(
+    optimizer: Optimizer, settings: TrainingConfig, loader: Iterable[Any], *, interval: str
+) -> WarmupCosine:
+    """Return the schedule of the settings, which counts steps.
+
+    Raises:
+        ConfigError: the interval is ``"epoch"``, or the loader has no length and no total is set.
+    """
+    if interval == "epoch":
+        raise ConfigError(
+            "='epoch' without a scheduler: the schedule of the settings counts steps; give a scheduler, or use 'step'",
+            argument="scheduler_interval",
+        )
+    return WarmupCosine(
+        optimizer, warmup_steps=settings.warmup_steps, min_lr_ratio=settings.min_lr_ratio,
+        total_steps=schedule_length(settings, loader, settings.epochs),
+    )  # fmt: skip
 
 
 def schedule_length(settings: TrainingConfig, loader: Iterable[Any], epochs: int) -> int:

@@ -25,6 +25,7 @@ from treadle.astro.settings import (
     check_model,
     codebooks_of,
     default_optimizer,
+    default_schedule,
     precision_of,
     schedule_length,
     training_settings,
@@ -154,15 +155,15 @@ class AstroTrainer(EpochFace):
         given = (image_codebook, spectrum_codebook, scalar_centers)
         codebooks = codebooks_of(vocab, given, loss_config, use_ce=use_ce, device=self.device)
         check_model(model, vocab)
-        precision = precision_of(use_amp, amp_dtype, self.device)
-        compiled = check_compile(compile_model or self.config.compile)
-        # With True, the task compiles the forward pass that the loss needs.
+        compiled = check_compile(compile_model or self.config.compile)  # True: the task compiles what the loss needs
         self.model, self.optimizer, _ = place(
             model, partial(default_optimizer, settings=self.config) if optimizer is None else optimizer,
             device=self.device, scheduler=scheduler, compile="blocks" if compiled == "blocks" else False,
             parallel=parallel or self.config.parallel,
         )  # fmt: skip
-        self.scheduler = self._scheduler(scheduler, scheduler_interval)
+        if scheduler is None:
+            scheduler = default_schedule(self.optimizer, self.config, train_loader, interval=scheduler_interval)
+        self.scheduler = scheduler
         overridden = type(self).compute_loss is not AstroTrainer.compute_loss
         self._task = AstroTask(
             self.device, vocab, codebooks=codebooks, config=loss_config, use_ce=use_ce, draw_seed=self._draw_seed,
@@ -170,8 +171,8 @@ class AstroTrainer(EpochFace):
         )  # fmt: skip
         arguments: EngineArguments = {
             "scheduler": self.scheduler, "scheduler_interval": scheduler_interval, "device": device,
-            "precision": precision, "eval_seed": eval_seed, "capture": capture, "limits": limits,
-            **_engine_arguments(self.config),
+            "precision": precision_of(use_amp, amp_dtype, self.device), "eval_seed": eval_seed, "capture": capture,
+            "limits": limits, **_engine_arguments(self.config),
         }  # fmt: skip
         arguments["config"] = self._described(arguments, loss_config, use_ce=use_ce, compile_model=compiled)
         self._engine = build_engine(
@@ -180,23 +181,6 @@ class AstroTrainer(EpochFace):
         )  # fmt: skip
         self._epochs = AstroEpochs(self._engine, None if overridden else self._task.term_weights)
         self._folder = AstroFolder(self._engine, vocab, path=output_dir, save_total_limit=save_total_limit)
-
-    def _scheduler(self, given: LRScheduler | None, interval: str) -> LRScheduler:
-        if given is not None:
-            return given
-        if interval == "epoch":
-            raise ConfigError(
-                "='epoch' without a scheduler: the schedule of the settings counts steps; give a "
-                "scheduler, or use 'step'",
-                argument="scheduler_interval",
-            )
-        settings = self.config
-        return WarmupCosine(
-            self.optimizer,
-            warmup_steps=settings.warmup_steps,
-            total_steps=schedule_length(settings, self.train_loader, settings.epochs),
-            min_lr_ratio=settings.min_lr_ratio,
-        )
 
     def _described(
         self, arguments: EngineArguments, loss_config: LossConfig, *, use_ce: bool, compile_model: Compile

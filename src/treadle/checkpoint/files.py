@@ -7,10 +7,12 @@ rename never crosses a file system. System calls go through ``os``, where the te
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import glob
 import os
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -209,6 +211,9 @@ def _sync_tree(folder: Path) -> None:
         sync_folder(Path(parent))
 
 
+_QUERY_LIMITED_INFORMATION = 0x1000  # of Windows
+
+
 def process_lives(pid: int) -> bool:
     """Return whether a process on this machine has the PID.
 
@@ -216,6 +221,10 @@ def process_lives(pid: int) -> bool:
         >>> process_lives(os.getpid())
         True
     """
+    if sys.platform == "win32":  # there the signal 0 is Ctrl-C
+        kernel = ctypes.windll.kernel32
+        handle = kernel.OpenProcess(_QUERY_LIMITED_INFORMATION, False, pid)
+        return bool(handle) and bool(kernel.CloseHandle(handle))
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

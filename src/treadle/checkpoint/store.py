@@ -130,6 +130,13 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: it is missing, damaged, unfinished, holds pickled code, or has a newer format.
+
+    Example:
+        >>> import tempfile; path = Path(tempfile.mkdtemp(), "weights.pt")
+        >>> save_checkpoint({"model": {"weight": torch.ones(2)}}, path).name
+        'weights.pt'
+        >>> load_checkpoint(path)
+        {'model': {'weight': tensor([1., 1.])}}
     """
     if os.path.isdir(path):
         from treadle.checkpoint.stored import in_memory
@@ -193,6 +200,11 @@ def save_checkpoint(tree: Mapping[str, Any], path: str | os.PathLike[str]) -> Pa
     Raises:
         CheckpointError: the disk is full, the folder is read-only, or the written file fails verification. An old file
             of the same name is then intact.
+
+    Example:
+        >>> import tempfile; path = Path(tempfile.mkdtemp(), "state.pt")
+        >>> load_checkpoint(save_checkpoint({"step": 3}, path))
+        {'step': 3}
     """
     target = Path(path)
     sizes = sizes_of(tree)
@@ -332,6 +344,13 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         CheckpointError: the file is missing, damaged, or holds no weights.
+
+    Example:
+        >>> import tempfile; path = Path(tempfile.mkdtemp(), "weights.pt")
+        >>> save_checkpoint({"model": {"weight": torch.ones(2)}}, path).name
+        'weights.pt'
+        >>> load_weights(path)
+        {'weight': tensor([1., 1.])}
     """
     tree = load_checkpoint(path)
     if not isinstance(tree.get("model"), Mapping):

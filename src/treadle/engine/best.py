@@ -6,7 +6,6 @@ import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from numbers import Integral
 from typing import Any, Literal
 
 from treadle.errors import ConfigError
@@ -84,10 +83,7 @@ class BestRule:
         start_epoch: int = 1,
     ):
         check_least(0, min_delta=min_delta)
-        if patience is not None and not (isinstance(patience, Integral) and patience >= 1):
-            raise ConfigError(
-                "must be at least 1 epoch, or None to never stop early", argument="patience", value=patience
-            )
+        check_least(1, patience=patience)
         self.metric = metric
         self.mode = resolve_mode(metric, mode)
         self.min_delta = min_delta

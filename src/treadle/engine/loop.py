@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from treadle import distributed
 from treadle.checkpoint.buffers import HostBuffers
-from treadle.checkpoint.lock import is_used_again
 from treadle.data.cursor import Group
 from treadle.distributed.gradients import gradient_exchange
 from treadle.engine import session
@@ -174,7 +173,7 @@ class Engine(EngineBase):
             self.state.leave_out(loader)
             resume_from_hooks(self)
             if self.target.reached(self):
-                self._pass_over(loader)
+                session.pass_over(self, loader)
                 return
         self.should_stop = False
         if self.step == 0 and not self.state.loaded:
@@ -212,19 +211,6 @@ class Engine(EngineBase):
             if self._stops_here() or self.target.reached(self):
                 return True
         return False
-
-    def _pass_over(self, loader: Iterable[Any]) -> None:
-        """Pass over a loader and log that the target is reached, as a warning if this object or one there trained."""
-        source = self.state.source
-        is_shared = not self.state.num_runs and source is not None and is_used_again(Path(source).parent)
-        level = logging.WARNING if self.state.num_runs or is_shared else logging.INFO
-        text = (
-            "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
-            "further%s"
-        )
-        advice = f", or give this run its own folder: another of this process used {source}" if is_shared else ""
-        self.cursor.built.pass_over(loader)
-        self.logger.log(level, text, self.step, self.epoch, self.target, advice)
 
     def train_step(self, group: Group) -> Outcome:
         """Run one optimizer step over a group of micro-batches.
@@ -366,15 +352,9 @@ class Engine(EngineBase):
         self.state.leave_out(loader)
         with at_evaluation_point(self.optimizer):
             return evaluate(
-                self.model,
-                loader,
-                task or self.task,
-                precision=self.precision,
-                eval_seed=self.settings.eval_seed,
-                cursor=self.eval_cursor,
-                interrupted=interruption(self),
-                limit=self.settings.limits.evaluation,
-            )
+                self.model, loader, task or self.task, precision=self.precision, eval_seed=self.settings.eval_seed,
+                cursor=self.eval_cursor, interrupted=interruption(self), limit=self.settings.limits.evaluation,
+            )  # fmt: skip
 
     # -- state ----------------------------------------------------------------------------------------------------
 

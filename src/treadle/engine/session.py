@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from treadle import distributed
+from treadle.checkpoint.lock import is_used_again
 from treadle.data.agreement import numbers_of_ranks
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import errors_logged_with_rank
@@ -143,6 +146,19 @@ def resume_from_hooks(engine: Engine) -> None:
         elif tree is not None:
             engine.load_state_dict(tree)
     state.record_resumed()  # not before: after an error here, the next run must not start from scratch
+
+
+def pass_over(engine: Engine, loader: Iterable[Any]) -> None:
+    """Pass over the loader of a run that has reached its target; warn if this object, or one in its folder, trained."""
+    state, source = engine.state, engine.state.source
+    is_shared = not state.num_runs and source is not None and is_used_again(Path(source).parent)
+    engine.cursor.built.pass_over(loader)
+    engine.logger.log(
+        logging.WARNING if state.num_runs or is_shared else logging.INFO,
+        "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train further%s",
+        engine.progress.step, engine.epoch, engine.target,
+        f", or give this run its own folder: another of this process used {source}" if is_shared else "",
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

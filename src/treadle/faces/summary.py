@@ -14,8 +14,7 @@ from treadle.device import to_device
 from treadle.distributed import unwrap
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
-from treadle.errors import ConfigError
-from treadle.errors.arguments import checked, is_whole_number
+from treadle.errors.arguments import check_least, checked
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,7 @@ def summary(model: nn.Module, input: Any = None, *, depth: int | None = 2) -> Mo
         1        ReLU        0           (3, 2)
         10 parameters, 10 of them trainable, 0.0 MB
     """
-    if depth is not None and not is_whole_number(depth, 0):
-        raise ConfigError("must be a whole number of levels >= 0, or None for all", argument="depth", value=depth)
+    check_least(0, depth=depth)
     inner = unwrap(model)
     shapes: dict[int, Any] = {}
     if input is not None:

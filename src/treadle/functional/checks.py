@@ -12,7 +12,7 @@ from treadle.engine.hook import BaseHook
 from treadle.engine.idle_names import keys_in_vain, names_in_vain
 from treadle.engine.names import overridden_on_instance, refuse_signatures, takes, uncalled_methods
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_argument, is_whole_number
+from treadle.errors.arguments import check_argument, check_least, check_whole
 from treadle.faces.loaders import (
     EvalLoaders,
     check_eval_loaders,
@@ -71,16 +71,9 @@ def check_call(
         check_argument(name, path, str | Path | None)
     train_loader, eval_loader = loaders
     check_loader(train_loader, "train_dataloader")
-    if not is_whole_number(num_epochs, 0):
-        raise ConfigError(
-            "must be a whole number of epochs >= 0, counted from the start of the run",
-            argument="num_epochs",
-            value=num_epochs,
-        )
-    if save_freq is not None and not is_whole_number(save_freq, 0):
-        raise ConfigError(
-            "must be >= 1 epoch, or None or 0 to write no numbered files", argument="save_freq", value=save_freq
-        )
+    check_whole(0, num_epochs=num_epochs)
+    check_argument("save_freq", save_freq, int | None)
+    check_least(0, save_freq=save_freq)
     if callbacks is not None and not isinstance(callbacks, (Sequence, Set)):
         raise ConfigError("must be a list of functions; write [callback]", argument="callbacks", value=callbacks)
     for callback in callbacks or ():

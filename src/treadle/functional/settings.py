@@ -15,7 +15,7 @@ from treadle.checkpoint.retention import Retention
 from treadle.data.amount import Amount
 from treadle.engine.limits import Duration, Limits
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_fields, check_least, check_within, is_whole_number
+from treadle.errors.arguments import check_fields, check_least, check_within
 from treadle.faces.build import EngineArguments
 from treadle.functional.other_names import hint_for_unknown
 from treadle.functional.user_config import UserConfig
@@ -67,11 +67,8 @@ class RunDefaults:
     save_interval: int | None = None
 
     def __post_init__(self) -> None:
-        interval = self.save_interval
-        if interval is not None and not is_whole_number(interval, 0):
-            raise ConfigError(
-                "must be a whole number of epochs >= 0, or None", argument=f"{_WHERE}.save_interval", value=interval
-            )
+        check_fields(self, _WHERE)
+        check_least(0, **{f"{_WHERE}.save_interval": self.save_interval})
 
     def files(self, save_dir: str | Path | None, save_freq: int | None) -> tuple[str | Path | None, int | None]:
         """Return the folder of a call and the epochs between numbered checkpoints."""
@@ -243,7 +240,12 @@ def read_settings(config: Any, keywords: Mapping[str, Any] | None = None) -> Tra
     given = {name: value for name, value in values.items() if name in known}
     # None is kept where it means off; elsewhere it means the default.
     kept = {name: value for name, value in given.items() if value is not None or name == "log_interval"}
-    return TrainingSettings(**{**kept, **_checked_keywords(keywords or {}, known)})
+    given_by_name = _checked_keywords(keywords or {}, known)
+    try:
+        return TrainingSettings(**{**kept, **given_by_name})
+    except ConfigError as error:
+        name = str(error.argument).removeprefix(f"{_WHERE}.")
+        raise (error.renamed(name) if name in given_by_name else error) from None
 
 
 def read_run_defaults(config: Any) -> RunDefaults:

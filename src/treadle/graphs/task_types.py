@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError, nearest
+from treadle.errors.arguments import check_argument, check_least
 
 TaskType: TypeAlias = Literal["regression", "classification", "multilabel", "edge_prediction"]
 
@@ -34,8 +35,8 @@ def outputs_of(task_type: str, num_classes: int | None) -> int | None:
         >>> outputs_of("classification", None), outputs_of("edge_prediction", None), outputs_of("regression", None)
         (2, 1, None)
     """
-    if num_classes is not None and (isinstance(num_classes, bool) or not num_classes >= 1):
-        raise ConfigError("must be a whole number >= 1, or None", argument="num_classes", value=num_classes)
+    check_argument("num_classes", num_classes, int | None)
+    check_least(1, num_classes=num_classes)
     if task_type == "edge_prediction":
         if num_classes not in (None, 1):
             raise ConfigError(

@@ -26,7 +26,7 @@ from treadle.engine.predictions import scored_weights
 from treadle.engine.preflight import try_evaluation
 from treadle.engine.signal_exit import exit_on_signal
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked, is_whole_number
+from treadle.errors.arguments import check_least, checked
 from treadle.hooks.files import append_lines, continue_lines, to_json
 from treadle.hooks.tracking import Guard
 from treadle.nested import flatten_nested_dict
@@ -93,10 +93,7 @@ class ValidationHook(BaseHook):
         name: str = "val",
         metrics: Any = None,
     ):
-        if interval is not None and not is_whole_number(interval, 1):
-            raise ConfigError(
-                "must be a whole number of steps >= 1, or None for each epoch", argument="interval", value=interval
-            )
+        check_least(1, interval=interval)
         self.loaders = dict(loader) if isinstance(loader, Mapping) else {"": loader}
         if not self.loaders:
             raise ConfigError("it is an empty dict, so there is nothing to evaluate", argument="loader")

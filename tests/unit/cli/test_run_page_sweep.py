@@ -47,6 +47,10 @@ def test_numbers_of_weights_are_left_out_only_where_other_settings_tell_the_runs
         == ["model.parameters", "seed"]
         == [one.title for one in columns(seeds_apart)]
     )
+    twice = runs_of(
+        *[{"model.parameters": n, "model.trainable": n, "optimizer.parameters": n, "lr": 0.1} for n in (1, 2)]
+    )
+    assert [one.title for one in columns(twice)] == ["model.parameters"]
     assert seeds_of(told).names == ["width=8 (2 seeds)", "width=64 (2 seeds)"]
 
 

@@ -8,6 +8,8 @@ from torch import nn
 
 import treadle
 from functional_kit import line, loader
+from treadle.errors import ConfigError
+from treadle.functional.settings import read_settings
 from treadle.optim.schedules import SCHEDULES
 
 
@@ -150,3 +152,10 @@ def test_the_step_face_clips_by_value_too():
     before = trainer.model.weight.item()
     trainer.train()
     assert trainer.model.weight.item() == pytest.approx(before - 0.5)
+
+
+def test_a_wrong_schedule_is_named_as_it_was_given():
+    with pytest.raises(ConfigError, match=r"^lr_scheduler='cosin'"):
+        read_settings(None, {"lr_scheduler": "cosin"})
+    with pytest.raises(ConfigError, match=r"^config\.training\.lr_scheduler='cosin'"):
+        read_settings({"training": {"lr_scheduler": "cosin"}})

@@ -178,6 +178,9 @@ def _different(runs: Sequence[RunRecords]) -> dict[str, list[Any]]:
     chosen = {key: values for key, values in different.items() if not _COUNTS.fullmatch(key)}
     if _distinct(chosen) == _distinct(different):
         different = chosen
+    else:  # counts that are equal in every run are one column
+        counts = {tuple(_texts(values)): key for key, values in reversed(different.items()) if key not in chosen}
+        different = {key: values for key, values in different.items() if key in chosen or key in counts.values()}
     return dict(sorted(different.items(), key=lambda item: bool(_SEED.fullmatch(item[0]))))
 
 

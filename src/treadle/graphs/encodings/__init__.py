@@ -14,7 +14,6 @@ from treadle.graphs.encodings.compute import (
     compute_relative_pe,
 )
 from treadle.graphs.encodings.config import (
-    PE_PRESETS,
     HKSConfig,
     LapConfig,
     NodePEConfig,
@@ -27,6 +26,7 @@ from treadle.graphs.encodings.config import (
 from treadle.graphs.encodings.graphs import core_numbers, hop_distances
 from treadle.graphs.encodings.many import EncodedGraphs, encode_graphs
 from treadle.graphs.encodings.node import hks_pe, lap_pe, role_pe, rwse_pe
+from treadle.graphs.encodings.presets import PE_PRESETS
 from treadle.graphs.encodings.relative import bfs_pe, diffusion_pe, landmark_pe, resistance_pe, spd_pe
 
 __all__ = [

@@ -22,7 +22,7 @@ from treadle.distributed.state_names import model_state
 from treadle.engine.best import BestRule
 from treadle.engine.hook import BaseHook
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked, suggesting
+from treadle.errors.arguments import check_whole, checked, suggesting
 from treadle.hooks.history import HistoryHook
 from treadle.spectra.chemomae.config import FILES, PreparedBatch, TrainerConfig
 from treadle.spectra.chemomae.overrides import (
@@ -192,8 +192,7 @@ class Trainer(SpectraTrainer):
         Raises:
             ConfigError: ``epochs`` is not an integer >= 1.
         """
-        if type(epochs) is not int or epochs < 1:
-            raise ConfigError("must be a whole number >= 1", argument="epochs", value=epochs)
+        check_whole(1, epochs=epochs)
         if self._replaces("before_epoch"):
             self._resume()
             self._engine.cursor.settle(self.train_loader)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from treadle.errors import ConfigError
+from treadle.errors.arguments import check_whole
 from treadle.spectra.arrays import as_array, unmasked
 
 DeviceLike: TypeAlias = str | int | torch.device | None
@@ -93,8 +94,7 @@ def make_generator(random_state: Any) -> torch.Generator:
 
 def check_count(name: str, value: int, *, least: int = 1) -> int:
     """Return `value` if it is an integer of at least `least`; otherwise raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ConfigError(f" must be an integer >= {least}; pass {name}={least} or more.", argument=name, value=value)
+    check_whole(least, **{name: value})
     return int(value)
 
 
