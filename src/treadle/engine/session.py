@@ -155,7 +155,8 @@ def pass_over(engine: Engine, loader: Iterable[Any]) -> None:
     engine.cursor.built.pass_over(loader)
     engine.logger.log(
         logging.WARNING if state.num_runs or is_shared else logging.INFO,
-        "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train further%s",
+        "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
+        "further%s",
         engine.progress.step, engine.epoch, engine.target,
         f", or give this run its own folder: another of this process used {source}" if is_shared else "",
     )  # fmt: skip
