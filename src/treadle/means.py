@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from treadle.device.host_transfer import NumbersTransfer, widen, widest
+from treadle.errors import ConfigError
 from treadle.nested import as_number, unflatten
 
 # Tensors are folded into the sum in blocks of this many. The block boundaries depend on the number of additions only,
@@ -289,6 +290,12 @@ class RunningMeans:
         if entry is None:
             entry = self._sums[path] = _Sum(is_total)
         if entry.is_total != is_total:
+            if path == ("loss",):
+                raise ConfigError(
+                    "its reduction was changed between 'mean' and 'sum' within an epoch, whose loss would mix the two; "
+                    "change it between two epochs",
+                    argument="loss",
+                )
             raise TypeError(f"record {'/'.join(path)!r} is a mean in one record and a Total in another; use two names")
         return entry
 

@@ -45,3 +45,11 @@ def test_a_wrong_name_is_named_with_the_right_one(tmp_path, make, call, given, m
 def test_the_trainers_of_other_packages_suggest_too():
     with pytest.raises(TypeError, match="did you mean 'epochs'"):
         ChemomaeTrainer.fit(object(), num_epochs=2)
+
+
+@pytest.mark.parametrize("minimize", [True, False, None])
+def test_a_direction_against_the_name_of_the_metric_is_named(tmp_path, caplog, minimize):
+    batches = graph_kit.loader(graph_kit.graphs(8))
+    graph_kit.make(tmp_path).fit(batches, batches, 1, "mae", minimize)
+    named = "minimize_metric=False: the name of val_mae means that lower is better" in caplog.text
+    assert named is (minimize is False)

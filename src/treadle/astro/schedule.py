@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -88,6 +88,9 @@ class WarmupCosine(LRScheduler):
         [0.1]
     """
 
+    settings_of_run: ClassVar[tuple[str, ...]] = ("warmup_steps", "min_lr_ratio")
+    """Entries of the state that a resumed run does not take from its checkpoint."""
+
     def __init__(self, optimizer: Optimizer, *, warmup_steps: int, total_steps: int, min_lr_ratio: float = 0.1):
         self.warmup_steps = warmup_steps
         self.total_steps = total_steps
@@ -125,5 +128,11 @@ class WarmupCosine(LRScheduler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the position on the curve and its last step; warm-up and minimum stay those of this run."""
-        own = {"warmup_steps": self.warmup_steps, "min_lr_ratio": self.min_lr_ratio}
+        own = {name: getattr(self, name) for name in self.settings_of_run}
+        for name, value in own.items():
+            if name in state_dict and state_dict[name] != value:
+                _log.warning(
+                    "the schedule had %s=%r and has %r from now on: the learning rate leaves its curve after step %d",
+                    name, state_dict[name], value, state_dict["last_epoch"],
+                )  # fmt: skip
         super().load_state_dict({**state_dict, **own})

@@ -67,7 +67,10 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], Result]) -> lis
     try:
         dist.all_gather_object(gathered, (value, problem), group=group)
     except Exception as error:
-        raise WriterLostError(f"a rank was lost during work on a checkpoint: {first_line(error)}") from error
+        raise WriterLostError(
+            "a rank was lost during work on a checkpoint: it failed, or it ended without calling what this rank calls. "
+            f"All ranks must call train() and save, not one alone as in `if rank == 0:` ({first_line(error)})"
+        ) from error
     for rank, (_, theirs) in enumerate(gathered):
         if theirs is not None:
             raise CheckpointError(f"rank {rank}: {theirs}") from own

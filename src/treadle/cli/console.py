@@ -41,10 +41,10 @@ def _console(*, stderr: bool) -> Console:
 
 
 def show_loading(name: str) -> None:
-    """Print, on a terminal, that a run is being loaded: importing torch and reading data can take many seconds."""
+    """Print, on a terminal, what is being loaded: importing torch and reading data can take many seconds."""
     console = message_console()
     if console.is_terminal:
-        console.print(f"loading {name} and its data", style="bright_black", markup=False, soft_wrap=True)
+        console.print(f"loading {name}", style="bright_black", markup=False, soft_wrap=True)
 
 
 def _audible(console: Console) -> Console:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from treadle.cli.console import errors_as_one_line, message_console, result_console
 from treadle.cli.pack_options import AsJson
+from treadle.cli.runpage.words import size
 from treadle.errors import ConfigError
 from treadle.runs.report import wrapped
 
@@ -70,10 +71,10 @@ def _show_folder(report: Mapping[str, Any], console: Console) -> None:
         for entry in report["checkpoints"]
     ]
     steps = ["" if entry["step"] is None else f"step {entry['step']:,}" for entry in report["checkpoints"]]
-    sizes = [f"{entry['size']:,} bytes" for entry in report["checkpoints"]]
+    sizes = [size(entry["size"]) for entry in report["checkpoints"]]
     wide, of_steps, of_sizes = (max(map(len, column), default=0) for column in (names, steps, sizes))
-    for name, step, size, entry in zip(names, steps, sizes, report["checkpoints"], strict=True):
-        _line(console, f"{name:<{wide}}  {step:<{of_steps}}  {size:>{of_sizes}}  {_state(entry['problems'])}")
+    for name, step, amount, entry in zip(names, steps, sizes, report["checkpoints"], strict=True):
+        _line(console, f"{name:<{wide}}  {step:<{of_steps}}  {amount:>{of_sizes}}  {_state(entry['problems'])}")
 
 
 def _show_file(report: Mapping[str, Any], console: Console, *, everything: bool) -> None:

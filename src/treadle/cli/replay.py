@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console
+from treadle.cli.console import errors_as_one_line, log_to, message_console, result_console, show_loading
 from treadle.cli.pack_options import AsJson
 
 
@@ -56,6 +56,7 @@ def replay(
     """
     messages = message_console()
     with errors_as_one_line(messages), log_to(messages):
+        show_loading(str(run))
         from treadle.cli.replay_report import replay_and_report
 
         equal = replay_and_report(

@@ -56,7 +56,7 @@ class TrainGroup(TyperGroup):
             # Candidates for the nearest name.
             self.commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         if args and not ctx.resilient_parsing and _WITHOUT_WORK.isdisjoint(args):
-            show_loading(args[0])
+            show_loading(f"{args[0]} and its data")
         return super().resolve_command(ctx, [NAME, *args] if file else args)
 
     def invoke(self, ctx: Any) -> Any:

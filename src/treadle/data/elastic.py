@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.data.order import GlobalOrder
-from treadle.errors import CheckpointError
+from treadle.errors import CheckpointError, number_of
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ def find_place(
         keeps_state=False,
         exact=False,
         warnings=[
-            f"the checkpoint was written by {wrote} ranks inside an epoch and this run has {ranks}: the position of a "
-            f"{loader} cannot be converted, so some samples of this epoch are read twice or not at all (continuing "
+            f"the checkpoint was written by {number_of(wrote, 'rank')} inside an epoch and this run has "
+            f"{ranks}: the position of a {loader} cannot be converted, so some samples of this epoch "
+            "are read twice or not at all (continuing "
             f"after {scaled} of {length if length is not None else 'an unknown number of'} micro-batches); a "
             "treadle.data.RankBatchSampler continues with exactly the remaining samples"
         ],

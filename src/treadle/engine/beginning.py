@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from treadle.distributed.state_names import clean_name
 from treadle.engine.hook import BaseHook
 from treadle.engine.search import is_treadle_object
 from treadle.engine.settings import MOVABLE
+from treadle.errors import ConfigError
+from treadle.optim.optimizer import parameter_names
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -44,6 +47,7 @@ class Beginning:
         self._before: dict[str, tuple[Any, Any]] | None = None  # by name, the value and its form for comparison
         self._weights: dict[str, Tensor] = {}
         self._versions: dict[str, Any] = {}
+        self._num_groups: int | None = None  # of the optimizer, before hooks added any
 
     def record_loaded(self) -> None:
         """Record that a checkpoint was loaded, so that the next run continues another one."""
@@ -56,6 +60,8 @@ class Beginning:
     def begin(self, engine: Engine) -> None:
         """Record the settings before hooks begin."""
         self._resumed, self._loaded = self._loaded, False
+        if self._num_groups is None:
+            self._num_groups = len(engine.optimizer.param_groups)
         own = [hook for hook in engine.hooks if not is_treadle_object(hook)]
         self._before = None
         if all(type(hook).on_before_train is BaseHook.on_before_train for hook in own):
@@ -64,6 +70,40 @@ class Beginning:
         self._versions = {name: _version_of(value) for name, value in _weights(engine)}
         if self._resumed and WEIGHTS in self.changed:
             self._weights = {name: value.detach().clone() for name, value in _weights(engine)}
+
+    @contextlib.contextmanager
+    def groups_added_once(self, optimizer: Any) -> Iterator[None]:
+        """Skip, in a resumed run, parameter groups that hooks add in the block and that the checkpoint has added."""
+        if not self._resumed:
+            yield
+            return
+        held = [_identities(group["params"]) for group in optimizer.param_groups]
+        add = optimizer.add_param_group
+
+        def add_once(group: dict[str, Any]) -> None:
+            group = {**group, "params": _listed(group["params"])}
+            if _identities(group["params"]) not in held:
+                add(group)
+
+        optimizer.add_param_group = add_once
+        try:
+            yield
+        finally:
+            del optimizer.add_param_group
+
+    def foreign_group(self, engine: Engine) -> str | None:
+        """Return a sentence about a group that was added with parameters outside the model, which no load restores."""
+        groups = engine.optimizer.param_groups
+        if self._num_groups is None or len(groups) <= self._num_groups:
+            return None
+        names = parameter_names(engine.model)
+        for number in range(self._num_groups, len(groups)):
+            if not all(id(parameter) in names for parameter in groups[number]["params"]):
+                return (
+                    f"optimizer: group {number} was added with parameters that the model does not have, so no "
+                    "checkpoint can restore it; make them parameters of the model, or build the optimizer with them"
+                )
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entry of a checkpoint; an empty one where no hook of the user's begins."""
@@ -79,6 +119,8 @@ class Beginning:
         Of the optimizer and the schedule, a value with which the run started is put back even if hooks did not change
         it then; a warning names it, since it may be set on purpose.
         """
+        if engine.workspace is not None and (foreign := self.foreign_group(engine)) is not None:
+            raise ConfigError(foreign)
         before, weights, self._before, self._weights = self._before, self._weights, None, {}
         if before is None:
             return
@@ -104,6 +146,14 @@ class Beginning:
             for name, value in _weights(engine):
                 if name in weights and weights[name].shape == value.shape:
                     value.copy_(weights[name])
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _identities(params: Iterable[Any]) -> list[int]:
+    return [id(one[1] if isinstance(one, tuple) else one) for one in params]  # a tuple has its name
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,26 @@ _MAX = {
     "accuracy", "acc", "f1", "f1_macro", "f1_micro", "auc", "roc_auc", "ap", "map", "recall", "precision", "r2", "iou",
     "psnr", "ssim", "loglik",
 }  # fmt: skip
+
+
+def warn_of_direction(metric: str, mode: Mode | None, *, given: str, logger: logging.Logger) -> None:
+    """Warn if a given direction contradicts the one that the metric's name implies.
+
+    Args:
+        metric: its name.
+        mode: the direction, or None.
+        given: the argument with its value, for the warning.
+        logger: the logger of the warning.
+    """
+    try:
+        implied = resolve_mode(metric)
+    except ConfigError:
+        return
+    if mode is not None and mode != implied:
+        logger.warning(
+            "%s: the name of %s means that %s is better, but the epoch with the %s value will be selected",
+            given, metric, "higher" if implied == "max" else "lower", "lowest" if mode == "min" else "highest",
+        )  # fmt: skip
 
 
 def resolve_mode(metric: str, mode: Mode | None = None) -> Mode:

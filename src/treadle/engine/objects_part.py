@@ -108,9 +108,11 @@ def hooks_beginning(engine: Engine) -> Iterator[None]:
     kept = {"": engine.state.objects}
     kept |= {f"hook {key}: ": objects for key, objects in engine.state.hooks.objects.items()}
     before = {name: objects.loaded_states() for name, objects in kept.items()}
-    engine.state.beginning.begin(engine)
-    yield
-    engine.state.beginning.end(engine)
+    beginning = engine.state.beginning
+    beginning.begin(engine)
+    with beginning.groups_added_once(engine.optimizer):
+        yield
+    beginning.end(engine)
     engine.state.search_again()
     engine.state.record_registered(_registered_hooks(engine))
     for name, objects in kept.items():

@@ -59,13 +59,17 @@ class SchedulerPart(StatePart):
         state = saved.get("scheduler")
         if engine.lr_scheduler is not None and state is not None and saved.same_torch:
             now = to_plain(scheduler_state(engine.lr_scheduler), "scheduler", encoding="odd")
-            yield from unlike(to_plain(from_plain(state), encoding="odd"), now, "scheduler")
+            own = getattr(engine.lr_scheduler, "settings_of_run", ())
+            kept = [{k: v for k, v in one.items() if k not in own} for one in (from_plain(state), now)]
+            yield from unlike(to_plain(kept[0], encoding="odd"), kept[1], "scheduler")
 
 
 class OptimizerPart(StatePart):
     """State of the optimizer, by parameter."""
 
     def collect(self, engine: Engine, tree: dict[str, Any]) -> None:
+        if (foreign := engine.state.beginning.foreign_group(engine)) is not None:
+            raise CheckpointError(foreign)
         tree["optimizer"] = optimizer_state(engine.optimizer, engine.model)
         if changed := missing_from_state(tree["optimizer"].get(OWN), engine.state.optimizer_attributes.changed()):
             tree["optimizer"]["attributes"] = changed

@@ -22,6 +22,7 @@ from treadle.engine.objects_part import ObjectsPart, attributes_in
 from treadle.engine.optimizer_parts import OptimizerPart, ScalerPart, SchedulerPart
 from treadle.engine.settings import holds_accumulation
 from treadle.engine.state_part import Difference, Notice, Saved, StatePart, unlike
+from treadle.errors import number_of
 from treadle.optim.ema import Ema
 from treadle.optim.evaluation_point import NAME as POINT
 from treadle.optim.evaluation_point import at_evaluation_point, has_modes
@@ -234,8 +235,8 @@ class RngPart(StatePart):
         states, ranks = saved.get("rng"), distributed.world_size()
         if states and len(states) != ranks:
             yield Notice(
-                f"the checkpoint was written by {len(states)} ranks and this run has {ranks}: all random generators "
-                "start fresh",
+                f"the checkpoint was written by {number_of(len(states), 'rank')} and this run has {ranks}: all random "
+                "generators start fresh",
                 topic="number of ranks",
             )
 

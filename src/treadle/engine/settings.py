@@ -103,7 +103,8 @@ def check_capture(capture: Any) -> Capture:
 _ACCUMULATION = ("accumulation_steps", "gradient_accumulation_steps", "grad_accum_steps")
 _OF_A_STEP = (
     "grad_clip", "max_grad_norm", "grad_clip_value", "mixed_precision", "amp", "amp_dtype", *_ACCUMULATION,
-    "scheduler_interval", "scheduler_step_per_batch", "ema_decay", "enable_tf32", "n_mask", "augmenter",
+    "scheduler_interval", "scheduler_step_per_batch", "ema_decay", "enable_tf32", "n_mask", "augmenter", "precision",
+    "eval_seed", "selection", "early_stop_min_delta", "training.seed",
 )  # fmt: skip
 """Settings of the faces that change what a step computes, and that nothing else compares."""
 
@@ -115,11 +116,20 @@ def other_settings(saved: Any, given: Any) -> list[str]:
     """
     if not isinstance(saved, Mapping) or not isinstance(given, Mapping):
         return []
+    saved, given = _with_training(saved), _with_training(given)
     both = [name for name in _OF_A_STEP if name in saved and name in given]
     names = [name for name in both if saved[name] != given[name]]
     if None in (saved.get("ema_decay"), given.get("ema_decay")):  # an average that starts or ends is named elsewhere
         names = [name for name in names if name != "ema_decay"]
     return [f"{name}={saved.get(name)!r} (here {given.get(name)!r})" for name in names]
+
+
+def _with_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of a section ``training`` besides them; its seed keeps its section's name."""
+    section = config.get("training")
+    if not isinstance(section, Mapping):
+        return dict(config)
+    return {**section, **config, "training.seed": section.get("seed")}
 
 
 def holds_accumulation(config: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from treadle import distributed
 from treadle.distributed.state_names import clean_name
 from treadle.engine.best import BestRule
+from treadle.errors import number_of
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
@@ -48,7 +49,7 @@ def end_line(engine: Engine, first_step: int, seconds: float) -> str:
         seconds: time since then.
     """
     place = f"step {engine.progress.step}, epoch {engine.epoch}"
-    speed = f"{_duration(seconds)} for {engine.progress.step - first_step} steps"
+    speed = f"{_duration(seconds)} for {number_of(engine.progress.step - first_step, 'step')}"
     parts = [f"{_why_ended(engine)} at {place}", speed]
     parts += [
         f"best {rule.metric} {rule.best:.4g} at {place} {rule.best_epoch}"

@@ -17,7 +17,7 @@ from treadle.engine.limits import Deadline
 from treadle.engine.predictions import predicted, scored_weights
 from treadle.engine.preflight import try_evaluation
 from treadle.errors import ConfigError
-from treadle.errors.arguments import checked, suggesting
+from treadle.errors.arguments import checked
 from treadle.faces.loaders import refuse_used_up, require_equal_on_ranks
 from treadle.optim.evaluation_point import has_modes
 from treadle.optim.schedules import check_plateau
@@ -57,7 +57,6 @@ class EpochTrainer:
         self.deadline: Deadline | None = None  # deadline of a call that runs the engine several times
         engine.state_parts.append(self)
 
-    @suggesting
     def fit(
         self,
         train_loader: Iterable[Any],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from treadle.engine.best import BestRule, Mode, resolve_mode
+from treadle.engine.best import BestRule, Mode, warn_of_direction
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_argument
 from treadle.faces.loaders import (
@@ -88,21 +88,8 @@ def rule_for(
                 argument="best_model_metric", value=name,
             ) from None  # fmt: skip
         raise error.renamed(_ARGUMENT_NAMES.get(error.argument or "", str(error.argument))) from None
-    _warn_of_direction(name, mode)
+    warn_of_direction(name, mode, given=f"best_mode={mode!r}", logger=_log)
     return make
-
-
-def _warn_of_direction(name: str, mode: Mode | None) -> None:
-    """Warn if the given direction contradicts the one implied by the metric's name."""
-    try:
-        implied = resolve_mode(name.removeprefix(PREFIX))
-    except ConfigError:
-        return
-    if mode is not None and mode != implied:
-        _log.warning(
-            "best_mode=%r: the name of %s means that %s is better, but the epoch with the %s value will be selected",
-            mode, name, "higher" if implied == "max" else "lower", "lowest" if mode == "min" else "highest",
-        )  # fmt: skip
 
 
 def selected_key(metric: str | None, loaders: EvalLoaders | None) -> str | None:

@@ -332,7 +332,7 @@ class Trainer(EpochFace):
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             log_early_stopping(self._epochs)
-            self._train_to(num_epochs, train_dataloader, eval_dataloader, callbacks or ())
+            self._epochs_to(num_epochs, train_dataloader, eval_dataloader, callbacks or ())()
         return self.history
 
     def _use_folder(self, save_dir: str | Path | None, save_freq: int | None, metric: str | None) -> None:
@@ -345,16 +345,17 @@ class Trainer(EpochFace):
         has_metrics = bool(self._eval_task.metrics)
         return known_keys(self._is_own, losses=eval_losses(loaders), has_metrics=has_metrics)
 
-    def _train_to(
+    def _epochs_to(
         self,
         num_epochs: int,
         train_loader: Iterable[Any],
         eval_loader: Iterable[Any] | None,
         callbacks: Sequence[Callback],
-    ) -> None:
+    ) -> Callable[[], Any]:
+        """Return the function that trains, so that it adds no frame between the caller and the model."""
         own = Callbacks(self, self._engine, self._folder, callbacks=callbacks, first_epoch=self._first_epoch)
         if self._folder.callbacks_interrupted and own.call_again(train_loader):
-            return
+            return lambda: None
         after_epoch = partial(self._end_epoch, own)
         if self._is_own("train_epoch"):
             users = self.train_epoch
@@ -364,11 +365,9 @@ class Trainer(EpochFace):
 
             if self._replaces("train_epoch"):
                 loaders = train_loader, eval_loader
-                self._epochs.fit_replaced(train_epoch, loaders, num_epochs, after_epoch)
-            else:
-                self._epochs.fit_wrapped(train_epoch, train_loader, num_epochs, after_epoch)
-        else:
-            self._epochs.fit(train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
+                return partial(self._epochs.fit_replaced, train_epoch, loaders, num_epochs, after_epoch)
+            return partial(self._epochs.fit_wrapped, train_epoch, train_loader, num_epochs, after_epoch)
+        return partial(self._epochs.fit, train_loader, eval_loader, num_epochs, after_epoch=after_epoch)
 
     def _best_epochs(self, has_file: Callable[[int], bool]) -> list[int]:
         """Return the ``save_top_k`` best epochs with a numbered checkpoint, best first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, get_args
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from treadle.distributed import unwrap
-from treadle.engine.best import BestRule, Mode
+from treadle.engine.best import BestRule, Mode, warn_of_direction
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_whole
 from treadle.faces.loaders import EvalLoaders, mode_of_metric, results_by_name, selected_by
@@ -20,6 +21,8 @@ from treadle.graphs.metrics import GraphMetrics, get_metrics
 from treadle.graphs.task import EpochMetrics, LossFn
 from treadle.graphs.task_types import check_task_type, outputs_of
 from treadle.optim.precision import PrecisionName
+
+_log = logging.getLogger("treadle.graphs")
 
 
 class Chosen(NamedTuple):
@@ -143,4 +146,5 @@ def best_rule(
     mode: Mode | None = None if minimize is None else "min" if minimize else "max"
     make = partial(GraphRule, f"{prefix}{key}", mode or mode_of_metric(key, loaders), min_delta, patience)
     make()  # rejects bad values immediately
+    warn_of_direction(f"{prefix}{key}", mode, given=f"minimize_metric={minimize}", logger=_log)
     return make

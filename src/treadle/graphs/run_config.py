@@ -15,7 +15,7 @@ from treadle.config.sections import as_settings, from_nested, refuse_unknown_set
 from treadle.config.tree import copied
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError, refuse_unknown
-from treadle.errors.arguments import check_least
+from treadle.errors.arguments import check_above, check_least
 from treadle.faces.parallel import as_parallel
 from treadle.graphs.groups import GROUPS, compose
 from treadle.graphs.model_options import ModelOptions
@@ -100,6 +100,7 @@ class TrainingConfig:
         check_least(0, training__num_workers=self.num_workers, training__grad_clip=self.grad_clip)
         numbers = {f"training__optimizer__{name}": self.optimizer.get(name) for name in _AT_LEAST_0}
         check_least(0, **numbers)
+        check_above(0, training__optimizer__lr=self.optimizer.get("lr"))
         betas = self.optimizer.get("betas")
         if betas is not None and not (len(betas) == 2 and all(0 <= float(beta) < 1 for beta in betas)):
             raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from treadle.errors.arguments import check_least, check_within
+from treadle.errors.arguments import check_above, check_least, check_within
 from treadle.runs.settings import check_seeds, without
 from treadle.runs.split import DataConfig
 from treadle.spectra.config import TrainerConfig
@@ -72,7 +72,8 @@ class OptimizerConfig:
     """Decoupled weight decay of the weight matrices."""
 
     def __post_init__(self) -> None:
-        check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+        check_above(0, optimizer__lr=self.lr)
+        check_least(0, optimizer__weight_decay=self.weight_decay)
 
 
 @dataclass

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
 
+from treadle.data import TensorLoader
 from treadle.device import moved
 from treadle.distributed import unwrap
-from treadle.errors import ConfigError, nearest
+from treadle.errors import ConfigError, nearest, number_of
 from treadle.errors.arguments import checked
 from treadle.optim.loss_weights import as_count
 from treadle.spectra.losses import masked_mse, masked_sse, masked_uncertain
@@ -78,6 +80,55 @@ def look_at_spectra(x: Tensor) -> None:
             "about unit scale: use SNVScaler().transform(x), or divide by a typical value",
             size,
         )
+
+
+def look_at_rows(loader: Any, *, survives: bool) -> None:
+    """Find values that are not finite in the spectra of a loader over tensors in memory, before training.
+
+    Args:
+        loader: the training loader; one that reads its spectra elsewhere is not examined.
+        survives: whether the run skips steps that are not finite; if so, the spectra are named in a warning.
+
+    Raises:
+        ConfigError: there are such values, and they would end the run.
+    """
+    x = _rows_of(loader)
+    if x is None or not x.is_floating_point() or x.dim() != 2:
+        return
+    wrong, first = 0, None
+    for start in range(0, len(x), _ROWS):
+        bad = ~x[start : start + _ROWS].isfinite()
+        rows = bad.any(1).nonzero()
+        if len(rows) and first is None:
+            row = int(rows[0])
+            first = start + row, int(bad[row].nonzero()[0])
+        wrong += len(rows)
+    if first is None:
+        return
+    found = (
+        f"train_loader: {wrong:,} of {number_of(len(x), 'row')} have values that are not finite, the first of them in "
+        f"row {first[0]}, column {first[1]} ({x[first].item()})"
+    )
+    if not survives:
+        raise ConfigError(
+            f"{found}; correct or leave out these spectra, or set max_non_finite_grad_retries to skip them"
+        ).about("train_loader")
+    _log.warning("%s; steps with them are skipped", found)
+
+
+_ROWS = 65536  # examined at a time
+
+
+def _rows_of(loader: Any) -> Tensor | None:
+    """Return the spectra of a loader whose data set holds them in one tensor, or None."""
+    data: Any = loader if isinstance(loader, TensorLoader) else getattr(loader, "dataset", None)
+    indices = None
+    if isinstance(data, Subset):
+        data, indices = data.dataset, data.indices
+    x = data.tensors[0] if isinstance(data, (TensorDataset, TensorLoader)) else data
+    if not isinstance(x, Tensor):
+        return None
+    return x if indices is None else x[torch.as_tensor(indices)]
 
 
 def _is_monotonic(row: Tensor) -> bool:

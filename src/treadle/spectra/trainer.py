@@ -43,7 +43,7 @@ from treadle.optim.ema import Ema
 from treadle.optim.precision import PrecisionName, tf32
 from treadle.spectra.config import TrainerConfig
 from treadle.spectra.files import Selection, SpectraFolder
-from treadle.spectra.task import Augmenter, SpectraTask, spectra_of
+from treadle.spectra.task import Augmenter, SpectraTask, look_at_rows, spectra_of
 
 
 class SpectraEpochs(EpochTrainer):
@@ -256,6 +256,9 @@ class SpectraTrainer(EpochFace):
             CheckpointError: another process is training in ``out_dir``, or none of its checkpoints is intact.
         """
         check_whole(0, epochs=epochs)
+        if self.epoch < epochs:
+            skips = any(type(hook).refusal_plan is not BaseHook.refusal_plan for hook in self._engine.hooks)
+            look_at_rows(self.train_loader, survives=skips or bool(self.cfg.max_non_finite_grad_retries))
         if self._epochs.best is not None:
             self._epochs.best.count_from(max(1, int(epochs * self.cfg.early_stop_start_ratio)))
         with run_log_shown(self._engine), self._folder.training(), self._writer, tf32(self.cfg.enable_tf32):

@@ -12,7 +12,7 @@ import torch
 from treadle.capture.compile import check_compile
 from treadle.engine.settings import check_capture
 from treadle.errors import ConfigError
-from treadle.errors.arguments import check_least, check_within
+from treadle.errors.arguments import check_above, check_least, check_within
 from treadle.faces.parallel import as_parallel
 from treadle.runs.settings import check_seeds
 
@@ -96,7 +96,8 @@ class OptimizerConfig:
     """Decoupled weight decay of the weight matrices."""
 
     def __post_init__(self) -> None:
-        check_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
+        check_above(0, optimizer__lr=self.lr)
+        check_least(0, optimizer__weight_decay=self.weight_decay)
 
 
 @dataclass
@@ -173,7 +174,7 @@ class LoraConfig:
     def __post_init__(self) -> None:
         _check_test_fraction("lora", self.test_fraction)
         check_least(1, lora__epochs=self.epochs, lora__r=self.r)
-        check_least(0, lora__lr=self.lr, lora__alpha=self.alpha)
+        check_above(0, lora__lr=self.lr, lora__alpha=self.alpha)
         check_within("[0, 1)", lora__dropout=self.dropout)
 
 

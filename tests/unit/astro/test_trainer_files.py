@@ -14,6 +14,7 @@ from helpers import differences
 from treadle import load_weights
 from treadle.astro import AstroTrainer, build_vocab_spec
 from treadle.checkpoint import load_checkpoint, verify_checkpoint
+from treadle.engine.settings import other_settings
 from treadle.errors import CheckpointError, ConfigError
 from treadle.hooks import EmaHook
 
@@ -205,3 +206,26 @@ def test_a_checkpoint_may_be_saved_by_hand(tmp_path):
     other.load_checkpoint(path)
     assert same_weights(other, trainer)
     assert other.get_lr() == trainer.get_lr()
+
+
+@pytest.mark.parametrize("changed", [{"warmup_steps": 4}, {"min_lr_ratio": 0.5}, {"total_steps": 40}])
+def test_the_shape_of_the_schedule_may_change_in_a_resumed_run_and_is_named(tmp_path, caplog, changed):
+    make(tmp_path, epochs=2, warmup_steps=2).train(1, loader())
+    resumed = make(tmp_path, epochs=2, **{"warmup_steps": 2, **changed})
+    resumed.train(2, loader(), resume_from="auto")
+    assert resumed.epoch == 2
+    ((name, value),) = changed.items()
+    assert getattr(resumed.scheduler, name) == value
+    assert "the learning rate leaves its curve after step 4" in caplog.text
+
+
+@pytest.mark.parametrize("changed", [{"grad_clip": 0.1}, {"eval_seed": 4}, {"use_amp": True}])
+def test_a_resumed_run_names_a_changed_setting(tmp_path, caplog, changed):
+    make(tmp_path).train(1, loader())
+    make(tmp_path, **changed).train(2, loader(), resume_from="auto")
+    assert "resumed with settings that differ from the checkpoint's" in caplog.text
+
+
+def test_another_seed_of_the_sampled_positions_is_named():
+    saved, given = ({"training": {"seed": seed}, "seed": seed} for seed in (0, 5))
+    assert other_settings(saved, given) == ["training.seed=0 (here 5)"]

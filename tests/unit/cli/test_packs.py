@@ -182,3 +182,15 @@ def test_a_setting_without_effect_is_refused_and_a_default_is_not(pack, switch, 
         with pytest.raises(ConfigError, match="has no effect, as") as error:
             found.read_settings(settings, "cpu")
         assert error.value.argument == idle.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    ("pack", "setting"),
+    [
+        ("spectra", "optimizer.lr=0"), ("text", "optimizer.lr=0"), ("text", "lora.lr=0"), ("text", "lora.alpha=0"),
+        ("astro", "training.learning_rate=0"), ("graphs", "training.optimizer.lr=0"),
+    ],
+)  # fmt: skip
+def test_a_rate_that_trains_nothing_is_refused(pack, setting):
+    with pytest.raises(ConfigError, match="must be above 0"):
+        packs.find_pack(pack).read_settings([setting], "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -13,9 +14,11 @@ from command_kit import treadle
 from run_page_kit import make_run
 from treadle.cli.console import print_named, print_table, show_loading, show_report, show_table
 from treadle.cli.main import write_in_any_locale
+from treadle.cli.verify.report import print_report
 from treadle.engine.screens import open_screen
 from treadle.runs import report
 from treadle.runs.start_block import print_block
+from treadle.runs.verify.runs import Verification
 from treadle.spectra.report import results
 
 SCORE = {"mean": 0.723, "std": 0.122}
@@ -115,7 +118,7 @@ def test_a_line_above_the_bar_is_broken_between_words():
 
 
 def test_loading_is_shown_on_a_terminal_alone(monkeypatch):
-    for terminal, expected in ((True, "loading graphs and its data\n"), (False, "")):
+    for terminal, expected in ((True, "loading graphs\n"), (False, "")):
         console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
         monkeypatch.setattr("treadle.cli.console.message_console", lambda console=console: console)
         show_loading("graphs")
@@ -128,3 +131,13 @@ def test_units_in_brackets_are_no_markup():
     show_table(table, console)
     shown = console.file.getvalue().split()
     assert shown == ["Errors", "[c]", "[x]", "weight", "[g/mol]", "[a]", "[b]", "in", "[g/mol]"]
+
+
+def test_a_verdict_breaks_between_words():
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    print_report(Verification("train.py", [], 0, Path("runs"), "EXACT", last_step=24, records=33), console)
+    lines = console.file.getvalue().splitlines()
+    verdict = lines[[line.startswith("EXACT: ") for line in lines].index(True) :]
+    assert len(verdict) > 1
+    assert max(map(len, verdict)) <= 40
+    assert " ".join(line.strip() for line in verdict).endswith("equal the uninterrupted run's to the bit (0 s)")

@@ -209,12 +209,16 @@ def test_a_run_that_diverges_is_one_line_and_exit_code_1(
 ) -> None:
     prepare = spectra_run.prepare_data
 
-    def with_a_nan(config):
+    def damaged(config):
         data = prepare(config)
-        data.x[data.train[5]] = np.nan
+        data.x[data.train[5]] = value
         return data
 
-    monkeypatch.setattr(spectra_run, "prepare_data", with_a_nan)
+    value = np.nan
+    monkeypatch.setattr(spectra_run, "prepare_data", damaged)
+    assert run(tmp_path / "damaged") == 2
+    assert "the first of them in row 5, column 0 (nan)" in capsys.readouterr().err
+    value = 1e30
     assert run(tmp_path / "run") == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: the gradient of step")

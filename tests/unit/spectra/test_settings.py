@@ -93,3 +93,11 @@ def test_a_setting_that_another_one_switches_off_is_named(tmp_path, caplog):
     assert "has no effect" not in caplog.text
     make(tmp_path, ema_decay=0.9, use_ema=False)
     assert "cfg.ema_decay=0.9 has no effect, as use_ema is False" in caplog.text
+
+
+@pytest.mark.parametrize("changed", [{"eval_seed": 4}, {"selection": "last"}, {"early_stop_min_delta": 0.1}])
+def test_a_resumed_run_names_a_setting_that_nothing_else_compares(tmp_path, caplog, changed):
+    make(tmp_path).fit(1)
+    make(tmp_path, **changed).fit(2)
+    assert f"{next(iter(changed))}=" in caplog.text
+    assert "from here on the run differs" in caplog.text

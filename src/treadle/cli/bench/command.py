@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.cli.console import errors_as_one_line, message_console, result_console, show_loading
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
 from treadle.cli.settings_command import warn_of_repeats
 
@@ -41,6 +41,7 @@ def bench(
       treadle bench text --compile
     """
     with errors_as_one_line(message_console()):
+        show_loading(target)
         from treadle.cli.bench.target import check_target, run_bench
 
         check_target(target, arguments or [], steps)

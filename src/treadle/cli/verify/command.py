@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from treadle.cli.console import errors_as_one_line, message_console, result_console
+from treadle.cli.console import errors_as_one_line, message_console, result_console, show_loading
 from treadle.cli.pack_options import AsJson, Target, TargetArguments
 from treadle.cli.settings_command import warn_of_repeats
 
@@ -44,6 +44,7 @@ def verify(
       treadle verify text --steps 60
     """
     with errors_as_one_line(message_console()):
+        show_loading(target)
         from treadle.runs.exact import run_verification
 
         messages = message_console()

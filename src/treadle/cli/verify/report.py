@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.cli.console import print_named, print_table
+from treadle.runs.report import wrapped
 from treadle.runs.verify.describe import describe_difference, verdict_reason
 from treadle.runs.verify.recorder import PARTS
 from treadle.runs.verify.runs import Verification
@@ -28,8 +29,9 @@ def print_report(result: Verification, console: Console) -> None:
             _line(console, name, text)
     where = f"kept in {result.folder}" if result.verdict != "EXACT" else f"output and records are in {result.folder}"
     _line(console, "files", f"the runs wrote to a separate folder, and stopped at step {result.last_step}; {where}")
-    verdict = Text(result.verdict, style=_STYLES[result.verdict])
-    console.print(verdict.append(f": {verdict_reason(result)}", style="not bold default"), soft_wrap=True)
+    verdict = Text(wrapped(f"{result.verdict}: {verdict_reason(result)}", console, indent=2))
+    verdict.stylize(_STYLES[result.verdict], 0, len(result.verdict))
+    console.print(verdict, soft_wrap=True)
 
 
 def _table(result: Verification) -> Table:
