@@ -12,10 +12,12 @@ from strangers.nested import NESTED
 from strangers.objects import OBJECTS
 from strangers.optimizers import OPTIMIZERS
 from strangers.peers import PEERS
+from strangers.ported import PORTED
 from strangers.reported import REPORTED
 from strangers.schedulers import SCHEDULERS
 from strangers.unseen import UNSEEN
 
 TABLE: list[Row] = [
     *OPTIMIZERS, *SCHEDULERS, *MODELS, *OBJECTS, *DATA_ROWS, *NESTED, *PEERS, *UNSEEN, *FRESH, *KEPT, *BEGUN, *REPORTED,
+    *PORTED,
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from treadle.checkpoint.comparison import same, sample
+from treadle.checkpoint.comparison import same, same_items, sample
 from treadle.checkpoint.introspection import attributes_of, delete_attribute, has_state, set_attribute
 from treadle.checkpoint.plain_values import LONGEST, OPAQUE, decode, encode, is_of_a_library_of_values, is_plain_object
 from treadle.checkpoint.references import References
@@ -92,6 +92,7 @@ class Attributes:
         self._fixed = self._all_fixed(held)
         self._opened: Mapping[str, Any] | None = None  # attributes when an unsavable one was first seen
         self._restored: set[str] = set()
+        self._look: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._named: set[str] = set()
 
     def _held(self) -> dict[str, Any]:
@@ -124,6 +125,7 @@ class Attributes:
             mark = self._marks.get(name)
             known = mark is not None and mark.detects_every_change and mark.is_of(value)
             known = known and not _is_written_unseen(value, self._before[name])
+            known = known or _is_flat_copy(self._before.get(name), value)
             encoded = self._before[name] if known else self._encode(name, value)
             if encoded is OPAQUE:
                 others[name] = value
@@ -163,7 +165,7 @@ class Attributes:
         """Return the attributes to save: those that differ from the start."""
         if self._is_unchanged():
             return {}
-        plain, others = self._now()
+        plain, others = self._look = self._now()
         kept = {name: value for name, value in plain.items() if _holds_tensor(value)} if self._tensors else {}
         return kept | self._differing(plain, others)
 
@@ -204,11 +206,13 @@ class Attributes:
     def lost(self) -> Iterator[str]:
         """Yield names of attributes that changed since the last call and that no checkpoint holds.
 
+        What :meth:`changed` has just found is used once, since containers are slow to encode.
+
         They are containers, tensors, objects with state, iterators, and replaced functions.
         """
         if self._is_unchanged():
             return
-        plain, others = self._now()
+        (plain, others), self._look = self._look or self._now(), None
         written = self._differing(plain, others)
         for name, value in plain.items():
             differs = name not in written and isinstance(value, (list, dict, Tensor))
@@ -219,6 +223,7 @@ class Attributes:
             mark = self._seen.get(name)
             is_new = mark is None and self._before.get(name) is None  # a value of a library may be made when needed
             counts = _may_change(value) or (_is_of_a_library(value) and not is_new)
+            counts = counts and id(value) not in self._known and not (is_new and _is_read_only(value))
             if counts and not (self._stashes and _has_graph(value)) and not (mark and mark.is_of(value)):
                 yield f"{name} (an lru_cache)" if isinstance(value, CachedFunction) else name
             self._seen[name] = Mark(value)
@@ -331,6 +336,14 @@ def _is_written_unseen(value: Tensor, before: Any) -> bool:
     return value.numel() > _SAMPLED and isinstance(before, Tensor) and not same(value, before)
 
 
+def _is_flat_copy(encoded: Any, value: Any) -> bool:
+    """Return whether an encoded list or dict of scalars holds the items of the live one, so that it is unchanged."""
+    if type(value) is dict and type(encoded) is dict and encoded.keys() == {"dict"}:
+        inner = encoded["dict"]
+        return same_items(inner, value) and same_items(inner.values(), value.values())
+    return type(value) is list and type(encoded) is list and same_items(encoded, value)
+
+
 def _version_of(value: Any) -> int:
     return value._version if isinstance(value, Tensor) and not value.is_inference() else -1
 
@@ -349,6 +362,11 @@ def _may_change(value: Any) -> bool:
 def _is_of_a_library(value: Any) -> bool:
     """Return whether a value is an object of a library whose objects are values, neither callable nor a class."""
     return is_of_a_library_of_values(type(value)) and not callable(value)
+
+
+def _is_read_only(value: Any) -> bool:
+    """Return whether a value is an array that cannot be written to, such as a memory map of a file."""
+    return isinstance(value, np.ndarray) and not value.flags.writeable
 
 
 def _has_graph(value: Any, depth: int = 8) -> bool:

@@ -22,6 +22,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ _RETRY_SECONDS = 1.0  # seconds
 _UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 _guard = threading.RLock()
 _held: dict[str, _SharedLock] = {}
+_uses: Counter[str] = Counter()
 _warned: set[str] = set()
 
 
@@ -86,6 +88,7 @@ class RunLock:
                 _held[key] = _SharedLock(_lock_with_retries(Path(folder)))
                 remove_leftovers(Path(folder))
             self._key = key
+            _uses[key] += 1
 
     def release(self) -> None:
         """Release the folder; a no-op without a lock."""
@@ -97,6 +100,11 @@ class RunLock:
                     del _held[self._key]
                     _unlock(held.descriptor, Path(self._key) / LOCK_NAME)
             self._key = None
+
+
+def is_used_again(folder: Path) -> bool:
+    """Return whether several runs of this process have locked a folder, one after another or together."""
+    return _uses[os.path.realpath(folder)] > 1
 
 
 def remove_leftovers(folder: Path) -> None:

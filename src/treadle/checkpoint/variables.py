@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import enum
 import functools
 import inspect
@@ -88,6 +89,11 @@ class Variables(Named):
         """Return whether the code uses a variable name."""
         functions = (_functions_of(code) for code in self._codes)
         return any(name in names_used_by(function) for found in functions for function in found)
+
+    def sets(self, name: str) -> bool:
+        """Return whether the code sets an attribute of this name, or holds the name as a string."""
+        functions = {function for code in self._codes for function in _functions_of(code)}
+        return any(name in _texts_in(function) or name in _attributes_set_by(function) for function in functions)
 
     def values(self) -> dict[str, Any]:
         """Return the current variables, including new ones."""
@@ -230,6 +236,10 @@ def _is_variable(value: Any) -> bool:
         return False
     held = isinstance(value, (*_KINDS, CachedFunction, functools.partial)) or is_library_value(value)
     return held or is_table(value) or is_plain_object(value) or (is_user_object(value) and not has_state(value))
+
+
+def _attributes_set_by(function: types.FunctionType) -> set[str]:
+    return {one.argval for one in dis.get_instructions(function) if one.opname == "STORE_ATTR"}
 
 
 def _texts_in(function: types.FunctionType) -> set[str]:

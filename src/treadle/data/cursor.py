@@ -384,8 +384,8 @@ class Cursor:
             return dict(self._loaded)
         if self._loaded is not None:
             return {**self._loaded, "generators": self._parts.generators(), "objects": self._parts.states()}
-        self.warn(self._parts.lost(), topic="state that is lost")
         source, objects = self._source, self._parts.states()
+        self.warn(self._parts.lost(), topic="state that is lost")  # after the look at the states, which it uses
         opened = self._iterator is not None
         has_state = opened or (source is not None and source.counts_epochs and self.between_epochs)
         if source is not None and opened:

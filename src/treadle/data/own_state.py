@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -34,11 +35,11 @@ from treadle.errors import ConfigError
 _log = logging.getLogger("treadle.data")
 _WATCHED_READS = 3  # reads of a worker after which its copies are assumed to be stateless
 _DEEPEST = 8
+_MOST = 256  # items of a container that may be parts; more of them are samples, which what holds them saves
 _PARTS_OF_DATA = (
     "dataset", "datasets", "pipeline", "data_source", "source", "sampler", "samplers", "batch_sampler", "transform",
     "transforms", "target_transform",
 )  # fmt: skip
-_OF_TORCHS = ("generator", "epoch")  # saved separately, or set before each epoch
 
 
 def owners_of(loader: Any) -> dict[str, Any]:
@@ -67,12 +68,12 @@ def _walk(path: str, owner: Any, found: dict[str, Any], seen: set[int], depth: i
     if owner is None or depth == 0 or isinstance(owner, type) or id(owner) in seen or is_engine_or_trainer(owner):
         return  # the last is an engine or a trainer known to the user's data set: its state holds that of the data
     if isinstance(owner, (list, tuple)):
-        for number, item in enumerate(owner[:_DEEPEST]):
+        for number, item in enumerate(owner if len(owner) <= _MOST else ()):
             if _is_part(item):
                 _walk(f"{path}[{number}]", item, found, seen, depth - 1)
         return
     if isinstance(owner, dict):
-        for key, item in list(owner.items())[:_DEEPEST]:
+        for key, item in owner.items() if len(owner) <= _MOST else ():
             if _is_part(item):
                 _walk(f"{path}.{key}", item, found, seen, depth - 1)
         return
@@ -96,7 +97,7 @@ def _is_part(value: Any) -> bool:
     """Return whether an attribute of a data object may have state: data objects, and the user's objects."""
     if type(value).__module__.startswith("webdataset."):  # its stages hold generators and epoch counters
         return True
-    if isinstance(value, (Sampler, Dataset)) or callable(offered(value, "set_epoch")) or has_state(value):
+    if isinstance(value, (Sampler, Dataset, DataLoader)) or callable(offered(value, "set_epoch")) or has_state(value):
         return True
     if isinstance(value, (types.MethodType, functools.partial)):
         return True
@@ -135,8 +136,9 @@ class LoaderState:
         self.owners = owners_of(loader) if owners is None else dict(owners)
         self.owners["variables"] = Variables(_code_of(loader, self.owners.values()))
         known = {id(owner) for owner in self.owners.values()}
+        apart = generators_of(loader)
         self._attributes = {
-            path: Attributes(owner, deep=True, leave_out=_OF_TORCHS if _is_torch_class(owner) else (), known=known)
+            path: Attributes(owner, deep=True, leave_out=_kept_elsewhere(owner, apart), known=known)
             for path, owner in self.owners.items()
             if _has_attributes(owner)
         }
@@ -246,8 +248,12 @@ def _name_of(owner: Any) -> str:
     return "" if isinstance(owner, Variables) else type(owner).__name__
 
 
-def _is_torch_class(owner: Any) -> bool:
-    return type(owner).__module__.startswith(("torch.", "torchdata."))
+def _kept_elsewhere(owner: Any, generators: Iterable[torch.Generator]) -> list[str]:
+    """Return the attributes of a class of torch that are saved separately, or set before each epoch."""
+    if not type(owner).__module__.startswith(("torch.", "torchdata.")):
+        return []
+    held = getattr(owner, "generator", None)
+    return ["epoch", "generator"] if held is None or any(held is one for one in generators) else ["epoch"]
 
 
 def hidden_generators(loader: Any) -> list[str]:
@@ -300,8 +306,8 @@ def unrepeatable_shuffles(loader: Any) -> list[str]:
 
 def _items_of(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return list(value.values())[:_DEEPEST]
-    return list(value[:_DEEPEST]) if isinstance(value, (list, tuple)) else [value]
+        return list(value.values())[:_MOST]
+    return list(value[:_MOST]) if isinstance(value, (list, tuple)) else [value]
 
 
 class WatchedState:

@@ -106,6 +106,10 @@ class OwnObjects:
             self._roots[name] = owner
             self._restore_found(self._search({name: owner}))
 
+    def may_set(self, name: str) -> bool:
+        """Return whether the user's code may set an attribute of this name while the run trains."""
+        return any(bag.sets(name) for bag in self._roots.values() if isinstance(bag, Variables))
+
     def search_again(self) -> None:
         """Search for objects created since, by hooks before training, and load their states from the checkpoint.
 

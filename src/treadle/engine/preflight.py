@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Iterable, Iterator
@@ -13,18 +14,21 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from treadle.checkpoint.introspection import is_user_class
+from treadle.checkpoint.schema import to_plain
 from treadle.data.cursor import Cursor
 from treadle.distributed import gather_objects, is_distributed, is_sharded
 from treadle.distributed.state_names import clean_name
 from treadle.engine.evaluation import evaluation_rules
 from treadle.engine.failure import batch_named_in_errors
 from treadle.engine.first_save import refuse_hidden_tensors, try_optimizer
-from treadle.engine.hook import BaseHook
+from treadle.engine.hook import EVENTS, BaseHook
+from treadle.engine.idle_names import names_in_vain
 from treadle.engine.masks import warn_of_masks
 from treadle.engine.metrics import EpochMetrics
 from treadle.engine.names import uncalled_methods
 from treadle.engine.objects_part import warn_of_lost
 from treadle.engine.schedule_checks import try_schedule
+from treadle.engine.search import is_treadle_object
 from treadle.errors import ConfigError, number_of
 from treadle.nested import flatten_nested_dict, non_finite_in
 from treadle.optim.evaluation_point import into_training_point
@@ -180,6 +184,28 @@ def check_added_hooks(engine: Engine) -> None:
             )
 
 
+def try_hooks(engine: Engine) -> None:
+    """Warn about names that users' hooks use in vain, and collect the hooks' states, which a later save would.
+
+    Raises:
+        CheckpointError: a state holds a value that no checkpoint can hold.
+    """
+    for hook in engine.hooks:
+        kind = type(hook)
+        if is_treadle_object(hook) or engine.progress.step or engine.state.loaded:
+            continue
+        for event in EVENTS:
+            if getattr(kind, event) is not getattr(BaseHook, event):
+                method, may_set = getattr(hook, event), engine.state.objects.may_set
+                for text in names_in_vain(method, engine, may_set=may_set, place=f"{kind.__name__}.{event}"):
+                    engine.logger.warning("%s", text)
+        tree: dict[str, Any] = {"hooks": {}}
+        if kind.on_state_dict is not BaseHook.on_state_dict:
+            with contextlib.suppress(Exception):  # it may need a step, or the rest of the state
+                hook.on_state_dict(engine, tree)
+            to_plain(tree["hooks"], "hooks")
+
+
 def check_before_training(engine: Engine) -> None:
     """Raise or warn about what would silently train a wrong model.
 
@@ -220,6 +246,15 @@ def check_before_training(engine: Engine) -> None:
     groups = [group for optimizer in engine.state.objects.optimizers() for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     names = [name for name, parameter in uncovered if id(parameter) not in held]
+    loss = getattr(getattr(engine.task, "trainer", None), "loss_fn", None)
+    held |= {id(parameter) for group in engine.optimizer.param_groups for parameter in group["params"]}
+    of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
+    if any(parameter.requires_grad and id(parameter) not in held for parameter in of_loss):
+        engine.logger.warning(
+            "loss_fn: the parameters of %s require gradients but are in no optimizer group, so they will not be "
+            "trained; add them to the optimizer, or make the loss part of the model",
+            type(loss).__name__,
+        )
     if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
         raise ConfigError(
             f"it holds none of the {len(names)} trainable parameters of the model, so nothing would be trained; "

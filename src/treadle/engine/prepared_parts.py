@@ -161,8 +161,8 @@ def _unloadable(what: str) -> str:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group that are numbers, or pairs of them."""
-    return {key: value for key, value in group.items() if isinstance(value, (int, float, tuple))}
+    """Return the settings of a parameter group that are numbers, strings, or tuples of them."""
+    return {key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple))}
 
 
 def _name_of(value: Any) -> str:

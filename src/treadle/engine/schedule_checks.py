@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import warnings
@@ -26,6 +27,8 @@ from treadle.seed import forked_rng
 
 if TYPE_CHECKING:
     from treadle.engine.loop import Engine
+
+_TRIED_MOVES = 100  # of a schedule: all of one that moves once per epoch, in most runs
 
 
 def try_schedule(engine: Engine) -> None:
@@ -62,12 +65,18 @@ def try_schedule(engine: Engine) -> None:
     if trial is None:
         return
     before = engine.state.objects.attributes()  # a copy calls the same functions, which may change their closures
+    moves, tried = 1 if arguments else min(_moves_left(engine) or 1, _TRIED_MOVES), 0
     try:
-        with warnings.catch_warnings(), forked_rng(0):
+        with warnings.catch_warnings(), forked_rng(0), contextlib.redirect_stdout(None):
             warnings.simplefilter("ignore")  # torch warns about the order of steps, but the trial makes none
-            trial.step(*arguments)
+            for tried in range(1, moves + 1):  # noqa: B007
+                trial.step(*arguments)
     except Exception as error:
-        raise ConfigError(f"{name}.step() failed when tried before step 1: {error}", argument="scheduler") from error
+        raise ConfigError(
+            f"{name}.step() failed when tried before step 1, as {engine.scheduler_interval} {tried} of this run will "
+            f"call it: {type(error).__name__}: {error}",
+            argument="scheduler",
+        ) from error
     finally:
         engine.state.objects.restore_attributes(before)
 

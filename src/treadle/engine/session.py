@@ -10,12 +10,14 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from treadle import distributed
+from treadle.checkpoint.lock import is_used_again
 from treadle.data.agreement import numbers_of_ranks
 from treadle.engine.evaluation import EvaluationAbandoned
 from treadle.engine.failure import errors_logged_with_rank
@@ -26,6 +28,7 @@ from treadle.engine.preflight import (
     check_added_hooks,
     check_before_training,
     into_training_mode,
+    try_hooks,
 )
 from treadle.engine.run_log import run_log_shown
 from treadle.engine.signal_exit import exit_by, exit_on_signal
@@ -146,12 +149,16 @@ def resume_from_hooks(engine: Engine) -> None:
 
 
 def pass_over(engine: Engine, loader: Iterable[Any]) -> None:
-    """Pass over the loader of a run that has reached its target, and log so; the second call of an object warns."""
+    """Pass over the loader of a run that has reached its target; warn if this object, or one in its folder, trained."""
+    state, source = engine.state, engine.state.source
+    is_shared = not state.num_runs and source is not None and is_used_again(Path(source).parent)
     engine.cursor.built.pass_over(loader)
     engine.logger.log(
-        logging.WARNING if engine.state.num_runs else logging.INFO,
-        "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train further",
+        logging.WARNING if state.num_runs or is_shared else logging.INFO,
+        "nothing to do: already at step %d, epoch %d (target of the whole run: %s); raise the target to train "
+        "further%s",
         engine.progress.step, engine.epoch, engine.target,
+        f", or give this run its own folder: another of this process used {source}" if is_shared else "",
     )  # fmt: skip
 
 
@@ -184,6 +191,8 @@ def _opened_hooks(engine: Engine) -> Iterator[None]:
                     for hook in engine.hooks:
                         opened.append(hook)
                         hook.on_before_train(engine)
+                try_hooks(engine)
+                engine.state.run_trial(engine)  # which may need what hooks create
                 engine.events.cache_dispatch(engine.hooks)
                 into_training_mode(engine)
                 engine.state.begin_run(engine)
@@ -220,7 +229,6 @@ def _begin_session(engine: Engine, held: contextlib.ExitStack) -> list[int]:
         for hook in engine.hooks:
             held.enter_context(hook.claim(engine))
         check_before_training(engine)
-        engine.state.run_trial(engine)
         engine.attempt.receive([])
         engine.events.begin()
         if engine.progress.forget_step():

@@ -32,6 +32,7 @@ from treadle.engine.state_options import StateOptions
 from treadle.engine.state_part import Saved, StatePart
 from treadle.errors import CheckpointError
 from treadle.optim.optimizer import is_torch_optimizer
+from treadle.optim.optimizer_state import inner_optimizers
 
 if TYPE_CHECKING:
     from treadle.checkpoint.rank_writer import RankWriter
@@ -136,7 +137,9 @@ class RunState:
         self.built_values = BuiltValues(lambda: owners_of_values(engine))
         self.hooks = HookStates(engine.hooks, known=known, model=engine.model)
         owner = None if is_torch_optimizer(engine.optimizer) else engine.optimizer
-        self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True)
+        inner = inner_optimizers(owner).values()
+        shared = {id(part) for one in inner for part in (one.state, one.param_groups)}  # under other names too
+        self.optimizer_attributes = Attributes(owner, deep=True, leave_out=OF_OPTIMIZERS, tensors=True, known=shared)
 
     def leave_out(self, loader: Any) -> None:
         """Exclude a loader that a cursor reads from the user's objects."""

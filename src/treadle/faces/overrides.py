@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections.abc import Callable
 from functools import partial
@@ -52,11 +54,27 @@ def check_overrides(trainer: Engine, base: type) -> None:
         ConfigError: an attribute replaces a part or a method of the engine, or an override takes other arguments.
     """
     refuse_replaced_parts(trainer, base)
+    refuse_other_kinds(type(trainer), base)
     refuse_signatures(trainer, _ARGUMENTS)
     for text in (
         *uncalled_methods(type(trainer), base, known=_OVERRIDABLE, foreign=FOREIGN), *idle_attributes(trainer, base)
     ):  # fmt: skip
         trainer.logger.warning("%s", text)
+
+
+def refuse_other_kinds(kind: type, base: type) -> None:
+    """Raise ConfigError for a property of the base class that a subclass replaces, or a method replaced by one."""
+    for owner in kind.__mro__[: kind.__mro__.index(base)]:
+        for name, value in vars(owner).items():
+            inherited = inspect.getattr_static(base, name, None)
+            if isinstance(inherited, property) and inherited.fset is None:
+                raise ConfigError(
+                    f"{owner.__name__}.{name}: hides {base.__name__}.{name}, which the loop reads; rename it"
+                )
+            if isinstance(inherited, types.FunctionType) and isinstance(value, (property, functools.cached_property)):
+                raise ConfigError(
+                    f"{owner.__name__}.{name}: is a property, but {name}() is called; define it without the decorator"
+                )
 
 
 def refuse_replaced_parts(trainer: Engine, base: type) -> None:

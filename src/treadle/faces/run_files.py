@@ -151,7 +151,7 @@ def _data(loader: Any, accumulation: int) -> dict[str, Any]:
     for key, holder in (("samples", dataset), ("batches", loader)):
         try:
             found[key] = len(holder)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
+        except (TypeError, NotImplementedError, AttributeError):  # the last without a super().__init__()
             continue
     for key in ("batch_size", "num_workers", "drop_last"):
         value = getattr(loader, key, None)

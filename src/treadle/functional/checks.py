@@ -9,6 +9,7 @@ from typing import Any
 
 from treadle.engine.best import BestRule, EarlyStopping
 from treadle.engine.hook import BaseHook
+from treadle.engine.idle_names import keys_in_vain, names_in_vain
 from treadle.engine.names import overridden_on_instance, refuse_signatures, takes, uncalled_methods
 from treadle.errors import ConfigError
 from treadle.errors.arguments import check_argument, check_least, check_whole
@@ -25,7 +26,7 @@ from treadle.functional.unused_settings import warn_of_unused_settings
 _log = logging.getLogger("treadle.functional")
 _ARGUMENTS = {
     "train_step": (1,), "train_epoch": (3, 2), "eval_step": (1,), "evaluate": (1,), "_prepare_batch": (1,),
-    "_forward_pass": (1,), "_compute_loss": (2,), "_loss_weight": (3,),
+    "_forward_pass": (1,), "_compute_loss": (2,), "_loss_weight": (3,), "_save_checkpoint": (3,),
 }  # fmt: skip
 _LOOKED_UP_ON_THE_CLASS = ("train_step", "eval_step")
 _FOREIGN = {
@@ -87,6 +88,25 @@ def check_call(
             "eval_dataloader=None: no evaluation during training; metrics and evaluate() are used only if you "
             "call evaluate()"
         )
+
+
+def warn_of_callbacks(trainer: Any, callbacks: Sequence[Callable[..., Any]] | None, keys: Sequence[str] | None) -> None:
+    """Warn about attributes and keys that callbacks read in vain.
+
+    Args:
+        trainer: the trainer.
+        callbacks: the user's argument.
+        keys: the keys of a record; None if unknown.
+    """
+    for callback in callbacks or ():
+        known = None if keys is None else ["epoch", *keys]
+        function = callback if hasattr(callback, "__code__") else getattr(callback, "__call__", callback)  # noqa: B004
+        place = getattr(callback, "__qualname__", type(callback).__name__)
+        for text in (
+            *names_in_vain(function, trainer, may_set=trainer._engine.state.objects.may_set, place=place),
+            *(() if known is None else keys_in_vain(function, 2, known=known, place=place)),
+        ):
+            _log.warning("callbacks: %s", text)
 
 
 def warn_of_idle_files(settings: TrainingSettings, save_dir: Any, *, save_freq: Any, metric: str | None) -> None:

@@ -149,13 +149,12 @@ def set_length(scheduler: Any, loader: Iterable[Any], num_epochs: int, *, settin
         follow_shape(scheduler, settings.schedule, steps)
 
 
-def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None = None) -> None:
-    """Raise ConfigError for a loss that is a class or not a scalar, and warn about its untrained parameters.
+def check_loss_fn(loss_fn: Any, *, own_loss: bool) -> None:
+    """Raise ConfigError for a loss that is a class or not a scalar.
 
     Args:
         loss_fn: the loss, or None.
         own_loss: whether a subclass computes the loss itself, and so may reduce it.
-        optimizer: optimizer, which may hold parameters of the loss.
     """
     if (isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module)) or not (loss_fn is None or callable(loss_fn)):
         raise ConfigError(
@@ -170,16 +169,4 @@ def check_loss_fn(loss_fn: Any, *, own_loss: bool, optimizer: Optimizer | None =
             "reduce it",
             argument="loss_fn",
             value=loss_fn,
-        )
-    own = (
-        [parameter for parameter in loss_fn.parameters() if parameter.requires_grad]
-        if isinstance(loss_fn, nn.Module)
-        else []
-    )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if optimizer else set()
-    if any(id(parameter) not in held for parameter in own):
-        _log.warning(
-            "loss_fn: the parameters of %s require gradients but are in no optimizer group, so they will not be "
-            "trained; add them to the optimizer, or make the loss part of the model",
-            type(loss_fn).__name__,
         )

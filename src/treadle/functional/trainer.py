@@ -30,7 +30,7 @@ from treadle.faces.loaders import EvalLoaders, check_batches
 from treadle.faces.parallel import ParallelConfig
 from treadle.functional.batches import split_batch
 from treadle.functional.callbacks import Callback, Callbacks
-from treadle.functional.checks import check_call, log_early_stopping, warn_of_idle_files
+from treadle.functional.checks import check_call, log_early_stopping, warn_of_callbacks, warn_of_idle_files
 from treadle.functional.construction import (
     check_loss_fn,
     in_argument_order,
@@ -128,7 +128,7 @@ class Trainer(EpochFace):
         self.loss_fn = loss_fn.to(self.device) if isinstance(loss_fn, nn.Module) else loss_fn
         self.scheduler = scheduler_for(self.optimizer, scheduler, self.settings)
         warn_of_idle_interval(scheduler, self.settings)
-        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"), optimizer=self.optimizer)
+        check_loss_fn(loss_fn, own_loss=self._overrides("_compute_loss"))
         self._warned_of_length = False
         self._counts_on_host = not (self._overrides("_prepare_batch") or self._overrides("_loss_weight"))
         own_eval = OverriddenEvalTask if self._overrides("eval_step") else EvalTask
@@ -328,6 +328,7 @@ class Trainer(EpochFace):
         with run_log_shown(self._engine), self._folder.training(), saving:
             self._engine.prepare()
             self._engine.state.objects.add("callbacks", list(callbacks or ()))
+            warn_of_callbacks(self, callbacks, self._known_keys(eval_dataloader))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             log_early_stopping(self._epochs)

@@ -136,6 +136,8 @@ class ValidationHook(BaseHook):
                 path = trainer.workspace / (_LINES if self.name == "val" else f"validation_{self.name}.jsonl")
                 continue_lines(trainer, path)
                 self._file = path
+        if trainer.step == 0 and self.best is not None:
+            trainer.state.origin.watch(self._best_path(trainer).parent, lambda folder: [self._best_path(trainer)])
         if self._due:
             self._evaluate(trainer)
         elif trainer.step == 0 and trainer.settings.limits.num_sanity_eval_steps:
@@ -259,9 +261,13 @@ class ValidationHook(BaseHook):
                 append_lines(self._file, [json.dumps(line, allow_nan=False)])
         trainer.log({self.name: dict(values)})
 
-    def _write_best(self, trainer: Engine) -> None:
+    def _best_path(self, trainer: Engine) -> Path:
         assert self.best is not None
-        path = self.best if trainer.workspace is None else trainer.workspace / self.best
+        return self.best if trainer.workspace is None else trainer.workspace / self.best
+
+    def _write_best(self, trainer: Engine) -> None:
+        path = self._best_path(trainer)
+        trainer.state.origin.clear()
         tree = trainer.state_dict()
         written = on_rank_0(lambda: save_checkpoint(tree, path))
         if trainer.workspace is not None and written.parent == trainer.workspace:

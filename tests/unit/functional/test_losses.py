@@ -245,7 +245,10 @@ def test_a_loss_with_parameters_of_its_own_is_warned_about(caplog):
             super().__init__()
             self.scale = nn.Parameter(torch.ones(1))
 
-    make(loss_fn=Learned())
+        def forward(self, outputs, targets):
+            return (self.scale * (outputs - targets)).square().mean()
+
+    make(loss_fn=Learned()).train([(torch.ones(2, 4), torch.ones(2, 1))], 1)
     assert "the parameters of Learned require gradients" in caplog.text
 
 
