@@ -190,7 +190,7 @@ def test_all_is_put_back_after_a_measurement():
     engine.run([torch.ones(2, 1)] * 3, max_steps=2)
     new = set(vars(engine)) - before[3] - {"base", "exchange", "notices", "_step_events"}
     assert (torch.Tensor.backward, EmaHook.__dict__.get("update"), dict(vars(slow))) == before[:3]
-    assert not {"forward", "write_requested", "steps"} & new
+    assert not {"forward", "write_requested"} & new
     assert "take" not in vars(engine.cursor)
     assert engine.steps.__func__ is Engine.train_step
 
