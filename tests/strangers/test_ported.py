@@ -190,6 +190,26 @@ def test_names_and_keys_that_a_callback_uses_in_vain_are_named(caplog: pytest.Lo
     assert any("'val_loss'" in text and "'eval_loss'" in text for text in found)
 
 
+def test_names_and_keys_that_a_callback_expects_to_be_missing_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    def asks(trainer: Any, epoch: int, record: Any) -> None:
+        assert (trainer.global_step if hasattr(trainer, "global_step") else trainer.step) > 0
+
+    def tries(trainer: Any, epoch: int, record: Any) -> None:
+        try:
+            assert trainer.current_epoch > 0
+        except AttributeError:
+            assert trainer.step > 0
+
+    def looks_up(trainer: Any, epoch: int, record: Any) -> None:
+        assert (record["val_loss"] if "val_loss" in record else record["train_loss"]) > 0
+
+    def gets(trainer: Any, epoch: int, record: Any) -> None:
+        assert record.get("val_loss") is None or record["val_loss"] > 0
+
+    trainer_of().train(points_loader(), 1, callbacks=[asks, tries, looks_up, gets])
+    assert warnings_in(caplog) == []
+
+
 def test_a_save_method_with_other_arguments_is_refused() -> None:
     class Saves(Trainer):
         def _save_checkpoint(self, path: Any, epoch: Any) -> None:  # type: ignore[override]

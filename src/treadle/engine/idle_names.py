@@ -13,6 +13,10 @@ _COUNTERPARTS = {
     "stop_training": "should_stop", "should_training_stop": "should_stop", "terminate": "should_stop",
 }  # fmt: skip
 """Attributes of trainers of other libraries."""
+_GUARDS = frozenset((
+    "hasattr", "getattr", "suppress", "AttributeError", "KeyError", "LookupError", "Exception", "BaseException",
+))  # fmt: skip
+"""Names in the code of functions that expect a name to be missing."""
 
 
 def names_in_vain(function: Any, trainer: Any, *, may_set: Callable[[str], bool], place: str) -> Iterator[str]:
@@ -67,9 +71,10 @@ def _uses_of(function: Any, number: int) -> Iterator[tuple[str, str]]:
     """Yield "reads", "sets" or "keys" with each name of an attribute or key of an argument that a function uses."""
     number += isinstance(function, types.MethodType)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None or code.co_argcount <= number:
+    if code is None or code.co_argcount <= number or not _GUARDS.isdisjoint(code.co_names):
         return
     argument, found = code.co_varnames[number], list(dis.get_instructions(code))
+    looks_keys_up = "get" in code.co_names or any(each.opname == "CONTAINS_OP" for each in found)
     for before, now, after in zip(found, found[1:], [*found[2:], None], strict=False):
         loaded = before.argval[-1] if isinstance(before.argval, tuple) and before.argval else before.argval
         if not before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) or loaded != argument:
@@ -78,5 +83,7 @@ def _uses_of(function: Any, number: int) -> Iterator[tuple[str, str]]:
             yield "reads", now.argval
         elif now.opname == "STORE_ATTR":
             yield "sets", now.argval
-        elif after is not None and after.opname == "BINARY_SUBSCR" and isinstance(now.argval, str):
+        elif looks_keys_up or after is None or not isinstance(now.argval, str):
+            continue
+        elif after.opname == "BINARY_SUBSCR":
             yield "keys", now.argval
