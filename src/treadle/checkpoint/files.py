@@ -49,6 +49,21 @@ def make_folder(folder: Path) -> None:
         sync_folder(new.parent)
 
 
+def why_unwritable(folder: Path) -> str | None:
+    """Return why a folder can be neither written nor created, with the place that prevents it; None if nothing does.
+
+    Example:
+        >>> why_unwritable(Path(__file__) / "run") == f"{__file__} is not a folder"
+        True
+    """
+    place = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), folder)
+    if place.is_symlink() and not place.exists():
+        return f"{place} is a link to {os.readlink(place)}, which does not exist"
+    if not place.is_dir():
+        return f"{place} is not a folder"
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written"
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames and unlinks in a folder durable, where the platform supports it."""
     if os.name == "nt":  # a directory cannot be opened for fsync there
@@ -77,9 +92,10 @@ def reported(target: Path | str) -> Iterator[None]:
             raise CheckpointError(
                 f"{str(target)!r} was not written: {str(file)!r} is a file; choose a folder"
             ) from error
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        fix = "free some space or choose another folder" if is_full else "choose another folder"
         raise CheckpointError(
-            f"{str(target)!r} was not written: {first_line(cause)}. Existing files are intact; "
-            "free some space or choose another folder"
+            f"{str(target)!r} was not written: {first_line(cause)}. Existing files are intact; {fix}"
         ) from error
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from treadle import distributed
+from treadle.checkpoint.files import why_unwritable
 from treadle.cli.console import result_console, show_report
 from treadle.cli.population import (
     PackMember,
@@ -207,17 +207,12 @@ class _Keeper:
     def before_building(self, engine: Engine) -> None:
         """Raise ConfigError for an unwritable workspace, before data is read and a model is built."""
         if engine.workspace is not None and distributed.rank() == 0:
-            _refuse_unwritable(engine.workspace)
+            reason = why_unwritable(engine.workspace)
+            if reason is not None:
+                raise ConfigError(f"{reason}; choose another folder", argument="workspace", value=str(engine.workspace))
 
     def before_running(self, engine: Engine) -> None:
         """Append the hook that writes the record."""
         if all(type(hook).checkpoint_to_resume is BaseHook.checkpoint_to_resume for hook in engine.hooks):
             _log.warning("no hook saves checkpoints, so this run cannot resume after a stop; add a CheckpointingHook")
         engine.hooks = [*engine.hooks, self.record]
-
-
-def _refuse_unwritable(folder: Path) -> None:
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
-    reason = "is not a folder" if not nearest.is_dir() else "cannot be written"
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ConfigError(f"{nearest} {reason}; choose another folder", argument="workspace", value=str(folder))

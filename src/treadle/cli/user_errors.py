@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import os
 import sys
@@ -30,8 +31,8 @@ def described(error: BaseException) -> str | None:
         error: with its traceback.
 
     Returns:
-        The error, treadle's notes on it, and its locations in user code, outermost first; None if there is no user code
-        in the traceback or the whole traceback is requested.
+        The error, treadle's notes on it, and its locations in user code, outermost first; one line for a full disk;
+        None if there is no user code in the traceback or the whole traceback is requested.
 
     Example:
         >>> described(ValueError("not raised")) is None
@@ -39,6 +40,9 @@ def described(error: BaseException) -> str | None:
     """
     if os.environ.get(WHOLE):
         return None
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = "" if error.filename is None else f" for {_short(str(error.filename))}"
+        return f"{error.strerror}{place}; files already saved are intact: free some space and run the command again"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
     if isinstance(error, SyntaxError) and error.filename and not _is_ours(Path(error.filename)):
         line = (error.text or "").strip()

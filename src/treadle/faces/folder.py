@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import link_in_folder
+from treadle.checkpoint.files import link_in_folder, why_unwritable
 from treadle.checkpoint.order import StateProgress, is_moved_aside
 from treadle.checkpoint.ranks import held_by_rank_0, on_rank_0, open_on_ranks
 from treadle.checkpoint.store import copy_checkpoint, find_latest, save_checkpoint
@@ -88,6 +88,7 @@ class CheckpointFolder:
 
         Raises:
             CheckpointError: another process holds the lock; raised on all ranks.
+            ConfigError: the folder can be neither written nor created.
         """
         if self.path is not None:
             self.engine.prepare()  # an observer may be about to replay the run
@@ -96,7 +97,14 @@ class CheckpointFolder:
             if self.engine.workspace == self.path:  # else an observer has moved it
                 self.engine.workspace = None
             self.path = None
+        if self.path is not None:
+            on_rank_0(self._refuse_unwritable)
         return contextlib.nullcontext() if self.path is None else held_by_rank_0(self.path)
+
+    def _refuse_unwritable(self) -> None:
+        reason = None if self.path is None else why_unwritable(self.path)
+        if reason is not None:
+            raise ConfigError(f"{reason}; choose another folder", argument=self._argument, value=str(self.path))
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treadle.checkpoint.files import copy_file, write_text
+from treadle.checkpoint.files import copy_file, why_unwritable, write_text
 from treadle.config.yaml_files import parse
 from treadle.errors import CheckpointError, ConfigError, nearest
 from treadle.requirements import own_version
@@ -147,6 +147,13 @@ def _loaded_yaml(path: Path) -> dict[str, Any]:
     except (ConfigError, ImportError) as error:
         _log.warning("%s is damaged (%s) and will be rewritten", path, error)
         return {}
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Raise ConfigError for a run folder that can be neither written nor created, before data is read."""
+    reason = why_unwritable(out)
+    if reason is not None:
+        raise ConfigError(f"--out {out}: {reason}; choose another folder")
 
 
 def refuse_other_run(out: Path, face: str) -> None:

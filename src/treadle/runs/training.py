@@ -55,21 +55,20 @@ class TrainingRun(Generic[Config, Data, Trainer]):
             The content of ``metrics.json``; None on ranks other than the first, and for a paused run.
         """
         pack, run = self._pack, self._run
-        finished = by_rank_0(
-            lambda: folders.finished_metrics(run.out, self._values, needed=pack.needed) if run.resume else None
-        )
+        out = run.out.absolute()  # training may change the working directory
+        finished = by_rank_0(self._finished)
         metrics = finished
         if finished is None:
             with environment_of(pack, run.config):
-                metrics = self._train(dataclasses.replace(run, parallel=parallel_of(pack.parallel(run.config))))
+                metrics = self._train(dataclasses.replace(run, parallel=parallel_of(pack.parallel(run.config))), out)
         if metrics is not None:
-            show(pack.report(metrics, run.out), run.out)
+            show(pack.report(metrics, out), run.out)
         return metrics
 
-    def _train(self, run: Run[Config]) -> dict[str, Any] | None:
+    def _train(self, run: Run[Config], out: Path) -> dict[str, Any] | None:
         pack = self._pack
         resumes = by_rank_0(self._check_folder)
-        run = dataclasses.replace(run, home=run.out if resumes else None)
+        run = dataclasses.replace(run, out=out, home=out if resumes else None)
         data = pack.prepare(run)
         by_rank_0(lambda: pack.refuse_other_data(run, data))
         trainer = pack.build(run, data)
@@ -98,6 +97,9 @@ class TrainingRun(Generic[Config, Data, Trainer]):
     def _evaluate(self, run: Run[Config], data: Data, trainer: Trainer, decided: dict[str, str]) -> dict[str, Any]:
         """Write the results, the page, and ``metrics.json``, the last file of a run."""
         pack = self._pack
+        if not (run.out / folders.RUN_FILE).exists():
+            _log.warning("%s was removed during the run; its settings are written again, its logs are lost", run.out)
+            self._write_settings(run, data)
         results = pack.finish(run, data, trainer)
         values = {"device": str(run.device), **pack.identity(data), "config": self._values}
         metrics: dict[str, Any] = to_json({"treadle": own_version(), **results.metrics, **values})
@@ -111,9 +113,16 @@ class TrainingRun(Generic[Config, Data, Trainer]):
 
     # -- the run folder ---------------------------------------------------------------------------------------------
 
+    def _finished(self) -> dict[str, Any] | None:
+        with folders.readable(self._run.out):
+            if self._run.resume:
+                return folders.finished_metrics(self._run.out, self._values, needed=self._pack.needed)
+        return None
+
     def _check_folder(self) -> bool:
         """Return whether the folder's run resumes; warn of changes, plan which files move aside, and write nothing."""
         pack, run, out = self._pack, self._run, self._run.out
+        folders.refuse_unwritable(out)
         folders.refuse_other_run(out, pack.name)
         for place in (out, out / "checkpoints"):
             check_free(place)  # before run.json is written, since another process may be training this run
@@ -140,13 +149,17 @@ class TrainingRun(Generic[Config, Data, Trainer]):
 
     def _prepare_folder(self, data: Data) -> None:
         """Write the settings, and move leftovers of an earlier run aside."""
-        pack, run = self._pack, self._run
+        run = self._run
         with folders.writable(run.out):
             run.out.mkdir(parents=True, exist_ok=True)
             # Otherwise a killed fresh start would be taken for the earlier finished run.
             self._move_aside()
-            folders.write_record(run.out, {"face": pack.name, "config": self._values, **pack.identity(data)})
-            pack.keep(run, data)
+            self._write_settings(run, data)
+
+    def _write_settings(self, run: Run[Config], data: Data) -> None:
+        record = {"face": self._pack.name, "config": self._values, **self._pack.identity(data)}
+        folders.write_record(run.out, record)
+        self._pack.keep(run, data)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,11 @@ from treadle.errors import ConfigError
 from treadle.runs.ranks import shared_rows
 from treadle.text.corpus import deal, is_statement, load_manual, num_bytes, split_topics, without_repeats
 from treadle.text.data import TokenBlocks, token_stream
-from treadle.text.run_config import TextConfig
+from treadle.text.run_config import DataConfig, TextConfig
 from treadle.text.tokenizer import train_tokenizer
 
 _EVAL_BATCH = 64
+_log = logging.getLogger("treadle.cli")
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,22 @@ def prepare_data(config: TextConfig) -> TextData:
 
     tests = [part(topics) if topics else None for topics in (test, lora_test)]
     return TextData(tokenizer, part(train), part(val), part(lora_train), part(lora_val), *tests)
+
+
+def warn_of_untrained(settings: DataConfig, data: TextData) -> None:
+    """Warn of rows of the model's embeddings that the training text cannot train."""
+    learned, longest = data.tokenizer.get_vocab_size(), len(data.train.tokens_N)
+    if settings.vocab_size > learned:
+        _log.warning(
+            "data.vocab_size=%d: the training text yields %d tokens, so %d rows of the embedding are never trained; "
+            "set data.vocab_size=%d", settings.vocab_size, learned, settings.vocab_size - learned, learned,
+        )  # fmt: skip
+    if settings.block_length > longest:
+        _log.warning(
+            "data.block_length=%d: the training text has %d tokens, so the rest of its one block is padding and later "
+            "positions are never trained; set data.block_length to at most %d",
+            settings.block_length, longest, longest,
+        )  # fmt: skip
 
 
 def _without_test(

@@ -35,7 +35,14 @@ from treadle.text import report
 from treadle.text.extras import without_progress_bars
 from treadle.text.model import add_lora, build_gpt2
 from treadle.text.run_config import FREE, TextConfig, needs_new_lora
-from treadle.text.run_data import Part, TextData, check_same_on_ranks, check_same_text, prepare_data_of
+from treadle.text.run_data import (
+    Part,
+    TextData,
+    check_same_on_ranks,
+    check_same_text,
+    prepare_data_of,
+    warn_of_untrained,
+)
 from treadle.text.tokenizer import as_transformers
 
 _log = logging.getLogger("treadle.cli")
@@ -124,6 +131,8 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
         record = None if run.home is None else read_record(run.home)
         data = prepare_data_of(run.config, None if record is None else record.identity.get("corpus"))
         check_same_on_ranks(data)
+        if run.home is None:
+            warn_of_untrained(run.config.data, data)
         if record is not None:
             check_same_text(record.identity, data, folder=str(run.home))
         return data

@@ -69,7 +69,11 @@ def project(tmp_path, monkeypatch):
         ("train spectra epoch=3", 2, "unknown setting 'epoch'; did you mean 'epochs'?"),
         ("train spectra epochs=three", 2, "epochs=three: must be int, but this is the str 'three'"),
         ("train spectra --device cuda", 2, "device='cuda' is not available here"),
-        ("train spectra --out a_file/x data.max_rows=80 epochs=1", 2, "--out a_file/x: cannot be written"),
+        (
+            "train spectra --out a_file/x data.max_rows=80 epochs=1",
+            2,
+            "--out a_file/x: a_file is not a folder; choose another folder",
+        ),
         ("train spektra", 2, "No such command 'spektra'. Did you mean 'spectra'?"),
         ("verify spektra", 2, "did you mean 'spectra'?"),
         ("verify nofile.py", 2, "must be a script that exists"),

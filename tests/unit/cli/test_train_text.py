@@ -634,3 +634,17 @@ class Rows:
 
     def loader(self, batch_size: int) -> TensorLoader:
         return TensorLoader(torch.zeros(16, 2), batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("data.vocab_size=4000", "rows of the embedding are never trained"), ("data.block_length=9000", "is padding")],
+)
+def test_rows_that_the_text_cannot_train_are_named_before_the_model_is_built(
+    setting: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_run.TextPack, "build", lambda *given: sys.exit(3))
+    assert run(tmp_path / "run", setting) == 3
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{setting}: the training text" in error
+    assert words in error
