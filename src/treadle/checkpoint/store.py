@@ -120,7 +120,7 @@ def check_written(path: Path, content: bytes | None = None) -> list[str]:
 
 @checked
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint to the CPU after checking every byte of it.
+    """Read a checkpoint to the CPU after checking the CRC-32 of each of its records.
 
     Args:
         path: the file, or the folder of shards, which gives the same tree in one process, without a process group.

@@ -1,4 +1,4 @@
-"""Safe reader of the zip archives of ``torch.save``: one pass over every byte, nothing executed.
+"""Safe reader of the zip archives of ``torch.save``: one pass over every record, nothing executed.
 
 Refused before a record is read: compressed records and declared sizes beyond the file (zip bombs), names that leave the
 archive, duplicate names, data before or after the archive, and records that torch does not write, such as code or
