@@ -194,7 +194,7 @@ def test_an_unwritable_place_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "--out" in error
-    assert "Not a directory" in error
+    assert "is not a folder" in error
 
 
 def test_a_device_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

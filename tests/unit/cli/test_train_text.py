@@ -554,7 +554,7 @@ def test_an_unwritable_place_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "--out" in error
-    assert "Not a directory" in error
+    assert "is not a folder" in error
 
 
 def test_a_missing_package_is_one_line_that_says_what_to_install(
