@@ -29,13 +29,13 @@ def dawdle(where: str) -> None:
 
 def say_what_is_heard() -> None:
     """Signals of one number that come together are merged by the system: whoever sends several waits for each line."""
-    note = SignalListener._note
+    note = SignalListener._handle
 
     def heard(self: SignalListener, *given: object) -> None:
         note(self, *given)
         os.write(1, b"HEARD\n")  # a print may not be interrupted by another one
 
-    SignalListener._note = heard
+    SignalListener._handle = heard
 
 
 class Rows(Dataset):

@@ -127,18 +127,18 @@ def test_a_schedule_that_fails_in_a_later_epoch_is_refused() -> None:
     assert trainer.step == 8
 
 
-def test_a_hooks_state_that_no_file_can_hold_is_refused() -> None:
+def test_a_hooks_state_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
     class Unsavable(BaseHook):
         def on_state_dict(self, trainer: Any, state_dict: Any) -> None:
             state_dict["hooks"][self.state_key] = {"function": print}
 
     trainer = trainer_of(hooks=[Unsavable()])
     with pytest.raises(CheckpointError, match="Unsavable"):
-        trainer.train(points_loader(), 1)
+        trainer.train(points_loader(), 1, save_dir=tmp_path)
     assert trainer.step == 0
 
 
-def test_a_hooks_state_that_needs_a_step_is_not_refused() -> None:
+def test_a_hooks_state_that_needs_a_step_is_not_refused(tmp_path: Path) -> None:
     class AfterASTep(BaseHook):
         loss: Any = None
 
@@ -149,7 +149,7 @@ def test_a_hooks_state_that_needs_a_step_is_not_refused() -> None:
             state_dict["hooks"][self.state_key] = {"loss": self.loss.item()}
 
     trainer = trainer_of(hooks=[AfterASTep()])
-    trainer.train(points_loader(), 1)
+    trainer.train(points_loader(), 1, save_dir=tmp_path)
     assert trainer.step == 4
 
 

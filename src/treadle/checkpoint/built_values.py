@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -174,8 +175,10 @@ def _kinds_of(owner: Any, *, lists: bool) -> frozenset[type]:
 
 
 def _has_settings(owner: Any) -> bool:
-    if isinstance(owner, functools.partial) or type(owner).__module__.startswith("treadle."):
+    if isinstance(owner, functools.partial):
         return True
+    if type(owner).__module__.startswith("treadle."):
+        return not dataclasses.is_dataclass(owner)  # the front ends compare these
     return is_user_object(owner) and not is_engine_or_trainer(owner)
 
 

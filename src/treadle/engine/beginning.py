@@ -74,11 +74,11 @@ class Beginning:
     @contextlib.contextmanager
     def groups_added_once(self, optimizer: Any) -> Iterator[None]:
         """Skip, in a resumed run, parameter groups that hooks add in the block and that the checkpoint has added."""
-        if not self._resumed:
+        add = getattr(optimizer, "add_param_group", None)
+        if not self._resumed or add is None:
             yield
             return
         held = [_identities(group["params"]) for group in optimizer.param_groups]
-        add = optimizer.add_param_group
 
         def add_once(group: dict[str, Any]) -> None:
             group = {**group, "params": _listed(group["params"])}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,25 +184,33 @@ def check_added_hooks(engine: Engine) -> None:
 
 
 def try_hooks(engine: Engine) -> None:
-    """Warn about names that users' hooks use in vain, and collect the hooks' states, which a later save would.
+    """Warn about names that users' hooks use in vain, and in a run with a folder collect the hooks' states.
 
     Raises:
         CheckpointError: a state holds a value that no checkpoint can hold.
     """
+    if engine.progress.step or engine.state.loaded:
+        return
     for hook in engine.hooks:
         kind = type(hook)
-        if is_treadle_object(hook) or engine.progress.step or engine.state.loaded:
+        if is_treadle_object(hook):
             continue
         for event in EVENTS:
             if getattr(kind, event) is not getattr(BaseHook, event):
                 method, may_set = getattr(hook, event), engine.state.objects.may_set
                 for text in names_in_vain(method, engine, may_set=may_set, place=f"{kind.__name__}.{event}"):
                     engine.logger.warning("%s", text)
-        tree: dict[str, Any] = {"hooks": {}}
-        if kind.on_state_dict is not BaseHook.on_state_dict:
-            with contextlib.suppress(Exception):  # it may need a step, or the rest of the state
-                hook.on_state_dict(engine, tree)
-            to_plain(tree["hooks"], "hooks")
+        if kind.on_state_dict is not BaseHook.on_state_dict and engine.workspace is not None:
+            _try_state(engine, hook)
+
+
+def _try_state(engine: Engine, hook: BaseHook) -> None:
+    tree: dict[str, Any] = {"hooks": {}}
+    try:
+        hook.on_state_dict(engine, tree)
+    except Exception as error:  # noqa: BLE001  (it may need a step, or the rest of the state)
+        engine.logger.debug("%s.on_state_dict was not tried before step 1: %s", type(hook).__name__, error)
+    to_plain(tree["hooks"], "hooks")
 
 
 def check_before_training(engine: Engine) -> None:
@@ -246,15 +253,7 @@ def check_before_training(engine: Engine) -> None:
     groups = [group for optimizer in engine.state.objects.optimizers() for group in optimizer.param_groups]
     held = {id(parameter) for group in groups for parameter in group["params"]}
     names = [name for name, parameter in uncovered if id(parameter) not in held]
-    loss = getattr(getattr(engine.task, "trainer", None), "loss_fn", None)
-    held |= {id(parameter) for group in engine.optimizer.param_groups for parameter in group["params"]}
-    of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
-    if any(parameter.requires_grad and id(parameter) not in held for parameter in of_loss):
-        engine.logger.warning(
-            "loss_fn: the parameters of %s require gradients but are in no optimizer group, so they will not be "
-            "trained; add them to the optimizer, or make the loss part of the model",
-            type(loss).__name__,
-        )
+    _warn_of_untrained_loss(engine, held)
     if names and len(names) == sum(parameter.requires_grad for parameter in engine.model.parameters()):
         raise ConfigError(
             f"it holds none of the {len(names)} trainable parameters of the model, so nothing would be trained; "
@@ -267,6 +266,19 @@ def check_before_training(engine: Engine) -> None:
             "no optimizer group has %s that need gradients and will not be trained: %s",
             number_of(len(names), "parameter"), ", ".join(names[:10]),
         )  # fmt: skip
+
+
+def _warn_of_untrained_loss(engine: Engine, held: Set[int]) -> None:
+    """Warn if the parameters of the loss are neither in ``held``, by id, nor in the optimizer."""
+    loss = getattr(getattr(engine.task, "trainer", None), "loss_fn", None)
+    held = held | {id(parameter) for group in engine.optimizer.param_groups for parameter in group["params"]}
+    of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
+    if any(parameter.requires_grad and id(parameter) not in held for parameter in of_loss):
+        engine.logger.warning(
+            "loss_fn: the parameters of %s require gradients but are in no optimizer group, so they will not be "
+            "trained; add them to the optimizer, or make the loss part of the model",
+            type(loss).__name__,
+        )
 
 
 _OF_A_TASK = ("step", "weights", "new_metrics", "prepare_batch", "replayed", "with_metrics", "state_dict",

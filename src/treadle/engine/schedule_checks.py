@@ -47,6 +47,7 @@ def try_schedule(engine: Engine) -> None:
             "or use one of torch.optim.lr_scheduler",
             argument="scheduler",
         )
+    _refuse_short_one_cycle(scheduler, _moves_left(engine), engine.scheduler_interval)
     to_plain(scheduler_state(scheduler), "scheduler", encoding="odd")  # raises now for what no checkpoint can hold
     arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
     try:
@@ -116,13 +117,7 @@ def check_length_of_schedule(engine: Engine) -> None:
             "scheduler_interval='step' to others",
             engine.epoch + 1,
         )  # fmt: skip
-    if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch + moves > scheduler.total_steps:
-        raise ConfigError(
-            f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "
-            f"{moves} more {engine.scheduler_interval}s, so the schedule would raise before the end; build it with "
-            f"total_steps={scheduler.last_epoch + moves}",
-            argument="scheduler",
-        )
+    _refuse_short_one_cycle(scheduler, moves, engine.scheduler_interval)
     by_epochs, steps = engine.scheduler_interval == "epoch", engine.target.total_steps(engine)
     for name, length, _ in [*_lengths(scheduler), *_one_cycle(scheduler)] if by_epochs else []:
         if steps is not None and length == steps > scheduler.last_epoch + moves:
@@ -138,6 +133,16 @@ def check_length_of_schedule(engine: Engine) -> None:
                 "run if that is not intended",
                 name, length, engine.scheduler_interval, scheduler.last_epoch + moves, effect,
             )  # fmt: skip
+
+
+def _refuse_short_one_cycle(scheduler: Any, moves: int | None, interval: str) -> None:
+    if isinstance(scheduler, OneCycleLR) and moves is not None and scheduler.last_epoch + moves > scheduler.total_steps:
+        raise ConfigError(
+            f"OneCycleLR has total_steps={scheduler.total_steps} and is at {scheduler.last_epoch}; this run has "
+            f"{moves} more {interval}s, so the schedule would raise before the end; build it with "
+            f"total_steps={scheduler.last_epoch + moves}",
+            argument="scheduler",
+        )
 
 
 def warn_of_long_steps(engine: Engine) -> None:

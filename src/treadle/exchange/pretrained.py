@@ -61,13 +61,13 @@ def write_pretrained(model: nn.Module, folder: str | Path) -> None:
     # another library could write.
     renamed = sharded or any(name != clean_name(name) for name in inner.state_dict())
     cleaned = {"state_dict": weights} if renamed else {}
-    with reported(target), replacing_folder(target) as staged, _without_bars():
+    with reported(target), replacing_folder(target) as staged, without_progress_bars():
         inner.save_pretrained(staged, **cleaned)  # type: ignore[operator]
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Turn off the progress bars of transformers, which would be drawn over that of the run."""
+def without_progress_bars() -> Iterator[None]:
+    """Disable the progress bars of transformers inside the block, if it is imported: they would overlap the run's."""
     library = sys.modules.get("transformers.utils.logging")
     if library is None or not library.is_progress_bar_enabled():
         yield

@@ -326,14 +326,18 @@ class Trainer(EpochFace):
         self._use_folder(save_dir, save_freq, best_model_metric)
         saving = self._epochs.saving_if_evaluation_fails(self._folder.save_after_failed_evaluation)
         with run_log_shown(self._engine), self._folder.training(), saving:
-            self._engine.prepare()
-            self._engine.state.objects.add("callbacks", list(callbacks or ()))
-            warn_of_callbacks(self, callbacks, self._known_keys(eval_dataloader))
+            self._carry_callbacks(callbacks, self._known_keys(eval_dataloader))
             self._folder.resume(resume_from)
             self._epochs.select_by(make_rule)
             log_early_stopping(self._epochs)
             self._epochs_to(num_epochs, train_dataloader, eval_dataloader, callbacks or ())()
         return self.history
+
+    def _carry_callbacks(self, callbacks: Sequence[Callback] | None, known: Sequence[str] | None) -> None:
+        """Save the state of callbacks in checkpoints, and warn about names that they use in vain."""
+        self._engine.prepare()
+        self._engine.state.objects.add("callbacks", list(callbacks or ()))
+        warn_of_callbacks(self, callbacks, known)
 
     def _use_folder(self, save_dir: str | Path | None, save_freq: int | None, metric: str | None) -> None:
         """Set the folder of a call of ``train``, and warn about settings of files that are not written."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from treadle.errors import MissingExtraError
@@ -27,20 +25,3 @@ def import_extra(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingExtraError(f"treadle.text needs {name} ({error}): pip install 'treadle[hf]'") from error
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Disable the progress bars that transformers shows for every file it writes, inside the block.
-
-    Raises:
-        ImportError: the package ``transformers`` is not installed.
-    """
-    bars = import_extra("transformers.utils.logging")
-    before = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
-            bars.enable_progress_bar()

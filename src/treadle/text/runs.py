@@ -22,6 +22,7 @@ from treadle.data import steps_per_epoch
 from treadle.distributed.state_names import load_model_state, model_state
 from treadle.engine.settings import Capture, check_capture
 from treadle.errors import ConfigError, number_of
+from treadle.exchange.pretrained import without_progress_bars
 from treadle.functional import Trainer
 from treadle.hooks import CheckpointingHook
 from treadle.hooks.files import to_json
@@ -32,7 +33,7 @@ from treadle.runs.packs import SUMMARIES
 from treadle.runs.report import Report
 from treadle.seed import set_seed
 from treadle.text import report
-from treadle.text.extras import without_progress_bars
+from treadle.text.extras import import_extra
 from treadle.text.model import add_lora, build_gpt2
 from treadle.text.run_config import FREE, TextConfig, needs_new_lora
 from treadle.text.run_data import (
@@ -117,6 +118,7 @@ class TextPack(Pack[TextConfig, TextData, Trainer]):
     @contextmanager
     def environment(self, config: TextConfig) -> Iterator[None]:
         """Make errors name the settings, and hide the progress bars of transformers."""
+        import_extra("transformers.utils.logging")
         with super().environment(config), without_progress_bars():
             yield
 

@@ -103,7 +103,8 @@ def test_a_checkpoint_gives_the_weights_that_another_run_starts_from(
     trained: Path, tmp_path: Path, run: Callable[..., str]
 ) -> None:
     best = trained / "logs" / "experiment" / "checkpoints" / "best.pt"
-    arguments = (f"checkpoint={best}", "training.optimizer.lr=0", "training.scheduler.min_lr=0", "training.epochs=1")
+    rates = ("training.optimizer.lr=1e-30", "training.scheduler.min_lr=0")
+    arguments = (f"checkpoint={best}", *rates, "training.epochs=1")
     said = run("train.py", tmp_path, *CHOICES, *SMALL, *arguments)
     assert f"with the weights of {best}" in said
     last, given = (load_checkpoint(path) for path in (tmp_path / "logs/experiment/checkpoints/last.pt", best))

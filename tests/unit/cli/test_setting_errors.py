@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 WRONG = {
     "spectra": [
         ("optimizer.lr=abc", "optimizer.lr=abc: must be float"),
-        ("optimizer.lr=-1", "optimizer.lr=-1.0: must be at least 0"),
+        ("optimizer.lr=-1", "optimizer.lr=-1.0: must be above 0"),
         ("optimizer.lr=1e400", "optimizer.lr=1e400: must be a finite number"),
         ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1.0: must be at least 0"),
         ("model.dropout=2", "model.dropout=2.0: must lie in [0, 1]"),
@@ -29,11 +29,11 @@ WRONG = {
         ("learning_rate=1", "unknown setting 'learning_rate'; did you mean 'optimizer.lr'?"),
     ],
     "text": [
-        ("optimizer.lr=-1", "optimizer.lr=-1.0: must be at least 0"),
+        ("optimizer.lr=-1", "optimizer.lr=-1.0: must be above 0"),
         ("training.mixed_precision=int8", "training.mixed_precision='int8': must be none, bf16 or fp16"),
         ("training.grad_clip=-1", "training.grad_clip=-1.0: must be at least 0"),
         ("training.capture=x", "training.capture='x': use True"),
-        ("lora.alpha=-1", "lora.alpha=-1.0: must be at least 0"),
+        ("lora.alpha=-1", "lora.alpha=-1.0: must be above 0"),
         ("samples.seed=-1", "samples.seed=-1: must be a whole number from 0"),
     ],
     "astro": [

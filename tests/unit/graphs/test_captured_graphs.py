@@ -54,6 +54,7 @@ def ended(trainer):
         record.pop("time")
     state["config"].pop("capture", None)
     state.pop("objects", None)  # what Watch noted
+    state["data"].pop("built", None)  # of a loader with a collate function of its own
     return state
 
 
