@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,14 +23,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     The same texts give the same tokenizer.
 
     Args:
-        texts: training texts only, to keep validation text out of the vocabulary.
+        texts: training texts only, or a single one, to keep validation text out of the vocabulary.
         vocab_size: maximum number of tokens, at least 257: every byte and :data:`END`, whose id is 0.
 
     Returns:
         A ``tokenizers.Tokenizer``.
 
     Raises:
-        ValueError: ``vocab_size`` is below 257.
+        ValueError: ``vocab_size`` is below 257, or there is no text.
         ImportError: the package ``tokenizers`` is not installed.
 
     Example:
@@ -39,6 +40,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """
     if vocab_size < _LEAST:
         raise ConfigError(f"must be at least {_LEAST}, every byte and {END}", argument="vocab_size", value=vocab_size)
+    remaining = iter([texts] if isinstance(texts, str) else texts)
+    first = next(filter(None, remaining), None)
+    if first is None:
+        raise ConfigError("holds no text; pass at least one string that is not empty", argument="texts")
     tokenizers = import_extra("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +54,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(itertools.chain([first], remaining), trainer)
     return tokenizer
 
 

@@ -57,3 +57,14 @@ def test_transformers_reads_what_was_saved(tokenizer, tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded(TEXTS[1])["input_ids"] == tokenizer.encode(TEXTS[1]).ids
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("texts", [[], [""], "", iter([])])
+def test_no_text_is_refused(texts):
+    with pytest.raises(ValueError, match="texts: holds no text"):
+        train_tokenizer(texts, 300)
+
+
+def test_a_single_text_is_not_read_letter_by_letter():
+    assert train_tokenizer("pass pass", 300).to_str() == train_tokenizer(["pass pass"], 300).to_str()
+    assert train_tokenizer("pass pass", 300).get_vocab_size() > 257
