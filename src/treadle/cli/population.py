@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from treadle.cli.console import ConsoleHandler
 from treadle.config.grammar import alternatives, kind_of, parse
 from treadle.errors import ConfigError
+from treadle.runs.folder import refuse_unwritable
 from treadle.runs.launch import launched
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def train_several(
     """
     if launched():
         raise ConfigError("torchrun starts the ranks of one run; for several runs use --workers without torchrun")
+    refuse_unwritable(out)
     from treadle.device import get_device
     from treadle.population import Population
 

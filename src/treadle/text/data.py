@@ -53,7 +53,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
     transformers shift them, and :data:`IGNORED` at the first position of a block and at padding.
 
     Args:
-        tokens_N: a token stream.
+        tokens_N: a token stream, int64.
         length: L, at least 2.
         pad_id: padding id for the last block.
 
@@ -61,7 +61,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         num_targets: number of predicted tokens, N - 1.
 
     Raises:
-        ValueError: ``length`` is below 2, or the stream has fewer than 2 tokens.
+        ValueError: ``length`` is below 2, or the stream has fewer than 2 tokens, or another shape or dtype.
 
     Example:
         >>> blocks = TokenBlocks(torch.arange(1, 7), 4)
@@ -72,6 +72,11 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
     @checked
     def __init__(self, tokens_N: Tensor, length: int, *, pad_id: int = 0):
         check_least(2, length=length)
+        if tokens_N.ndim != 1 or tokens_N.dtype != torch.int64:
+            raise ValueError(
+                f"tokens_N is a {tokens_N.dtype} tensor of shape {tuple(tokens_N.shape)}: it must be one stream of "
+                "token ids, shape (N,) and dtype torch.int64"
+            )
         if len(tokens_N) < 2:
             raise ValueError(
                 f"tokens_N has {len(tokens_N)} tokens: it must have at least 2, or there is nothing to predict"

@@ -64,6 +64,14 @@ def test_a_pack_refuses_the_folder_before_it_reads_data(places: Path, monkeypatc
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(("place", "reason"), REASONS)
+def test_several_runs_refuse_the_folder_before_the_first(places: Path, capsys, place: str, reason: str) -> None:
+    assert command("train", "spectra", *TINY, "--seeds", "0..1", "--out", places / place, "--device", "cpu") == 2
+    error = capsys.readouterr().err
+    assert f"--out {places / place}: " in error
+    assert reason in error
+
+
 @pytest.mark.parametrize(("place", "reason"), REASONS[1:])
 def test_a_trainer_names_save_dir_and_reads_no_data(places: Path, place: str, reason: str) -> None:
     trainer = treadle.Trainer(nn.Linear(4, 1), None, nn.MSELoss(), device="cpu")

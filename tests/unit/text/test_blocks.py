@@ -66,6 +66,14 @@ def test_what_cannot_be_predicted_is_refused(size, length, words):
         TokenBlocks(torch.arange(size), length)
 
 
+@pytest.mark.parametrize(
+    "tokens", [torch.rand(9), torch.ones(3, 3, dtype=torch.int64), torch.ones(9, dtype=torch.bool)]
+)
+def test_what_is_no_stream_of_ids_is_refused(tokens):
+    with pytest.raises(ValueError, match="one stream of token ids"):
+        TokenBlocks(tokens, 4)
+
+
 def test_an_index_beyond_the_end_is_an_error_so_that_iteration_ends():
     blocks = TokenBlocks(torch.arange(5), 3)
     assert len(list(blocks)) == len(blocks) == 2
