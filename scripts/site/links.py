@@ -24,26 +24,35 @@ LOADS = re.compile(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:h
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for every file and folder outside `docs` that a page links to."""
-    for file in list(files.documentation_pages()):
-        for target in outside(file.content_string, Path(file.abs_src_path or "").parent, config):
+    """Add a page for every file and folder outside `docs` that a page, or a page so added, links to."""
+    pages = [(file.content_string, source_of(file, config)) for file in files.documentation_pages()]
+    while pages:
+        text, source = pages.pop()
+        for target in outside(text, source.parent, config):
             uri = site_uri(target, config)
             if files.get_file_from_path(uri) is None:
                 files.append(File.generated(config, uri, content=as_page(target, root(config))))
+                if target.suffix == ".md":
+                    pages.append((target.read_text(encoding="utf-8"), target))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of a page that lead out of `docs` to the pages added for them."""
-    if page.file.abs_src_path is None:
-        return markdown
-    folder = Path(page.file.abs_src_path).parent
+    """Point the links of a page that lead out of `docs`, or back into it, to their pages of the site."""
+    source = source_of(page.file, config)
+    is_added = page.file.abs_src_path is None
+    if is_added and not source.exists():
+        return markdown  # the page of a file of code
 
     def replaced(match: re.Match[str]) -> str:
-        target = resolved(match[2], folder, config)
-        if target is None:
+        target = Path(os.path.normpath(source.parent / match[2]))
+        if resolved(match[2], source.parent, config) is not None:
+            uri = site_uri(target, config)
+        elif is_added and target.is_relative_to(config.docs_dir) and target.exists():
+            uri = target.relative_to(config.docs_dir).as_posix()
+        else:
             return match[0]
-        here = posixpath.relpath(site_uri(target, config), posixpath.dirname(page.file.src_uri) or ".")
+        here = posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or ".")
         return f"{match[1]}{here}{match[3] or ''}{match[4]}"
 
     return LINK.sub(replaced, markdown)
@@ -70,6 +79,11 @@ def resolved(link: str, folder: Path, config: MkDocsConfig) -> Path | None:
     target = Path(os.path.normpath(folder / link))
     inside = target.is_relative_to(config.docs_dir) or not target.is_relative_to(root(config))
     return None if inside or not target.exists() else target
+
+
+def source_of(file: File, config: MkDocsConfig) -> Path:
+    """Return the Markdown file in the repository that a page is made from; of a file of code it does not exist."""
+    return Path(file.abs_src_path or root(config) / file.src_uri.removeprefix("repository/"))
 
 
 def root(config: MkDocsConfig) -> Path:
