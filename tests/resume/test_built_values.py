@@ -9,7 +9,6 @@ import queue
 import time
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -97,6 +96,7 @@ class Frame(Dataset):
     """Rows of a pandas table in some order."""
 
     def __init__(self, order):
+        pd = pytest.importorskip("pandas", reason="pandas is not installed")
         self.table = pd.DataFrame(drawn(0, 16, 4).numpy()[order], columns=list("abcd"))
 
     def __len__(self):
@@ -174,7 +174,6 @@ KINDS = {
     "random samples": ({"rows": points(seed=1)}, {"rows": points(seed=2)}, "dataset.tensors"),
     "a list of samples": ({"rows": list(points(seed=1))}, {"rows": list(points(seed=2))}, "loader.dataset"),
     "rows of a TensorLoader": ({"rows": drawn(1, 16, 4)}, {"rows": drawn(2, 16, 4)}, "loader.tensors"),
-    "rows of a table": ({"rows": Frame(np.arange(16))}, {"rows": Frame(15 - np.arange(16))}, "dataset.table"),
     "an argument of a collate function": ({"collate": functools.partial(mixed, 0.1)},
                                           {"collate": functools.partial(mixed, 0.2)}, "args[0]=0.1 (here 0.2)"),
     "weights of a sampler": ({"weights": torch.ones(16)}, {"weights": torch.arange(1.0, 17.0)}, "sampler.weights"),
@@ -187,6 +186,13 @@ def test_another_value_is_named_in_one_warning(caplog, kind):
     (text,) = warnings_of_a_resume(caplog, STOPS[1], before, now)
     assert name in text
     assert "set_seed" in text
+    assert not warnings_of_a_resume(caplog, STOPS[1], before, before)
+
+
+def test_other_rows_of_a_table_are_named(caplog):
+    before, now = {"rows": Frame(np.arange(16))}, {"rows": Frame(15 - np.arange(16))}
+    (text,) = warnings_of_a_resume(caplog, STOPS[1], before, now)
+    assert "dataset.table" in text
     assert not warnings_of_a_resume(caplog, STOPS[1], before, before)
 
 

@@ -68,7 +68,7 @@ class TrainingRun(Generic[Config, Data, Trainer]):
     def _train(self, run: Run[Config], out: Path) -> dict[str, Any] | None:
         pack = self._pack
         resumes = by_rank_0(self._check_folder)
-        run = dataclasses.replace(run, out=out, home=out if resumes else None)
+        run = dataclasses.replace(run, home=run.out if resumes else None)
         data = pack.prepare(run)
         by_rank_0(lambda: pack.refuse_other_data(run, data))
         trainer = pack.build(run, data)
@@ -83,7 +83,7 @@ class TrainingRun(Generic[Config, Data, Trainer]):
             pack.fit_logged(run, data, trainer)
             if run.paused():
                 return None
-            alone = dataclasses.replace(run, parallel=None, home=run.out, resume=True, watch=Watch())
+            alone = dataclasses.replace(run, parallel=None, out=out, home=out, resume=True, watch=Watch())
             trained = after_ranks(trainer, lambda: self._rebuild(alone, data))
             return None if trained is None else self._evaluate(alone, data, trained, decided)
 
