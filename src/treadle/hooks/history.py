@@ -50,13 +50,13 @@ class HistoryHook(BaseHook):
         *,
         keep: Sequence[str] | None = None,
     ):
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # training may change the working directory
         self.history = history
         self.keep = keep
 
     def on_before_train(self, trainer: Engine) -> None:
         """Rename the file of another run if this run starts fresh, or resumes within its first epoch."""
-        file_in_workspace(trainer, self.path.absolute())
+        file_in_workspace(trainer, self.path)
         if trainer.step > 0 and self.history():
             self._write()  # drops epochs recorded after the checkpoint
         elif distributed.rank() == 0:

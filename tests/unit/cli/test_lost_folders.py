@@ -14,6 +14,7 @@ import treadle
 from command_kit import Stop, leave_the_report_out
 from command_kit import treadle as command
 from functional_kit import loader
+from golden_runs_kit import PACKS, RUNS
 from treadle.engine.observers import observing
 from treadle.errors import ConfigError
 from treadle.runs.packs import find_pack
@@ -94,12 +95,14 @@ def test_a_full_disk_at_the_plots_is_one_line_and_the_next_run_ends_the_work(tmp
     assert spectra(tmp_path / "run") == 0
 
 
-def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(tmp_path, monkeypatch) -> None:
-    leave_the_report_out(monkeypatch, SpectraPack)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("pack", PACKS)
+def test_a_relative_folder_stays_where_it_was_when_the_working_directory_changes(tmp_path, monkeypatch, pack) -> None:
+    leave_the_report_out(monkeypatch, type(find_pack(pack)))
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    with observing(Stop("on_after_step", 1, lambda: os.chdir("other"))):
-        assert spectra("run") == 0
+    with observing(Stop("on_after_step", 1, lambda: os.chdir(tmp_path / "other"))):
+        assert command(*RUNS[pack].start) == 0
     assert (tmp_path / "run" / "metrics.json").is_file()
     assert not list((tmp_path / "other").iterdir())
 
